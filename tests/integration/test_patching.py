@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import safetensors
 import safetensors.torch
+import torch
 import transformers
 from transformers import modeling_utils, tokenization_utils_base
 from transformers.utils import hub
 
+import mx
 from mx import config
 from mx.engines.transformers import patch, unpatch
 from mx.engines.transformers.loads import begin
 from mx.engines.transformers.lookup import Lookup
-from mx.errors import ConfigError
+from mx.errors import ConfigError, NoSourceError
+from tests.support.daemon import daemon
 
 NOWHERE = "127.0.0.1:9"
 
@@ -120,6 +123,60 @@ def test_notes_have_a_reason(
             "org/unknown", trust_remote_code=True, local_files_only=True
         )
     assert "code never comes from peers" in "".join(getattr(caught.value, "__notes__", []))
+
+
+def test_a_note_where_files_are_found_and_weights_are_not(
+    settings: config.Settings, tmp_path: Path
+) -> None:
+    """transformers itself raises then, and not the function that looks for its files."""
+    transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    patch(coordinator=NOWHERE, settings=settings)
+    with pytest.raises(OSError) as caught:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, variant="fp16")
+    notes = getattr(caught.value, "__notes__", [])
+    assert len(notes) == 1 and "`variant` names other files" in notes[0]
+
+
+def of_hub(cache: Path, eps: float) -> tuple[Path, Any]:
+    """Put a small Llama, org/mix, where the hub's files are; return its folder, and it."""
+    snapshot = cache / "models--org--mix" / "snapshots" / ("a" * 40)
+    shape: Any = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    configuration = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, vocab_size=16, rms_norm_eps=eps, **shape
+    )
+    model: Any = transformers.LlamaForCausalLM(configuration)
+    model.save_pretrained(snapshot)
+    (cache / "models--org--mix" / "refs").mkdir()
+    (cache / "models--org--mix" / "refs" / "main").write_text("a" * 40)
+    return snapshot, model
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("how", ["left", "no source"])
+def test_a_configuration_of_peers_gets_no_weights_of_the_hub(
+    settings: config.Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The hub's cache has another model of the same name, with a configuration of its own."""
+    theirs, _ = of_hub(tmp_path / "peer", 0.5)
+    _, ours = of_hub(tmp_path / "hub", 1e-6)
+    more: dict[str, Any] = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    with daemon() as (_, address), mx.serve(theirs, model="org/mix", coordinator=address):
+        patch(coordinator=address, settings=settings)
+        auto = transformers.AutoModelForCausalLM
+        assert auto.from_pretrained("org/mix", **more).config.rms_norm_eps == 0.5
+        if how == "left":
+            more["offload_folder"] = str(tmp_path / "offloaded")
+        else:
+
+            def pull(*_: object, **__: object) -> None:
+                raise NoSourceError("the only source has gone")
+
+            monkeypatch.setattr("mx.engines.transformers.loads.pull", pull)
+        found = auto.from_pretrained("org/mix", **more)
+        unpatch()
+    assert found.config.rms_norm_eps == 1e-6
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
 
 
 def test_a_part_on_disk_is_left_to_transformers(settings: config.Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,39 @@ def test_vectors_are_those_of_the_folder_or_refused(tmp_path: Path, dense: str) 
         assert "2_Dense/model.safetensors" in said
     else:
         assert said == {"same": True, "host": 1}
+
+
+_MIX = """
+import json, sys
+from sentence_transformers import SentenceTransformer
+
+folder, more = sys.argv[1], json.loads(sys.argv[2])
+texts = ["hello world", "hello"]
+expected = SentenceTransformer(folder).encode(texts)
+found = SentenceTransformer("org/st", local_files_only=True, **more).encode(texts)
+print(json.dumps(bool((found == expected).all())))
+"""
+
+
+@pytest.mark.parametrize(
+    "more", [{"trust_remote_code": True}, {"model_kwargs": {"offload_folder": "/nonexistent"}}]
+)
+def test_modules_of_peers_get_no_weights_of_the_hub(
+    tmp_path: Path, more: dict[str, object]
+) -> None:
+    """The hub's cache has another model of the name: where its weights are loaded, its own modules
+    are, with its own pooling."""
+    served, script = tmp_path / "st", tmp_path / "mix.py"
+    run(tmp_path, "-c", _MAKE, str(served), "")
+    cached = tmp_path / "hub" / "models--org--st"
+    own = cached / "snapshots" / ("a" * 40)
+    shutil.copytree(served, own)
+    pooling = own / "1_Pooling" / "config.json"
+    pooling.write_text(pooling.read_text().replace('"max"', '"mean"'))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    script.write_text(_MIX)
+    with daemon() as (_, address), mx.serve(served, model="org/st", coordinator=address):
+        command = "-m", "mx.engines.transformers", str(script), str(own), json.dumps(more)
+        said = json.loads(run(tmp_path, *command, MX_PEER_COORDINATOR=address).splitlines()[-1])
+    assert said is True

@@ -133,6 +133,16 @@ class Host:
         held = self.look() if ranks == 1 else {}
         return held | {"before": self.before, "generated": self.generate()}
 
+    def lack(self) -> None:
+        """Make this vLLM one that does not say which methods take processed weights."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        of_all = [QuantizeMethodBase]
+        for each in of_all:
+            of_all += each.__subclasses__()
+            if "supports_pre_processed_weights" in vars(each):
+                del each.supports_pre_processed_weights
+
     def look(self) -> dict[str, Any]:
         """Return the tensors that the engine holds."""
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -174,6 +184,9 @@ class Host:
 
 def main() -> None:
     """Answer commands until there are no more."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("LlamaWithTensor", "tests.vllm.with_tensor:LlamaWithTensor")
     host = Host()
     print("ANSWER {}", flush=True)
     for line in sys.stdin:

@@ -21,6 +21,17 @@ source = mx.serve(sys.argv[1], model=sys.argv[2], coordinator=sys.argv[3], max_b
 source.wait()
 """
 
+#: Lends the tensors of a model that it pulled, slowly.
+SLOW_REPLICA = """
+import sys, mx
+name, variant, coordinator = sys.argv[1:]
+pull = mx.pull(name, variant=variant, coordinator=coordinator)
+tensors = {key: tensor.clone() for key, tensor in pull.state_dict().items()}
+source = mx.serve(tensors, model=name + "-slow", variant=variant, coordinator=coordinator,
+                  max_bandwidth="1MB/s")
+source.wait()
+"""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,6 +58,7 @@ class Host:
                     "MX_PEER_COORDINATOR": coordinator,
                     "PYTHONUNBUFFERED": "1",
                     "XDG_STATE_HOME": str(log.parent / "state"),
+                    "MX_PEER_NAME_KEY": mx.config.load().name_key,  # the test's own user's
                     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers are on the other one
                     **environment,
                 },

@@ -11,21 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import ended, python
-from tests.vllm.conftest import bare
-from tests.vllm.hosts import Host, host, killed_in_mid_load, lending, start
+from tests.vllm.conftest import bare, write_checkpoint
+from tests.vllm.hosts import (
+    SLOW_REPLICA,
+    Host,
+    host,
+    killed_in_mid_load,
+    lending,
+    start,
+)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
-
-#: Lends the tensors of a model that it pulled, slowly.
-SLOW_REPLICA = """
-import sys, mx
-name, variant, coordinator = sys.argv[1:]
-pull = mx.pull(name, variant=variant, coordinator=coordinator)
-tensors = {key: tensor.clone() for key, tensor in pull.state_dict().items()}
-source = mx.serve(tensors, model=name + "-slow", variant=variant, coordinator=coordinator,
-                  max_bandwidth="1MB/s")
-source.wait()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +51,34 @@ def test_processed_state_goes_from_gpu_to_gpu(
     assert after["generated"] == reference["generated"]
     assert b.status()["loads"] == {"ordinary": 1}
     assert "vLLM's ordinary loader takes over" in b.said()
+
+
+def test_tensors_of_the_models_module(
+    hosts: tuple[Host, Host], coordinator: str, place: Path
+) -> None:
+    """The module of the model's class is first imported while a model is built on meta: the
+    ordinary loader, and the processed state, compute with the tensors that it makes."""
+    a, b = hosts
+    folder = write_checkpoint(place / "tensor", seed=21, architectures=["LlamaWithTensor"])
+    reference = a.do("start", str(folder), load_format="auto", gpu=True)
+    start(a, folder, "tensor", gpu=True)
+    status = lending(a)
+    with ended(python(SLOW_REPLICA, "tensor", status["variant"], coordinator)) as source:
+        after = killed_in_mid_load(b, source, folder, "tensor-slow", coordinator, gpu=True)
+    assert b.status()["loads"] == {"ordinary": 1}
+    assert after["generated"] == reference["generated"]
+    two = start(b, bare(folder), "tensor", gpu=True)
+    assert b.status()["loads"] == {"processed": 1}
+    assert two["generated"] == reference["generated"]
+
+
+def test_a_version_that_lacks_what_a_lender_asks_for(
+    hosts: tuple[Host, Host], checkpoint: Path
+) -> None:
+    """The engine starts as ever, and the state is lent that can be."""
+    b = hosts[1]
+    b.do("lack")
+    start(b, checkpoint, "lack", gpu=True)
+    status = lending(b)
+    assert (status["loads"], status["lending"]) == ({"ordinary": 1}, "lending")
+    assert "state=loaded" in status["variant"]

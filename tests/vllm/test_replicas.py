@@ -14,10 +14,12 @@ from mx import config
 from tests.support.daemon import ended, python
 from tests.vllm.conftest import bare, write_checkpoint
 from tests.vllm.hosts import (
+    SLOW_REPLICA,
     SLOW_SOURCE,
     EngineError,
     Host,
     host,
+    killed_in_mid_load,
     lending,
     same,
     start,
@@ -166,6 +168,22 @@ def test_processed_state_is_lent_in_place_and_revoked(
     two = start(b, bare(checkpoint), "p", extra=extra)
     assert two["tensors"] == a.do("look")["tensors"] != one["tensors"]
     assert two["generated"] == a.do("generate") != one["generated"]
+
+
+def test_source_of_the_processed_state_killed_in_mid_load(
+    hosts: tuple[Host, Host], checkpoint: Path, coordinator: str
+) -> None:
+    """The model is the ordinary loader's, to the last logprob: nothing is left on meta."""
+    a, b = hosts
+    extra = {"state": "processed"}
+    start(a, checkpoint, "k", extra=extra)
+    variant = lending(a)["variant"]
+    reference = start(b, checkpoint, "of-none", extra={**extra, "lend": False})
+    assert b.status()["loads"] == {"ordinary": 1}
+    with ended(python(SLOW_REPLICA, "k", variant, coordinator)) as source:
+        after = killed_in_mid_load(b, source, checkpoint, "k-slow", coordinator, extra=extra)
+    assert b.status()["loads"] == {"ordinary": 1}
+    assert same(after, reference)
 
 
 def test_failed_update_stays_withdrawn(hosts: tuple[Host, Host], place: Path) -> None:

@@ -12,6 +12,7 @@ import functools
 import logging
 import threading
 import time
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +31,8 @@ from mx.log import event
 
 #: The reason of a change that leaves the tensors as they were.
 ASLEEP = "sleep"
+#: The reason that a sleep leaves behind which discards what the tensors held.
+DISCARDED = "the update that has to write what sleep has discarded"
 #: How often samples of the weights are compared, and the part of a core that this may take.
 _WATCH_S, _WATCH_PART = 1.0, 0.01
 
@@ -107,6 +110,7 @@ class Lender:
         self._reasons: set[str] = set()
         self._spoilt = False  # by a change that failed half-way
         self._past = ""  # what was written without a word of it
+        self._updated = False  # by a change that has ended, since they were withdrawn
         self._why = ""
         self._change: AbstractContextManager[None] | None = None
         self._tensors, self._watched, self._prints = {}, {}, None
@@ -235,7 +239,7 @@ class Lender:
         try:
             change = source.changing()
             change.__enter__()
-            self._change = change
+            self._change, self._updated = change, False
         except Exception as error:  # noqa: BLE001 - the engine must go on
             self._not_lent(error)
             self._reasons.clear()
@@ -250,16 +254,20 @@ class Lender:
         """Lend the tensors again, as they are now, once each reason has ended.
 
         Args:
-            reason: As for `withdraw`.
+            reason: As for `withdraw`. One that nothing was withdrawn for changes nothing.
             failed: True if the change failed half-way: then they stay withdrawn until another
                 change succeeds.
         """
         with self._lock:
+            if reason not in self._reasons or (reason == DISCARDED and ASLEEP in self._reasons):
+                return  # no one has written to memory that is not there
             self._reasons.discard(reason)
             if failed or reason != ASLEEP:
                 self._spoilt = failed
             if not failed and reason != ASLEEP:
-                self._past = ""
+                self._past, self._updated = "", True
+            if not self._reasons and not self._updated and not self._spoilt:
+                self._compare(devices=True)  # sleep leaves them as they were
             change, source = self._change, self._source
             if self._reasons or self._past or change is None or source is None:
                 return
@@ -314,24 +322,28 @@ class Lender:
                 it may be capturing graphs.
         """
         with self._lock:
-            if self.state != "lending" or self._prints is None:
-                return
-            try:
-                found = self._prints.written(devices=devices)
-            except Exception as error:  # noqa: BLE001 - the engine frees memory as it likes
-                found = f"its weights can't be read any more: {error}"
-            if found:
-                self.written(found)
+            if self.state == "lending":
+                self._compare(devices=devices)
+
+    def _compare(self, *, devices: bool) -> None:
+        if self._prints is None:
+            return
+        try:
+            found = self._prints.written(devices=devices)
+        except Exception as error:  # noqa: BLE001 - the engine frees memory as it likes
+            found = f"its weights can't be read any more: {error}"
+        if found:
+            self.written(found)
 
     def written(self, what: str) -> None:
         """Withdraw the tensors, since they are or were written to outside of a change that the
-        engine announced. Does nothing inside one.
+        engine announced. Does nothing inside one; sleep is none.
 
         Args:
             what: What was found, or was called.
         """
         with self._lock:
-            if self._reasons or self._past:
+            if self._reasons - {ASLEEP} or self._past:
                 return
             source = self._settled()
             if source is None:
@@ -423,10 +435,14 @@ def _watch_load_weights(model: Any, lender: Lender) -> None:
     original = getattr(model, "load_weights", None)
     if original is None:
         return
+    function = getattr(original, "__func__", None)
 
     @functools.wraps(original)
-    def load_weights(*arguments: Any, **named: Any) -> Any:
-        lender.written("the model's `load_weights` was called")
+    def load_weights(itself: Any, *arguments: Any, **named: Any) -> Any:
+        if itself is model:
+            lender.written("the model's `load_weights` was called")
+        elif function is not None:  # a copy, with weights of its own
+            return function(itself, *arguments, **named)
         return original(*arguments, **named)
 
-    model.load_weights = load_weights
+    model.load_weights = types.MethodType(load_weights, model)  # of a copy it is the copy's

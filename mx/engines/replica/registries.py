@@ -23,41 +23,64 @@ def undone_unless_kept(package: str, *owners: object) -> Iterator[Callable[[], N
     them.
 
     Args:
-        package: The engine's package. What its modules have in dicts, lists and sets of their own
-            is undone as far as it is a module or a tensor: the rest, such as classes that were
-            imported, has nothing of the model.
-        owners: Objects with registries in their attributes, which are undone as they are.
+        package: The engine's package. What its modules have in variables, and in dicts, lists and
+            sets of their own, is undone as far as it is a module or a tensor, or is kept by the
+            address of one: the rest, such as classes that were imported, has nothing of the model.
+        owners: Objects whose attributes are undone, and what is in those that are registries.
     """
     before = {id(found): (found, _copy(found)) for found in _of_modules(package)}
-    owned = [(found, _copy(found)) for owner in owners for found in _of(owner)]
-    random, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    variables = [(found, dict(found)) for found in _variables_of(package)]
+    owned = [(vars(owner), dict(vars(owner))) for owner in owners]
+    owned += [(found, _copy(found)) for owner in owners for found in _of(owner)]
+    random, dtype = _random(), torch.get_default_dtype()
     kept = []
     try:
         yield lambda: kept.append(True)
     finally:
         if not kept:
-            torch.set_rng_state(random)
+            _set_random(*random)
             torch.set_default_dtype(dtype)
             for registry, content in owned:
                 _restore(registry, content)
             for registry in _of_modules(package):
                 _forget_parts(registry, before.get(id(registry), (registry, ()))[1])
+            for found, content in variables:
+                _forget_parts(found, content)
             if (error := sys.exception()) is not None:
                 traceback.clear_frames(error.__traceback__)
             gc.collect()  # the model's memory is needed
+
+
+def _random() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    cuda: Any = torch.cuda  # its functions have no types
+    return torch.get_rng_state(), cuda.get_rng_state_all() if cuda.is_initialized() else []
+
+
+def _set_random(on_host: torch.Tensor, on_devices: list[torch.Tensor]) -> None:
+    torch.set_rng_state(on_host)
+    if on_devices:
+        torch.cuda.set_rng_state_all(on_devices)
 
 
 def _of(owner: object) -> list[Any]:
     return [each for each in vars(owner).values() if isinstance(each, _CONTAINERS)]
 
 
+def _variables_of(package: str) -> list[dict[str, Any]]:
+    """Return the variables of each module of a package that is imported."""
+    return [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if (name == package or name.startswith(f"{package}.")) and hasattr(module, "__dict__")
+    ]
+
+
 def _of_modules(package: str) -> list[Any]:
     found = {}
-    for name, module in list(sys.modules.items()):
-        if name == package or name.startswith(f"{package}."):
-            for each in list(getattr(module, "__dict__", {}).values()):
-                if type(each) in (dict, list, set) or type(each).__name__ == "defaultdict":
-                    found[id(each)] = each
+    for variables in _variables_of(package):
+        for each in list(variables.values()):
+            if type(each) in (dict, list, set) or type(each).__name__ == "defaultdict":
+                found[id(each)] = each
     return list(found.values())
 
 
@@ -77,7 +100,7 @@ def _forget_parts(registry: Any, before: Any) -> None:
     """Take parts of a model that were added out of a registry, and put back those they replaced."""
     if isinstance(registry, dict):
         old = before or {}
-        for name in [n for n, each in registry.items() if _is_part(each)]:
+        for name in [n for n, each in registry.items() if _is_part(each) or _is_address(n)]:
             if name not in old:
                 del registry[name]
             elif registry[name] is not old[name]:
@@ -91,6 +114,12 @@ def _forget_parts(registry: Any, before: Any) -> None:
 def _is_part(value: object, depth: int = 2) -> bool:
     if isinstance(value, torch.nn.Module | torch.Tensor):
         return True
-    if isinstance(value, tuple | list) and depth and len(value) <= 16:
-        return any(_is_part(each, depth - 1) for each in value)
+    if isinstance(value, tuple | list | dict) and depth and len(value) <= 16:
+        inside = value.values() if isinstance(value, dict) else value
+        return any(_is_part(each, depth - 1) for each in inside)
     return False
+
+
+def _is_address(key: object) -> bool:
+    """Return True for what `id` returns of a module: the next one may have the same."""
+    return type(key) is int and key >= 1 << 32

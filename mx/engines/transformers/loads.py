@@ -40,9 +40,10 @@ _LEFT_TO_DISK = {
 _ON_DISK = "`device_map` leaves a part on disk, where it is read again later"
 
 
-class LeftToDiskError(Exception):
+class LeftToDiskError(BaseException):
     """Weights come from disk, inside a call that has taken their configuration from peers: all of
-    it begins again, from disk. `reason` says why."""
+    it begins again, from disk. `reason` says why. No library between may try something else after
+    it, as after an Exception."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -53,6 +53,19 @@ class Served:
     folder: Path
 
 
+def say_why_not(error: OSError, name: object, why: str) -> None:
+    """Add a note to transformers' error, unless it has it: why its files are not at peers either.
+
+    Args:
+        error: The error.
+        name: The model, as the program names it.
+        why: The reason.
+    """
+    note = f"{name} did not come from peers either: {why}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 @dataclass
 class _Meaning:
     until_s: float

@@ -21,7 +21,7 @@ from mx.api.common import transports
 from mx.engines.transformers import pipelines, sentences
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import LeftToDiskError, Load, begin, has_peers_files
-from mx.engines.transformers.lookup import Lookup, Served
+from mx.engines.transformers.lookup import Lookup, Served, say_why_not
 from mx.errors import ConfigError
 
 __all__ = ["counts", "patch", "unpatch"]
@@ -93,6 +93,30 @@ class _Patched:
             yield
         finally:
             self.here.from_disk = before
+
+    def whole(self, name: object, call: Callable[[], Any], *, code: object = False) -> Any:
+        """Call what takes several files of a model, all of one revision; again, and all from disk,
+        if its weights are left to disk.
+
+        Args:
+            name: What the program has named.
+            call: Loads it.
+            code: Whether it may run code that a file names: then none of it is a peer's.
+
+        Returns:
+            What `call` returns.
+        """
+        if code:
+            with self.from_disk("`trust_remote_code` was given, and code never comes from peers"):
+                return call()
+        with self.lookup.one_call() as outermost:
+            try:
+                return call()
+            except LeftToDiskError as error:
+                if not outermost:
+                    raise
+                left = error
+        return _from_disk(self, name, call, left.reason, left.__cause__)
 
     # -- replacing --------------------------------------------------------------------------------
 
@@ -266,7 +290,7 @@ def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[...,
             try:
                 return original(path_or_repo_id, filenames, *args, **kwargs)
             except OSError as error:
-                error.add_note(f"{path_or_repo_id} did not come from peers either: {why}")
+                say_why_not(error, path_or_repo_id, why)
                 raise
         return original(found.folder, filenames, **kwargs)
 
@@ -317,25 +341,11 @@ def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("trust_remote_code"):
-            with made.from_disk("`trust_remote_code` was given, and code never comes from peers"):
-                return original(cls, *args, **kwargs)
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        return _of_one_revision(made, name, lambda: original(cls, *args, **kwargs))
+        call = functools.partial(original, cls, *args, **kwargs)
+        return made.whole(name, call, code=kwargs.get("trust_remote_code"))
 
     return from_pretrained
-
-
-def _of_one_revision(made: _Patched, name: object, call: Callable[[], Any]) -> Any:
-    """Call what takes several files of a model; again, and all from disk, if the weights are."""
-    with made.lookup.one_call() as outermost:
-        try:
-            return call()
-        except LeftToDiskError as error:
-            if not outermost:
-                raise
-            left = error
-    return _from_disk(made, name, call, left.reason, left.__cause__)
 
 
 def _pipeline(made: _Patched, module: Any) -> None:
@@ -345,7 +355,7 @@ def _pipeline(made: _Patched, module: Any) -> None:
     @functools.wraps(original)
     def pipeline(*args: Any, **kwargs: Any) -> Any:
         name = args[1] if len(args) > 1 else kwargs.get("model")
-        return _of_one_revision(made, name, lambda: original(*args, **kwargs))
+        return made.whole(name, functools.partial(original, *args, **kwargs))
 
     made.replace(module, "pipeline", pipeline)
 
@@ -471,6 +481,7 @@ def _from_disk(
         with made.from_disk(reason):
             model = call()
     except OSError as missing:
+        say_why_not(missing, name, reason)
         if cause is None:
             raise
         raise missing from cause

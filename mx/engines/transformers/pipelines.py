@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from mx.engines.transformers.counters import served
 from mx.engines.transformers.loads import LeftToDiskError, Load
-from mx.engines.transformers.lookup import Lookup, Served
+from mx.engines.transformers.lookup import Lookup, Served, say_why_not
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +207,7 @@ def _from_pretrained(
                 with made.from_disk(reason):
                     model = original(cls, name, *args, **kwargs)
             except OSError as missing:
+                say_why_not(missing, name, reason)
                 if not failures:
                     raise
                 raise missing from failures[0]

@@ -16,6 +16,8 @@ from mx.engines.transformers.lookup import WEIGHTS, Served
 from mx.engines.transformers.pipelines import when_imported
 
 _MODULE = "sentence_transformers.util.file_io"
+#: The module of the class whose constructor loads a model.
+_MODELS = "sentence_transformers.base.model"
 #: Suffixes of weights, of which a source has only those in the model's own folder.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".xml", ".h5", ".msgpack")
 
@@ -25,20 +27,35 @@ class Patched(Protocol):
 
     def find(self, name: object, revision: str | None) -> Served | None: ...
     def resolved(self, name: object, revision: str | None) -> str | None: ...
+    def whole(self, name: object, call: Callable[[], Any], *, code: object = False) -> Any: ...
     def when_undone(self, undo: Callable[[], None]) -> None: ...
 
 
 def install(made: Patched) -> None:
     """Patch sentence-transformers, now or when it is imported."""
-    when_imported(made, _MODULE, functools.partial(_replace, made))
+    for name in (_MODULE, _MODELS):
+        when_imported(made, name, functools.partial(_replace, made))
 
 
 def _replace(made: Patched, module: ModuleType) -> None:
-    for name, make in _MAKERS.items():
-        original = vars(module).get(name)
+    owner: Any = module if module.__name__ == _MODULE else vars(module).get("BaseModel")
+    for name, make in (_MAKERS if owner is module else {"__init__": _model}).items():
+        original = vars(owner).get(name) if owner is not None else None
         if original is not None:
-            setattr(module, name, make(made, original))
-            made.when_undone(functools.partial(setattr, module, name, original))
+            setattr(owner, name, make(made, original))
+            made.when_undone(functools.partial(setattr, owner, name, original))
+
+
+def _model(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Modules, configuration and weights are of one source."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        name = args[0] if args else named.get("model_name_or_path")
+        call = functools.partial(original, self, *args, **named)
+        made.whole(name, call, code=named.get("trust_remote_code"))
+
+    return __init__
 
 
 def _file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             if run.choice.state:
                 with (
                     contextlib.suppress(_GivenUpError),
-                    processed.undone_unless_kept(vllm_config) as keep,
+                    processed.undone_unless_kept(vllm_config, self._target(vllm_config)) as keep,
                 ):
                     model = super().load_model(*given)
                     keep()
@@ -147,11 +147,11 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _load_processed(self, run: Run, vllm_config: Any, plain: bool) -> Any:
         """Return the model as another replica processed it, or None if any rank can't."""
-        model = None
-        with processed.undone_unless_kept(vllm_config) as keep:
+        model, device = None, self._target(vllm_config)
+        with processed.undone_unless_kept(vllm_config, device) as keep:
             try:
                 with run.pull(hold=False) as pull:
-                    model = processed.build(vllm_config, pull, self._target(vllm_config), plain)
+                    model = processed.build(vllm_config, pull, device, plain)
                     for _ in run.compared(pull.state_dict().items()):
                         pass
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
@@ -176,8 +176,13 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if run is None:
             super().load_weights(model, model_config)
             return
-        if run.lends == PROCESSED and LOADED in run.keys and processed.unsupported(model):
-            run.lends = LOADED
+        if run.lends == PROCESSED and LOADED in run.keys:
+            try:
+                why = processed.unsupported(model)
+            except Exception as error:  # noqa: BLE001 - of a version that is not known
+                why = str(error)
+            if why:
+                run.lends = LOADED
         if run.choice.state:
             loaded = False
             try:

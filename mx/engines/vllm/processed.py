@@ -92,13 +92,22 @@ def plain_linears(plain: bool) -> Iterator[None]:
 
 
 def undone_unless_kept(
-    vllm_config: Any,
+    vllm_config: Any, device: torch.device
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Return a context in which a model is built; see `registries.undone_unless_kept`.
 
+    The module of the model's class is imported before: where it makes tensors of its own, they are
+    those of the ordinary loader, and not undone.
+
     Args:
         vllm_config: The engine's configuration.
+        device: Where the engine computes.
     """
+    from vllm.model_executor.model_loader import utils
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(vllm_config.model_config.dtype), device:
+        utils.get_model_architecture(vllm_config.model_config)
     owners = [vllm_config.compilation_config, vllm_config.quant_config]
     return registries.undone_unless_kept("vllm", *(each for each in owners if each is not None))
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from mx.engines.replica.lender import ASLEEP
+from mx.engines.replica.lender import ASLEEP, DISCARDED
 from mx.engines.replica.run import Loading
 
 #: What `status` is called as a method of vLLM's workers.
 STATUS_METHOD = "mx_peer_status"
+#: Why weights are withdrawn. Each may last while another begins and ends.
+_EXTENSION, _UPDATE, _RELOAD = "an extension", "an update", "a reload"
 
 
 class _Watched:
@@ -20,8 +22,8 @@ class _Watched:
 
     def __init__(self, loading: Loading, vllm_config: Any) -> None:
         self.loading, self.vllm_config = loading, vllm_config
-        #: True between a sleep that discards the weights and the update that writes them again.
-        self.discarded = False
+        #: How many blocks of `changing` are open, one in the other, and whether one has failed.
+        self.blocks, self.failed = 0, False
 
     def withdraw(self, reason: str) -> None:
         """Give the weights to no reader while `reason` lasts."""
@@ -70,8 +72,9 @@ def status(worker: Any) -> dict[str, object]:
 def changing(worker: Any) -> Iterator[None]:
     """Write to a worker's weights inside the block, for worker extensions that do so themselves.
 
-    vLLM's own updates need none. What an extension writes outside is noticed: it is withdrawn, and
-    lent again after the next update, such as an empty block.
+    vLLM's own updates need none. Of blocks in blocks the outermost counts. What an extension writes
+    outside is noticed: it is withdrawn, and lent again after the next update, such as an empty
+    block.
 
     Args:
         worker: vLLM's worker, `self` in an extension.
@@ -80,13 +83,21 @@ def changing(worker: Any) -> Iterator[None]:
     if watched is None:
         yield
         return
-    watched.withdraw("an extension")
-    failed = True
+    if not watched.blocks:
+        watched.withdraw(_EXTENSION)
+        watched.failed = False
+    watched.blocks += 1
     try:
         yield
-        failed = False
+    except BaseException:
+        watched.failed = True
+        raise
     finally:
-        watched.restore("an extension", failed=failed)
+        watched.blocks -= 1
+        if not watched.blocks:
+            if not watched.failed:
+                watched.restore(DISCARDED)
+            watched.restore(_EXTENSION, failed=watched.failed)
 
 
 def watch(loading: Loading, vllm_config: Any) -> None:
@@ -96,7 +107,8 @@ def watch(loading: Loading, vllm_config: Any) -> None:
         loading: What a worker is about to load.
         vllm_config: The worker's configuration.
     """
-    _watched[:] = [each for each in _watched if each.vllm_config is not vllm_config]
+    for each in [each for each in _watched if each.vllm_config is vllm_config]:
+        _close(each)  # the worker loads its model anew
     _watched.append(_Watched(loading, vllm_config))
     module, _, name = str(vllm_config.parallel_config.worker_cls).rpartition(".")
     worker = getattr(sys.modules.get(module), name, None)
@@ -134,32 +146,35 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 def _sleep(watched: _Watched, call: Call, level: int = 1, *_: Any, **__: Any) -> Any:
-    watched.withdraw(ASLEEP)
-    result = call()
-    watched.discarded = watched.discarded or level >= 2
-    return result
+    return _fall_asleep(watched, call, discards=level >= 2)
 
 
-def _discard(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _discard(watched: _Watched, call: Call, tags: Iterable[str] = (), *_: Any, **__: Any) -> Any:
+    return _fall_asleep(watched, call, discards=True) if "weights" in tags else call()
+
+
+def _fall_asleep(watched: _Watched, call: Call, *, discards: bool) -> Any:
     watched.withdraw(ASLEEP)
-    watched.discarded = True
-    return call()
+    if discards:
+        watched.withdraw(DISCARDED)
+    try:
+        return call()
+    except BaseException:
+        watched.restore(ASLEEP, failed=True)
+        watched.restore(DISCARDED, failed=True)
+        raise
 
 
 def _wake_up(watched: _Watched, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
     result = call()
-    if (tags is None or "weights" in tags) and not watched.discarded:
+    if tags is None or "weights" in tags:
         watched.restore(ASLEEP)
     return result
 
 
 def _begin_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
-    watched.withdraw("an update")
-    try:
-        return call()
-    except BaseException:
-        watched.restore("an update", failed=True)
-        raise
+    watched.withdraw(_UPDATE)
+    return _go_on(watched, call)
 
 
 def _reset(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
@@ -171,35 +186,38 @@ def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     try:
         return call()
     except BaseException:
-        watched.restore("an update", failed=True)
+        watched.restore(_UPDATE, failed=True)
         raise
 
 
-def _end_update(watched: _Watched, call: Call, *arguments: Any, **named: Any) -> Any:
+def _end_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     result = _go_on(watched, call)
-    _written(watched)
-    watched.restore("an update")
+    watched.restore(DISCARDED)
+    watched.restore(_UPDATE)
     return result
 
 
-def _reload(watched: _Watched, call: Call, *arguments: Any, **named: Any) -> Any:
-    _begin_update(watched, call)
-    _written(watched)
-    watched.restore("an update")
-
-
-def _written(watched: _Watched) -> None:
-    """The weights are written again: what sleep discarded is there."""
-    if watched.discarded:
-        watched.discarded = False
-        watched.restore(ASLEEP)
+def _reload(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.withdraw(_RELOAD)
+    try:
+        result = call()
+    except BaseException:
+        watched.restore(_RELOAD, failed=True)
+        raise
+    watched.restore(DISCARDED)
+    watched.restore(_RELOAD)
+    return result
 
 
 def _shut_down(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    _close(watched)
+    return call()
+
+
+def _close(watched: _Watched) -> None:
     if watched.loading.lender is not None:
         watched.loading.lender.close()
     _watched.remove(watched)
-    return call()
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
