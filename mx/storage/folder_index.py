@@ -136,9 +136,12 @@ def _read(folder: int) -> list[_Entry]:
         fd = os.open(NAME, os.O_RDONLY | _SAFE, dir_fd=folder)
     except FileNotFoundError:
         return []
-    with open(fd, "rb") as file:
+    try:
         _check_private(fd)
-        data = file.read(MAX_BYTES + 1)
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(MAX_BYTES + 1)
+    finally:
+        os.close(fd)
     try:
         if len(data) > MAX_BYTES:
             return []

@@ -17,7 +17,7 @@ from mx.api.pipelines import serve_pipeline
 from mx.engines.transformers import load
 from mx.engines.transformers.lookup import Lookup
 from mx.engines.vllm import fetch_files
-from mx.errors import ConfigError, MxError
+from mx.errors import CheckpointError, ConfigError, MxError
 from tests.support import families
 from tests.support.daemon import daemon
 
@@ -243,3 +243,32 @@ def test_a_fallback_gives_files_and_weights(
     loading(model).wait()
     sources.pop().close()
     assert all(torch.equal(model.state_dict()[n], t) for n, t in weights(small).items())
+
+
+@pytest.mark.parametrize("pin", ["files", "weights", "other"])
+def test_a_fallback_has_what_the_pin_names(
+    coordinator: str, small: Path, tmp_path: Path, settings: config.Settings, pin: str
+) -> None:
+    """`fallback` says that the disk may be used, if it is what was meant."""
+    from mx.engines.transformers import loading
+
+    with mx.serve(small, model="m", coordinator=coordinator) as source:
+        pins = {"files": source.pinned[-64:], "weights": source.identity_hex, "other": "ab" * 32}
+    theirs = with_config(small, tmp_path / "theirs", rms_norm_eps=0.5)
+    (theirs / "model.safetensors").symlink_to(small / "model.safetensors")
+
+    def loaded(folder: Path) -> float:
+        model = load(
+            f"lost@{pins[pin]}", coordinator=coordinator, fallback=folder, settings=settings
+        )
+        loading(model).wait()
+        return float(model.config.rms_norm_eps)
+
+    with pytest.raises(MxError, match="lost"):
+        load(f"lost@{pins[pin]}", coordinator=coordinator, settings=settings)
+    for folder, epsilon in ((small, 1e-6), (theirs, 0.5)):
+        if pin == "weights" or (pin == "files" and folder is small):
+            assert loaded(folder) == epsilon
+        else:
+            with pytest.raises(CheckpointError, match=f"not {pins[pin]}"):
+                loaded(folder)

@@ -92,6 +92,17 @@ def test_a_link_is_no_index(tmp_path: Path) -> None:
         index.record([STAMP], IDENTITY, LATER_NS)
 
 
+def test_a_folder_is_no_index(tmp_path: Path) -> None:
+    """And no descriptor of it stays open."""
+    (tmp_path / folder_index.NAME).mkdir()
+    index, before = FolderIndex(tmp_path), len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        assert index.identity_of([STAMP]) == ""
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(NotAllowedError):
+        index.record([STAMP], IDENTITY, LATER_NS)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
 def test_another_users_index_is_not_used(tmp_path: Path) -> None:
     index = FolderIndex(tmp_path)

@@ -111,3 +111,19 @@ def test_a_pin_with_files_and_a_revision(engine: Host, coordinator: str, tmp_pat
             assert engine.status()["loads"] == {"checkpoint": 1}
         with pytest.raises(EngineError):
             engine.do("start", "r", revision="other")
+
+
+def test_files_that_vllm_reads_instead(engine: Host, coordinator: str, tmp_path: Path) -> None:
+    """A `model.safetensors` lies beside an index and its shards: a source reads the one, vLLM the
+    others."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_checkpoint(tmp_path / "both", seed=17)
+    other = load_file(write_checkpoint(tmp_path / "shards", seed=18) / "model.safetensors")
+    save_file(other, str(folder / "part.safetensors"), metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(other, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    reference = ordinary(engine, folder)
+    with mx.serve(folder, coordinator=coordinator):
+        assert same(engine.do("start", str(folder)), reference)
+        assert engine.status()["loads"] == {"ordinary": 1}

@@ -18,7 +18,7 @@ from mx.engines.side_files import check_covered
 from mx.engines.transformers.arrival import Loading
 from mx.engines.transformers.described import FILES, describe
 from mx.engines.transformers.skeleton import build
-from mx.errors import ConfigError
+from mx.errors import ConfigError, LocalError, MxError
 
 _loadings: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
 
@@ -98,9 +98,18 @@ def load(
     manifest: Manifest | None = None
     pinned = name
     if path is None:
-        files, manifest, key = _first(name, _wanted(model_config), **where, **which)
+        pin = parse_reference(name).pin
+        key: ModelKey | None = None
+        try:
+            files, manifest, key = _first(name, _wanted(model_config), **where, **which)
+        except (ConfigError, LocalError):
+            raise
+        except MxError:
+            # What a pin stands for is known of a fallback once its weights were compared.
+            if fallback is None or not pin:
+                raise
         if manifest is not None:
-            pin = parse_reference(name).pin
+            assert key is not None
             if pin and model_config is not None and manifest.ref.weights_alone(pin):
                 files = {}  # what generates is `model_config`'s, then
             else:

@@ -205,9 +205,9 @@ class Lookup:
             if served is None:
                 served = self._fetched(name, revision)
                 self._models[served.pinned] = self._folders[served.folder] = served
-        except UnknownModelError:
+        except UnknownModelError as error:
             why = f"the coordinator at {self.coordinator} does not know it"
-            return _Meaning(0.0, None, why, asked=True)
+            return _Meaning(0.0, None, error.message if "@" in name else why, asked=True)
         except CoordinatorError as error:
             return _Meaning(0.0, None, error.message)
         except MxError as error:
