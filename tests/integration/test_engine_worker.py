@@ -96,7 +96,7 @@ def lent(coordinator: str, request: pytest.FixtureRequest) -> Iterator[tuple[Wor
     until_s = time.monotonic() + 60
     while lender.state == "starting" and time.monotonic() < until_s:
         time.sleep(0.01)
-    assert lender.state == "lending"
+    assert lender.state == "lending", lender.why
     yield worker, lender
     worker.shutdown()
 
