@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from tests.differential.steps import KINDS, STEPS
+from tests.differential.steps import KINDS, STEPS, Step
 from tests.differential.world import Coordinator, World, descriptors, expecting, settles
 from tests.integration.conftest import environment
 from tests.support import forkserver
@@ -20,7 +20,9 @@ from tests.support import forkserver
 SPARE_DESCRIPTORS = 24
 
 
-def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str]) -> World:
+def play(
+    coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str], steps: dict[Step, int]
+) -> World:
     """Play one round, and return what is left of it. Raises AssertionError if it breaks a rule."""
     world = World(coordinator, folder, seed, tally)
     rng = world.rng
@@ -30,7 +32,7 @@ def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str])
             with expecting(world, f"serve {name.name} ({kind}, {speed or 'any speed'})"):
                 world.serve(name, kind, speed=speed)
         for _ in range(rng.randint(2, 5)):
-            (step,) = rng.choices(list(STEPS), list(STEPS.values()))
+            (step,) = rng.choices(list(steps), list(steps.values()))
             tally[step.__name__] += 1
             step(world, rng.choice(world.names))
         for name in world.names:
@@ -44,10 +46,13 @@ def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str])
     return world
 
 
-def run(rounds: int, seed: int, folder: Path) -> int:
-    """Play rounds from a seed on. Returns the exit code: 1 after the first that breaks a rule."""
+def run(rounds: int, seed: int, folder: Path, only: str = "") -> int:
+    """Play rounds from a seed on, of all steps or those named. Returns the exit code: 1 after the
+    first that breaks a rule."""
     began_s, most = time.monotonic(), 0
     tally: Counter[str] = Counter()
+    named = only.split(",") if only else [step.__name__ for step in STEPS]
+    steps = {step: often for step, often in STEPS.items() if step.__name__ in named}
     logging.getLogger("mx").setLevel(logging.CRITICAL)  # restarts and refusals are expected
     with forkserver.running(environment()):
         coordinator = Coordinator(folder / "state")
@@ -55,7 +60,7 @@ def run(rounds: int, seed: int, folder: Path) -> int:
             for number in range(seed, seed + rounds):
                 here = folder / str(number)
                 try:
-                    world = play(coordinator, here, number, tally)
+                    world = play(coordinator, here, number, tally, steps)
                     assert not settles(world.listed, 0), "sources are listed that were closed"
                     found = settles(descriptors, most) if most else descriptors()
                     assert not most or found <= most, f"{found} descriptors, of {most} at most"
