@@ -398,7 +398,9 @@ class Pull(Described, Closable):
         return f"<Pull {self.model}>"
 
     def _idle(self) -> bool:
-        return self._state.ended and not self._giving.gives
+        more = self._options.out is not None or self._options.strong  # once every layer is ready
+        ended = self._state.ended or (self._state.complete and not more)
+        return ended and not self._giving.gives
 
     def _dropped(self) -> None:
         # A source that `hold` has returned goes on, and keeps the memory that it serves.

@@ -152,6 +152,7 @@ class EventLog:
         with self._lock:
             if self._error is None:
                 self._report = report
+            self._subscribers.clear()  # they may refer to the pull
             self._wake()
 
     def failing(self, error: MxError) -> None:
@@ -170,6 +171,7 @@ class EventLog:
         with self._lock:
             if self._error is None and self._report is None:
                 self._error = error
+            self._subscribers.clear()
             self._wake()
 
     # -- queries ------------------------------------------------------------------------------
@@ -186,6 +188,11 @@ class EventLog:
     def ended(self) -> bool:
         return self._error is not None or self._report is not None
 
+    @property
+    def complete(self) -> bool:
+        """True if every layer is ready; the pull may go on to write or compare them."""
+        return len(self._present.events) == self._present.n_layers
+
     def on_layer(self, callback: Callback) -> None:
         """Call `callback` for each layer, in the order of readiness: at once on this thread for
         layers that are ready, then on the threads that verify, one call at a time. It should be
@@ -194,7 +201,8 @@ class EventLog:
         with self._lock:
             ready = self._present
             subscriber.queue += (_Report(each, ready, _ignored) for each in ready.events.values())
-            self._subscribers.append(subscriber)
+            if not self.ended:
+                self._subscribers.append(subscriber)
         self._call(subscriber, None)
 
     def on_failure(self, callback: Callable[[MxError], None]) -> None:

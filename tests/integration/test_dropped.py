@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.integration.conftest import commands, environment, serve, start_coord
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 WITHIN_S = 30.0
+#: How many the checkpoint has.
+LAYERS = 10
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,36 @@ def test_a_finished_pull_that_is_dropped_is_closed_without_a_word(served: str) -
     tensors = api.pull("m", coordinator=served, attach=False).state_dict()
     assert becomes(loop_is_free)
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+
+
+def test_a_finished_pull_whose_callback_refers_to_it_is_closed(served: str) -> None:
+    pull = api.pull("m", coordinator=served, attach=False)
+    pull.on_layer(lambda event, pull=pull: pull.progress())  # type: ignore[misc]
+    pull.wait(60)
+    dropped = weakref.ref(pull)
+    del pull
+    assert becomes(lambda: dropped() is None)
+    assert becomes(loop_is_free)
+
+
+def test_a_pull_all_of_whose_layers_were_taken_is_closed_without_a_word(served: str) -> None:
+    """It may be about to end."""
+    pull = api.pull("m", coordinator=served, transport="tcp")
+    ready, go_on, here = list[int](), threading.Event(), threading.current_thread()
+
+    def wait_at_the_last(event: api.LayerEvent) -> None:
+        ready.append(event.index)
+        if len(ready) == LAYERS and threading.current_thread() is not here:
+            go_on.wait(WITHIN_S)
+
+    pull.on_layer(wait_at_the_last)
+    assert len(list(pull.layers())) == LAYERS
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del pull
+    go_on.set()
+    assert not said
+    assert becomes(loop_is_free)
 
 
 def test_a_finished_pull_that_others_may_read_warns(served: str) -> None:
