@@ -123,6 +123,8 @@ class Registrar:
         async def adopt(bound: ManifestRef) -> None:
             await uncut(self._switch_to(held, await adopted(self._client, held, bound)))
 
+        if again:
+            await self.end_settling(held)
         # Peers have counted the chunks of a pull, which can't be counted anew. It takes no name.
         relay = held.role is SourceRole.RELAY
         before = replace(held.key, revision=replaces or held.key.revision)
@@ -217,6 +219,11 @@ class Registrar:
         place = placed(held.key, held.manifest.ref.identity, bound)
         key = replace(held.key, revision=place.revision)
         if not place.updates or not any(each.model == key and each.restored for each in listed):
+            return ""
+        # After a restart of the coordinator that would be what others have registered since then:
+        # but the model is not listed then before `list` has ended this.
+        sources = await self._client.list_sources(held.key.name)
+        if not any(each.record.source_id == held.source_id for each in sources):
             return ""
         self._receipts.pop(key, None)  # if the revision was its own: it is not any more
         return place.revision
