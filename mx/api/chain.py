@@ -81,7 +81,21 @@ def _disk(settings: config.Settings, model: ModelReference) -> Store | str:
         return "no `checkpoint_root` is set"
     if reason := bad_path(model.name):
         return f"the name of the model {reason}, so it names no folder"
+    if _is_of_a_revision(model):
+        return _of_any_revision("checkpoint_root", "`--from auto=PATH`, or `fallback`,", model)
     return DiskStore(Path(settings.checkpoint_root) / model.name)
+
+
+def _is_of_a_revision(model: ModelReference) -> bool:
+    """Return True if a revision is asked for, and no pin says whether a store has it."""
+    return model.revision not in ("", MAIN) and not model.pin
+
+
+def _of_any_revision(setting: str, instead: str, model: ModelReference) -> str:
+    return (
+        f"`{setting}` says nothing of revisions, and {model.revision} is asked for: name its place "
+        f"with {instead} or its pin"
+    )
 
 
 def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
@@ -91,6 +105,8 @@ def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
     repository, _, revision = named.replace("{name}", model.name).partition("@")
     if not is_hub_id(repository):
         return f"{repository} is not the id of a model on the hub"
+    if revision not in ("", model.revision) and _is_of_a_revision(model):
+        return f"`hub_id` names revision {revision}, and {model.revision} is asked for"
     return HubStore(repository, revision or model.revision or MAIN)
 
 
@@ -99,6 +115,8 @@ def _objects(settings: config.Settings, model: ModelReference) -> Store | str:
         return "no `object_url` is set"
     if "{name}" in settings.object_url and (reason := bad_path(model.name)):
         return f"the name of the model {reason}, so it names no object"
+    if "{revision}" not in settings.object_url and _is_of_a_revision(model):
+        return _of_any_revision("object_url", "{revision} in it,", model)
     url = settings.object_url.replace("{name}", quote(model.name))
     url = url.replace("{revision}", quote(model.revision or MAIN, safe=""))
     check_url(url)

@@ -64,13 +64,32 @@ def test_the_settings_name_the_stores() -> None:
         object_url="s3://bucket/{name}/{revision}",
         store_timeout_s="2s",
     )
-    found = chain_of("auto", given, parse_reference("llama:r 2"), None, None)
+    found = chain_of("auto", given, parse_reference("llama"), None, None)
     assert found["stores"] == (
         DiskStore(Path("/models/llama")),
         HubStore("org/llama", "v1"),
-        ObjectStore("s3://bucket/llama/r%202"),
+        ObjectStore("s3://bucket/llama/main"),
     )
     assert found["bound"] and not found["skipped"] and found["store_timeout_s"] == 2
+
+
+def test_a_store_that_may_have_another_revision_is_skipped() -> None:
+    given = settings(checkpoint_root="/models", hub_id="org/{name}@v1", object_url="s3://b/{name}")
+    asked = parse_reference("llama:r 2")
+    found = chain_of("auto", given, asked, None, None)
+    assert not found["stores"]
+    said = {each.step: each.reason for each in found["skipped"]}
+    assert set(said) == {"disk", "hub", "objects"} and all("r 2" in why for why in said.values())
+    # The weights themselves say what they are; and what a user names is meant.
+    pinned = chain_of("auto", given, replace(asked, pin="ab" * 32), None, None)
+    assert len(pinned["stores"]) == 3
+    named = settings(hub_id="org/{name}", object_url="s3://b/{name}/{revision}")
+    found = chain_of("auto", named, asked, None, "/here")
+    assert found["stores"] == (
+        DiskStore(Path("/here")),
+        HubStore("org/llama", "r 2"),
+        ObjectStore("s3://b/llama/r%202"),
+    )
 
 
 def test_steps_that_nothing_is_set_for_are_skipped() -> None:
