@@ -348,6 +348,7 @@ class Lease:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
         if self._call is None:
+            self._read_nbytes = lambda: 0  # it may refer to connections, which refer to this
             return
         if self._listener is not None and answering:
             # A task of its own: cancelling a coroutine that awaits a gRPC call cancels the call.
@@ -359,6 +360,7 @@ class Lease:
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
         self._call = self._listener = self._renewer = None  # the call keeps its connection alive
+        self._read_nbytes = lambda: 0  # it may refer to connections, which refer to this
 
     async def _last_words(self) -> None:
         if self._read_nbytes() or self._wrong:

@@ -140,6 +140,17 @@ def test_a_finished_pull_that_is_dropped_is_closed_without_a_word(served: str) -
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
 
 
+def test_a_finished_pull_that_wrote_what_it_attached_to_leaves_no_descriptor(
+    served: str, tmp_path: Path
+) -> None:
+    def memfds() -> int:
+        return sum(memfd(int(number)) for number in os.listdir("/proc/self/fd"))
+
+    before = memfds()
+    api.pull("m", coordinator=served, out=tmp_path / "out").wait(60)
+    assert becomes(lambda: memfds() <= before)
+
+
 def test_a_finished_pull_whose_callback_refers_to_it_is_closed(served: str) -> None:
     pull = api.pull("m", coordinator=served, attach=False)
     pull.on_layer(lambda event, pull=pull: pull.progress())  # type: ignore[misc]
