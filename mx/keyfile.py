@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
 from pathlib import Path
 
 from mx.errors import ConfigError
+from mx.log import event
+
+log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -126,7 +130,11 @@ def kept(path: Path, *, named: str = "") -> tuple[bytes, str]:
     try:
         if not named:
             require_own_folder(path)
-        return read_or_make(path), ""
+        missing = not os.path.lexists(path)
+        key = read_or_make(path)
+        if named and missing:  # perhaps the name is misspelt, and this key another than was meant
+            event(log, "key.made", text=f"{named}: there was no key file {path}, and one was made")
+        return key, ""
     except OSError as error:
         why = f"{path} can't be kept: {error.strerror or error}"
         if named:

@@ -124,6 +124,19 @@ def test_processes_that_make_it_at_once_get_the_same(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["name.key"]
 
 
+def test_a_named_file_that_is_missing_is_made_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name may be misspelt, and then its key owns none of the user's names."""
+    named, default = tmp_path / "misspelt.key", tmp_path / "default.key"
+    with caplog.at_level("INFO", "mx.keyfile"):
+        keyfile.kept(default)
+        first, _ = keyfile.kept(named, named="flag --name-key")
+        assert keyfile.kept(named, named="flag --name-key") == (first, "")
+    (said,) = caplog.messages
+    assert str(named) in said and "--name-key" in said
+
+
 def test_where_none_can_be_kept_it_is_random_and_said_unless_the_user_named_it(
     tmp_path: Path,
 ) -> None:
