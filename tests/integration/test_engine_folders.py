@@ -300,6 +300,28 @@ def test_a_pin_fails_closed(coordinator: str, tmp_path: Path) -> None:
     assert run.loading.loads == {"ordinary": 1}
 
 
+def test_under_a_pin_a_key_that_can_not_be_believed_is_said(
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No state is taken without the name key: the user reads why his engine processes anew."""
+    folder, key = saved(tmp_path / "model", 16), tmp_path / "name.key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o644)
+    state = ProcessingKey(engine="Engine", version="1", tp=(0, 1), dtype="fp32", state="processed")
+    group: Any = _Group()
+    with mx.serve(folder, model="m", coordinator=coordinator) as source:
+        monkeypatch.setenv("MX_PEER_NAME_KEY", str(key))
+        read = LoaderOptions.read({"coordinator": coordinator, "lend": False})
+        meant = meant_by(source.pinned)
+        run = Run("Engine", meant, read, {"processed": state}, Ranks(group, group, (0, 1)), folder)
+        assert run.choice.state == "checkpoint"
+        run.end()
+    assert "0644" in caplog.text and "pinned checkpoint" in caplog.text
+
+
 def test_a_revision_is_honoured(coordinator: str, tmp_path: Path) -> None:
     """A hub id with its revision means what is served under that revision."""
     one, two = saved(tmp_path / "one", 14), saved(tmp_path / "two", 15)

@@ -124,8 +124,11 @@ class Run:
         if not self.choice.state:
             self._take_over(self.choice.why)
         elif self.choice.refused:
-            text = f"{self.choice.why}; its {self.choice.state} state is loaded"
-            event(self._log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
+            said = f"{self.choice.why}; its {self.choice.state} state is loaded"
+            self._say_refused(self.name, said)
+
+    def _say_refused(self, name: str, text: str) -> None:
+        event(self._log, "engine.refused", level=logging.WARNING, model=name, text=text)
 
     def _may_take(self, chosen: Choice) -> bool:
         """Return True if this rank may take what the first one has chosen: each has a folder."""
@@ -151,6 +154,8 @@ class Run:
                     found = self._look(name)
                 except MxError as error:
                     found = pinned if self.pin else Choice(why=str(error))
+                    if self.pin:
+                        self._say_refused(name, f"{error}; its pinned {CHECKPOINT} is loaded")
                 if found.state:
                     return replace(found, name=name, identity=meant.identity)
             if time.monotonic() >= until_s:
