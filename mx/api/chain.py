@@ -82,7 +82,7 @@ def _disk(settings: config.Settings, model: ModelReference) -> Store | str:
     if reason := bad_path(model.name):
         return f"the name of the model {reason}, so it names no folder"
     if _is_of_a_revision(model):
-        return _of_any_revision("checkpoint_root", "`--from auto=PATH`, or `fallback`,", model)
+        return _of_any_revision("checkpoint_root", "name its folder with `fallback=PATH`", model)
     return DiskStore(Path(settings.checkpoint_root) / model.name)
 
 
@@ -93,8 +93,8 @@ def _is_of_a_revision(model: ModelReference) -> bool:
 
 def _of_any_revision(setting: str, instead: str, model: ModelReference) -> str:
     return (
-        f"`{setting}` says nothing of revisions, and {model.revision} is asked for: name its place "
-        f"with {instead} or its pin"
+        f"`{setting}` says nothing of revisions, and {model.revision} is asked for: {instead}, or "
+        "name the pin"
     )
 
 
@@ -116,7 +116,7 @@ def _objects(settings: config.Settings, model: ModelReference) -> Store | str:
     if "{name}" in settings.object_url and (reason := bad_path(model.name)):
         return f"the name of the model {reason}, so it names no object"
     if "{revision}" not in settings.object_url and _is_of_a_revision(model):
-        return _of_any_revision("object_url", "{revision} in it,", model)
+        return _of_any_revision("object_url", "put {revision} into it", model)
     url = settings.object_url.replace("{name}", quote(model.name))
     url = url.replace("{revision}", quote(model.revision or MAIN, safe=""))
     check_url(url)
