@@ -398,7 +398,8 @@ class Pull(Described, Closable):
         return f"<Pull {self.model}>"
 
     def _idle(self) -> bool:
-        more = self._options.out is not None or self._options.strong  # once every layer is ready
+        options = self._options  # once every layer is ready, there may be more to do
+        more = options.out is not None or options.strong or options.files_only
         ended = self._state.ended or (self._state.complete and not more)
         return ended and not self._giving.gives
 
