@@ -9,7 +9,7 @@ updates: an update names the revision that it replaces, and is refused if anothe
 that.
 
 *Receipts*: after a coordinator's restart a source brings the receipt of its binding
-(`mx.core.ownership`). It is bound again as it was, whoever brings the receipt; one that was listed
+(`mx.core.ownership`). It is bound again as it was, by any source's receipt; one that was listed
 before and brings none is found by its pin only, unless its weights are bound. Within the first
 grace a receipt of an earlier life also wins against what was bound without one.
 

@@ -1,6 +1,6 @@
 """One bound name: its owner, its revisions, and which of them an update may follow. Pure.
 
-The owner is the commitment of whoever bound the name first (`mx.core.ownership`). Only the owner
+The owner is the commitment that bound the name first (`mx.core.ownership`). Only the owner
 binds further revisions and variants. A name without a commitment has no owner: it is never updated.
 """
 

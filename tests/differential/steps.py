@@ -496,7 +496,7 @@ def as_an_engine(world: World, name: Name) -> None:
     from mx.storage.folder_hash import identity_of, remember
 
     path = name.folder / "model.safetensors"
-    if not path.exists():  # with weights that nobody serves
+    if not path.exists():  # with weights that no source serves
         write(name.folder, *name.fresh())
     hashed = world.rng.random() < 0.3
     if hashed:

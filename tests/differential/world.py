@@ -182,7 +182,7 @@ class World:
             except MxError as error:
                 seen = str(error)
             else:
-                assert version is not None, f"{name.name}: bytes that nobody has published"
+                assert version is not None, f"{name.name}: bytes that no lender has published"
                 if version.number >= name.truth.newest:
                     name.settled = True
                     return

@@ -66,7 +66,7 @@ def looked_up(lookup: Lookup, name: str, revision: str | None = None) -> Any:
 def test_a_pin_of_weights_alone_brings_no_files(
     coordinator: str, small: Path, tmp_path: Path, settings: config.Settings
 ) -> None:
-    """The weights are right, and whoever gives them has written a configuration of his own."""
+    """The weights are right, and the source that gives them has a configuration of its own."""
     theirs = with_config(small, tmp_path / "theirs", rms_norm_eps=0.5)
     lookup = Lookup(settings, coordinator)
     with mx.serve(weights(small), model="m", coordinator=coordinator, files=theirs) as source:

@@ -626,7 +626,7 @@ def test_what_an_update_has_written_is_not_made_of_the_checkpoint(
 
 
 def test_an_update_cannot_be_listed_as_what_it_replaced(coordinator: str) -> None:
-    """Whoever lists it: its owner has said that it is an update."""
+    """Any source may list it: its owner has said that it is an update."""
     model = Plain()
     with lent(model, "listed", "ab" * 32, coordinator) as state:
         key = namekey.load(config.load())

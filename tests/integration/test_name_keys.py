@@ -240,7 +240,7 @@ def test_processes_of_one_user_are_one_owner_and_those_of_two_are_not(site: Site
 def test_weights_that_a_stranger_has_listed_by_their_pin_are_not_what_the_name_means(
     site: Site,
 ) -> None:
-    """Whoever lends memory and does not own the name may change it to bound weights only."""
+    """A lender that does not own the name may change its memory to bound weights only."""
     owner, lender, stranger = site.user("owner"), site.user("lender"), site.user("stranger")
     owner.must("source = mx.serve(tensors(1), model='m', embed=False)")
     lender.must(LENDS.format(seed=1))

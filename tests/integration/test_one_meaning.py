@@ -119,7 +119,7 @@ def test_an_update_in_the_middle(
     monkeypatch.setattr(lookup, "FRESH_S", 0.0)
     one, two = scaled(small, tmp_path / "one", 1), scaled(small, tmp_path / "two", 2)
     name = "org/" + when.rpartition(" ")[2]
-    # Whoever has the first revision goes on serving it.
+    # A process that has the first revision goes on serving it.
     with (
         mx.serve(one, model=name, coordinator=coordinator) as source,
         mx.serve(one, model=name, coordinator=coordinator),

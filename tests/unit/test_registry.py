@@ -122,7 +122,7 @@ def test_of_two_updates_of_one_revision_the_second_is_refused_unless_it_is_the_s
     assert registry.resolve("llama").model.revision == "main.2"
     third = listed(registry, 0, make_record(WEIGHTS["C"]), ALICE, replaces="main.2")
     assert third.model.revision == "main.3"
-    # What no source holds stands in nobody's way: its holder did not hear that it was listed.
+    # What no source holds refuses no update: its holder did not hear that it was listed.
     registry.deregister(1, third.source_id, ALICE)
     again = listed(registry, 1, make_record(WEIGHTS["A"]), ALICE, replaces="main.2")
     assert again.model.revision == "main.4"
@@ -264,7 +264,7 @@ def test_a_revision_keeps_its_meaning_over_a_restart() -> None:
 
 
 def test_an_update_of_an_unbound_name_comes_after_what_it_replaces() -> None:
-    """As when the coordinator restarts inside `changing`, and nobody else holds the weights."""
+    """As when the coordinator restarts inside `changing`, and no other source holds the weights."""
     for receipt, number in ((None, 5), (9, 10)):
         registry = machine()
         record = make_record(WEIGHTS["B"])

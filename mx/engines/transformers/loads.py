@@ -22,7 +22,7 @@ from mx.target.report import PullReport
 from mx.wire.cache import HeldAt
 
 log = logging.getLogger(__name__)
-#: transformers' own: it shows what was taken to whoever asks it to say more.
+#: transformers' own: it shows what was taken to users who ask it to say more.
 _engine_log = logging.getLogger("transformers.mx_peer")
 
 #: Arguments with which transformers reads something else than the weights that peers serve, and why
