@@ -1,8 +1,8 @@
 """What the sources of this user on this host say of the files that they have read: a unix socket
 for each process, in the folder that only the user may use.
 
-A process that connects gets one JSON object, and the connection ends. Both sides have the kernel say who
-the other is.
+A process that connects gets one JSON object, and the connection ends. Both sides have the kernel
+say who the other is.
 """
 
 from __future__ import annotations
