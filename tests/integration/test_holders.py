@@ -30,6 +30,7 @@ MBIT_PER_S = 100
 LAYERS = 20
 LAYER_NBYTES = 2 << 20
 END_S = 120.0
+LISTED_S = 60.0
 SIDE_FILE = "config.json"
 
 #: Begins every script: its arguments are ADDRESS COORDINATOR, and what it needs besides.
@@ -165,7 +166,10 @@ class Lan:
             seen = self.listed()
             return found(seen)
 
-        command.until(look, f"such a listing: {seen}", END_S)
+        try:
+            command.until(look, "such a listing", LISTED_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{seen}") from None
 
     def stop_origin(self) -> None:
         self.origin.signal(signal.SIGKILL)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,13 @@ def pull(run: Run, store: Store, *more: str, model: str = "m") -> Command:
     where = ("--coordinator", f"127.0.0.1:{free_port()}", "--from", "auto")
     url = ("--object-url", "s3://models/{name}", "--store-timeout-s", "5")
     return run("pull", model, *where, *url, *more, env=environment(**s3_environment(store)))
+
+
+def spans(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return where a file's data begins, and its header."""
+    with path.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+        return 8 + nbytes, json.loads(file.read(nbytes))
 
 
 def failed(command: Command, said: str, code: int) -> None:
@@ -84,13 +93,16 @@ def test_the_store_gives_the_rest(run: Run, coordinator: str, store: Store, fold
     assert store.sent_nbytes < came["objects"] + (1 << 20)
 
 
-def test_layers_are_ready_while_later_ones_are_not_there(store: Store) -> None:
-    store.after = (4, "serving", False)
-    settings: dict[str, object] = {"object_url": "s3://models/m"}
+def test_layers_are_ready_while_later_ones_are_not_there(store: Store, folder: Path) -> None:
+    # Requests run side by side: which of them are answered goes by what they ask for.
+    data, header = spans(folder / "model.safetensors")
+    last = header["model.layers.3.self_attn.q_proj.weight"]
+    store.silent_from = data + last["data_offsets"][0]
+    settings: dict[str, object] = {"object_url": "s3://models/m", "store_timeout_s": 3600.0}
     unused = f"127.0.0.1:{free_port()}"
     with pulling(unused, environment(**s3_environment(store)), settings) as running:
         running.going()
-    assert not store.serving
+        store.until(lambda: store.silent > 0, "a request for the last layer")
 
 
 def test_a_busy_store_is_asked_again(run: Run, store: Store) -> None:

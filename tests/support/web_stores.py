@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,6 +33,8 @@ class Store:
         self.short = False  # bodies end before their length
         self.slow_nbytes_per_s = 0  # how fast bodies are sent; 0: at once
         self.after: tuple[int, str, object] | None = None  # a fault, after so many ranged reads
+        self.silent_from: int | None = None  # ranges that begin there or later get no answer
+        self.silent = 0  # how many got none
         self.url = ""
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -53,15 +55,23 @@ class Store:
                 if count <= 0:
                     self.after = None
                     setattr(self, name, value)
+            begin = re.match(r"bytes=(\d+)-", span)
+            if self.silent_from is not None and begin and int(begin[1]) >= self.silent_from:
+                self.silent += 1
+                return False
             return self.serving
+
+    def until(self, found: Callable[[], bool], what: str) -> None:
+        """Wait until something is so, for a minute."""
+        for _ in range(1200):
+            if found():
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"no {what}")
 
     def until_stopped(self) -> None:
         """Wait until requests get no answer any more."""
-        for _ in range(1200):
-            if not self.serving:
-                return
-            time.sleep(0.05)
-        raise AssertionError("the store still serves")
+        self.until(lambda: not self.serving, "stop")
 
     def files(self) -> list[Path]:
         """Return all files, sorted."""
