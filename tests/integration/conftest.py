@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,10 +28,22 @@ START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+#: Ports that the kernel gives to nothing by itself (net.ipv4.ip_local_port_range).
+_PORTS = range(15_000, 32_000)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of loopback that nothing listens on, and that the kernel does not hand out
+    until it is used."""
+    for _ in range(1000):
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
 
 
 #: Settings of mx that child processes get.
