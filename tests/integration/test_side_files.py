@@ -16,7 +16,7 @@ from tests.integration.conftest import REPOSITORY, environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-FILES, FILE_BYTES = 4, 40 * MIB
+FILES, FILE_BYTES = 3, 60 * MIB
 
 
 # Not ru_maxrss: that begins with what the parent held when it forked.
