@@ -36,7 +36,6 @@ from mx.core.types import (
     SourceState,
 )
 from mx.errors import MxError
-from mx.units import MIB
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.rpc import Stub
@@ -76,7 +75,7 @@ def manifest_of(model: int) -> Manifest:
     names = tuple(spec.name for spec in specs)
     roots = {name: document_digest(f"{model} {name}".encode()) for name in names}
     packaging = Packaging((PackagedFile("model.safetensors", None, names),))
-    return encode(plan_layout(specs), packaging, roots, chunk_nbytes=MIB)
+    return encode(plan_layout(specs), packaging, roots)
 
 
 def record_of(number: int) -> SourceRecord:

@@ -57,7 +57,6 @@ def _load(checkpoint: Path) -> float:
     loaded = load_checkpoint(
         checkpoint,
         lambda layout: MemfdArena(layout.arena_nbytes, name="bench"),
-        chunk_nbytes=None,
         threads=THREADS,
     )
     seconds = time.perf_counter() - start_s

@@ -185,7 +185,7 @@ class Target:
         with torch.device("meta"):
             names = transformers.LlamaForCausalLM(large).state_dict()
         layout = plan_layout([TensorSpec(n, "BF16", tuple(t.shape)) for n, t in names.items()])
-        ref = ManifestRef(bytes(32), bytes(32), 1 << 24, b"", (1, 1, 0))
+        ref = ManifestRef(bytes(32), bytes(32), b"", (1, 1, 0))
         roots = tuple(tensor.name.encode() for tensor in layout.tensors)
         manifest = Manifest(ref, layout, Packaging(), roots, {})
         files = {"config.json": json.dumps(large.to_dict()).encode()}

@@ -78,7 +78,7 @@ class _Lease:
 
 
 def _path() -> SourcePath:
-    ref = ManifestRef(bytes(32), bytes(32), 1 << 20, b"", (0, 0, 0))
+    ref = ManifestRef(bytes(32), bytes(32), b"", (0, 0, 0))
     table = AddressTable(layout_digest=bytes(32), regions=(), held=())
     key = ModelKey("none", "main", "checkpoint")
     source = SourceRecord("none", key, ref, "none:1", Place(), 1, table, ("none",))

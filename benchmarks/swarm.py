@@ -77,7 +77,6 @@ class Rig:
         checkpoint: Path,
         targets: int,
         mbit_per_s: float,
-        chunk_mib: int,
         log: Path | None,
     ) -> None:
         self._hosts = hosts
@@ -88,7 +87,6 @@ class Rig:
         control = ("--coordinator", f"{at}:7600", "--insecure", "--json")
         self._start(ORIGIN, [*COORDINATOR, "--listen", f"{at}:7600", "--insecure"])
         serving = [*MX, "serve", str(checkpoint), "--model", "m", "--listen", f"{at}:0", *control]
-        serving += ["--chunk-bytes", f"{chunk_mib}MiB"]
         time.sleep(2.0)
         self._start(ORIGIN, serving)
         self._wait_for_source([*MX, "sources", "m", *control])
@@ -206,7 +204,6 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=8)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--mbit", type=float, default=1000)
-    parser.add_argument("--chunk-mib", type=int, help="by default 64 chunks, within 1 and 16 MiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--log", type=Path, help="a folder for the output of the processes")
     arguments = parser.parse_args()
@@ -215,8 +212,7 @@ def main() -> None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
         path = checkpoint(Path(folder), arguments.mib)
-        chunk_mib = arguments.chunk_mib or min(max(arguments.mib // 64, 1), 16)
-        rig = Rig(hosts, path, arguments.targets, arguments.mbit, chunk_mib, arguments.log)
+        rig = Rig(hosts, path, arguments.targets, arguments.mbit, arguments.log)
         try:
             rig.pull(arguments.targets)  # loads code
             for number in range(arguments.rounds):

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
-from mx.core.manifest import check_chunk_nbytes
 from mx.core.ownership import COMMITMENT_BYTES, MAX_RECEIPT_BYTES, SIGNATURE_BYTES
 from mx.core.topology import Place
 from mx.core.types import (
@@ -25,7 +24,7 @@ from mx.core.types import (
     SourceState,
 )
 from mx.core.variant import FIELDS, members_of, membership, note_document, why_not_a_variant
-from mx.errors import ConfigError, ManifestError, PeerProtocolError
+from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
 from mx.wire.v1 import common_pb2 as pb
@@ -46,8 +45,6 @@ MAX_PORT = 65_535
 #: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
 MAX_ROWS = 2_000_000
-#: The most layouts that a source disputes; then it keeps its own.
-MAX_DISPUTES = 256
 # Eight GPUs with all their peers and eight interfaces take 11,300 characters; a registered place,
 # with at most one GPU, takes 2,500 to 3,700.
 _MAX_PLACE_CHARS = 16_384
@@ -157,12 +154,11 @@ def secret_from_wire(data: bytes) -> bytes:
 
 
 def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
-    """Return the message of a manifest's digests, sizes and chunk size."""
+    """Return the message of a manifest's digests and sizes."""
     identity, layout, packaging = ref.sizes
     message = pb.ManifestRef(
         identity=pb.DocumentRef(digest=ref.identity, nbytes=identity),
         layout=pb.DocumentRef(digest=ref.layout, nbytes=layout),
-        chunk_nbytes=ref.chunk_nbytes,
     )
     if ref.packaging:
         message.packaging.digest, message.packaging.nbytes = ref.packaging, packaging
@@ -170,7 +166,7 @@ def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
 
 
 def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
-    """Return a manifest's digests, sizes and chunk size."""
+    """Return a manifest's digests and sizes."""
     parts = {"identity": message.identity, "layout": message.layout}
     if message.HasField("packaging"):
         parts["packaging"] = message.packaging
@@ -178,24 +174,12 @@ def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
         digest_from_wire(part.digest, name)
         if not 0 < part.nbytes <= MAX_DOCUMENT_BYTES:
             raise _refuse(f"{name}: a document has 1 to {MAX_DOCUMENT_BYTES} bytes")
-    try:
-        check_chunk_nbytes(message.chunk_nbytes)
-    except ManifestError as error:
-        raise _refuse(error.message) from None
     return ManifestRef(
         message.identity.digest,
         message.layout.digest,
-        message.chunk_nbytes,
         message.packaging.digest,
         (message.identity.nbytes, message.layout.nbytes, message.packaging.nbytes),
     )
-
-
-def disputes_from_wire(message: Sequence[bytes]) -> list[bytes]:
-    """Return the digests of the layout documents that a registrant disputes."""
-    if len(message) > MAX_DISPUTES:
-        raise _refuse(f"disputes: more than {MAX_DISPUTES}")
-    return [digest_from_wire(digest, "disputes") for digest in message]
 
 
 def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:
@@ -333,8 +317,6 @@ def source_to_wire(
     replaces: str = "",
     receipt: bytes = b"",
     keeps_pin: bool = False,
-    keeps_layout: bool = False,
-    disputes: Sequence[bytes] = (),
 ) -> cpb.Source:
     """Return the message of a record without its table's rows.
 
@@ -347,8 +329,6 @@ def source_to_wire(
         replaces: See `mx.core.registry.Registry.register`, as for the following ones.
         receipt: See there.
         keeps_pin: See there.
-        keeps_layout: See there.
-        disputes: See there.
     """
     return cpb.Source(
         model=key_to_wire(record.model),
@@ -367,8 +347,6 @@ def source_to_wire(
         replaces=replaces,
         receipt=receipt,
         keeps_pin=keeps_pin,
-        keeps_layout=keeps_layout,
-        disputes=disputes,
         pin_only=record.pin_only,
         requests_port=record.requests_port,
         commitment=record.commitment,

@@ -20,7 +20,7 @@ from typing import Any
 
 from mx import config_values as values
 from mx.errors import ConfigError
-from mx.units import GIB, MIB, parse_bytes, parse_rate, parse_seconds
+from mx.units import parse_rate, parse_seconds
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -71,19 +71,6 @@ def _count(low: int, high: int) -> Callable[[object], int]:
         return int(text)
 
     return read
-
-
-def _chunk_size(value: object) -> int:
-    wrong = ValueError("must be a multiple of 1MiB, from 1MiB to 1GiB, like 16MiB, or 0")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise wrong
-    try:
-        nbytes = parse_bytes(str(value))
-    except ValueError:
-        raise wrong from None
-    if nbytes % MIB or not (nbytes == 0 or MIB <= nbytes <= GIB):
-        raise wrong
-    return nbytes
 
 
 def _rate(value: object) -> int:
@@ -190,11 +177,6 @@ class Settings:
     )
     drain_grace_s: float = _setting(
         10.0, "how long running reads may take to finish when a source stops", _seconds(0, 3600)
-    )
-    chunk_bytes: int = _setting(
-        0,
-        "size of a chunk, the unit of request and retry (0: a 64th of the model, 1MiB to 16MiB)",
-        _chunk_size,
     )
     cache_socket: str = _setting(
         "auto",

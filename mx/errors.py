@@ -233,9 +233,6 @@ class CheckpointError(IntegrityError):
 class ManifestError(IntegrityError):
     """A manifest document is malformed, contradicts itself, or is not the announced one."""
 
-    #: True if it is the manifest of what a source has listed: another source's may be right.
-    of_a_source = False
-
 
 class DigestError(IntegrityError):
     """A chunk, tensor or document does not match its digest. `peer` names its sender."""

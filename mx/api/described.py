@@ -27,8 +27,8 @@ class Described:
     def wait_manifest(self, timeout_s: float | None = None) -> Manifest:
         """Block until the manifest is known, which is long before the weights are here.
 
-        From then on the pull is of these weights: if it has to begin again, from its fallback or
-        from sources that have another layout, and finds other weights, it fails.
+        From then on the pull is of these weights: if it has to begin again, from its fallback, and
+        finds other weights, it fails.
 
         Args:
             timeout_s: Seconds to wait at most; None waits without a limit. A pull from `path` knows

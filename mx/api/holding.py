@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from mx import config, trace
+from mx import trace
 from mx.api.tensors import live_tensors
 from mx.core.types import Layout, ModelKey
 from mx.errors import ConfigError
@@ -24,7 +24,6 @@ def hold(
     what: str | Path | Any,
     key: ModelKey,
     device: str,
-    settings: config.Settings,
     *,
     files: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -36,7 +35,6 @@ def hold(
         what: As for `serve`.
         key: The name, revision and variant to hold it as.
         device: "cpu" or "cuda:UUID".
-        settings: The chunk size is taken from them.
         files: A folder whose side files travel with tensors; None: no files do.
         on_progress: As for `serve`.
         cancelled: As for `serve`.
@@ -53,7 +51,6 @@ def hold(
                 Path(what),
                 key,
                 device=device,
-                chunk_nbytes=settings.chunk_bytes or None,
                 shortcuts=device == "cpu",
                 threads=2,
                 progress=on_progress,
@@ -71,7 +68,6 @@ def hold(
         key,
         files=files,
         device=device,
-        chunk_nbytes=settings.chunk_bytes or None,
         shortcuts=device == "cpu",
     )
 
@@ -79,7 +75,6 @@ def hold(
 def lend(
     what: Any,
     key: ModelKey,
-    settings: config.Settings,
     *,
     files: Path | None = None,
     non_persistent: bool = False,
@@ -90,7 +85,6 @@ def lend(
     Args:
         what: The module or the state dict; the model refers to it.
         key: The name, revision and variant to lend it as.
-        settings: The chunk size is taken from them.
         files: A folder whose side files travel along; None: no files do.
         non_persistent: Whether to lend the buffers that a state dict leaves out, too.
         cancelled: As for `serve`.
@@ -114,7 +108,6 @@ def lend(
             tensors,
             key,
             files=files,
-            chunk_nbytes=settings.chunk_bytes or None,
             cancelled=cancelled,
         )
 

@@ -48,7 +48,7 @@ def offer(
     model = ModelKey(made_from.name, made_from.revision, str(key))
     loop = runtime.acquire()
     try:
-        held = lend(tensors, model, settings)
+        held = lend(tensors, model)
         try:
             # On loopback, whatever the settings say: the cache is on this host.
             local = config.given(settings, listen="127.0.0.1:0", advertise="", data_ports="")

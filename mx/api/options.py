@@ -119,7 +119,6 @@ def pull_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         wait_s=settings.wait_s,
-        chunk_nbytes=settings.chunk_bytes or None,
         nics=settings.nics,
         transport=transport,
         host=host,

@@ -282,7 +282,6 @@ def serve(
                 what,
                 key,
                 where,
-                settings,
                 files=folder,
                 on_progress=on_progress,
                 cancelled=stopped,
@@ -290,7 +289,6 @@ def serve(
         return lend(
             what,
             key,
-            settings,
             files=folder,
             non_persistent=non_persistent_buffers,
             cancelled=stopped,
@@ -312,7 +310,7 @@ def serve(
             )
             held = await taken_in(take, cancelled)
             await offer(server, held, address, update=update)
-            return Source(loop, server, held, address, embedded, settings)
+            return Source(loop, server, held, address, embedded, updatable=True)
         except BaseException:
             await uncut(_ended(server, held, embedded))
             raise
@@ -375,8 +373,7 @@ def serve_held(
         server = await start_source(options, transports())
         try:
             await offer(server, held, coordinator, update=update)
-            updating = settings if may_update else None
-            return Source(loop, server, held, coordinator or "", None, updating)
+            return Source(loop, server, held, coordinator or "", None, updatable=may_update)
         except BaseException:
             await uncut(server.close())
             raise

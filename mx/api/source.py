@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mx import config, runtime
+from mx import runtime
 from mx.api.changing import Changing
 from mx.api.closing import Closable, Step
 from mx.api.common import (
@@ -53,7 +53,8 @@ class Source(Closable):
         held: HeldModel,
         coordinator_address: str,
         embedded: Coordinator | None,
-        settings: config.Settings | None = None,
+        *,
+        updatable: bool = False,
     ) -> None:
         """Take over a server that serves `held`.
 
@@ -63,13 +64,13 @@ class Source(Closable):
             held: The model that it serves.
             coordinator_address: HOST:PORT; empty if it is registered with none.
             embedded: The coordinator in this process, if `serve` started one.
-            settings: Settings for `update` to hold new weights with; None allows no update.
+            updatable: True allows `update`.
         """
         self._server = server
         self._held = held
         self._handover = Handover(server)
         self._embedded = embedded
-        self._settings = settings
+        self._updatable = updatable
         self._closing = threading.Event()
         self._closed = threading.Event()
         self._lock = threading.RLock()
@@ -97,17 +98,13 @@ class Source(Closable):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the weights as they are in memory.
-
-        The source may be registered with another layout or chunk size, those in which the same
-        weights were listed before.
-        """
-        return self._current.laid_out.manifest
+        """The manifest of the weights."""
+        return self._current.manifest
 
     @property
     def pages(self) -> Pages:
         """The digests of the model's blocks."""
-        return self._current.laid_out.pages
+        return self._current.pages
 
     def buffer(self) -> memoryview:
         """Return the weights as the manifest's arena lays them out.
@@ -232,8 +229,7 @@ class Source(Closable):
         """
         self._require_own()
         with self._lock:
-            settings = self._settings
-            if settings is None or self._held.borrowed:
+            if not self._updatable or self._held.borrowed:
                 raise ConfigError(
                     f"{self.model} was pulled: only the source that registered it can update it"
                 )
@@ -250,7 +246,6 @@ class Source(Closable):
                     what,
                     old.key,
                     old.device,
-                    settings,
                     on_progress=on_progress,
                     cancelled=stopped,
                 )
@@ -311,7 +306,7 @@ class Source(Closable):
                     "here",
                     hint="serve with `copy=False`, or use update()",
                 )
-            check_names(lending.held.laid_out.manifest.layout, names)
+            check_names(lending.held.manifest.layout, names)
             if self._closing.is_set():
                 raise ClosedError(f"the source of {self.model} was closed")
             return lending

@@ -92,13 +92,6 @@ def serve(
     data_plaintext: options.DataPlaintext = None,
     trusted_fabric: options.TrustedFabric = None,
     nics: options.Nics = None,
-    chunk_bytes: Annotated[
-        str | None,
-        typer.Option(
-            help="The unit of request and retry. (default: a 64th of the model, 1MiB to 16MiB)",
-            metavar="SIZE",
-        ),
-    ] = None,
     drain_grace_s: Annotated[
         str | None,
         typer.Option(

@@ -70,7 +70,6 @@ def _decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> None:
         "path": sys.path,
         "digests": [each.hex() for each in (ref.identity, ref.layout, ref.packaging)],
         "sizes": ref.sizes,
-        "chunk_nbytes": ref.chunk_nbytes,
     }
     sent = [json.dumps(head).encode(), b"\n", *(documents[digest] for digest, _ in ref.documents)]
     try:

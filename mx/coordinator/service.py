@@ -127,18 +127,15 @@ class CoordinatorServicer(PullsServicer):
             replaces=replaces,
             receipt=receipt,
             keeps_pin=source.keeps_pin,
-            keeps_layout=source.keeps_layout,
-            disputes=codec.disputes_from_wire(source.disputes),
             row_count=source.table.rows,
             address=address,
         )
-        listed = answer.record or record
+        listed = answer.record
         return pb.RegisterResponse(
             source_id=listed.source_id,
             lease_s=self._state.lease_s,
             coordinator_epoch=self._state.epoch,
             model=codec.key_to_wire(listed.model),
-            adopt=None if answer.adopt is None else codec.ref_to_wire(answer.adopt),
             pin_only=listed.pin_only,
             receipt=self._proofs.receipt(answer.receipt),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved
@@ -67,8 +67,6 @@ class StateStore(Protocol):
         replaces: str = "",
         receipt: Receipt | None = None,
         keeps_pin: bool = False,
-        keeps_layout: bool = False,
-        disputes: Collection[bytes] = (),
         row_count: int = 0,
         address: str = "",
     ) -> Registration:
@@ -169,8 +167,6 @@ class MemoryState:
         replaces: str = "",
         receipt: Receipt | None = None,
         keeps_pin: bool = False,
-        keeps_layout: bool = False,
-        disputes: Collection[bytes] = (),
         row_count: int = 0,
         address: str = "",
     ) -> Registration:
@@ -196,15 +192,13 @@ class MemoryState:
                 replaces=replaces,
                 receipt=receipt,
                 keeps_pin=keeps_pin,
-                keeps_layout=keeps_layout,
-                disputes=disputes,
                 row_count=row_count,
                 address=address,
             )
             return listed
         finally:
             self._publish()
-            if listed is None or listed.record is None:
+            if listed is None:
                 self._store.discard(fresh)
 
     async def heartbeat(

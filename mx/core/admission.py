@@ -6,12 +6,11 @@ for readers that give its pin: if it was listed before, or holds another key tha
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
+from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
 from mx.core.bound_name import BoundName, bound_to_others, not_the_owner, updated_by_another
-from mx.core.groups import Binding, by_age
 from mx.core.ownership import Receipt
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import BindingError
@@ -37,8 +36,6 @@ def admit(
     ref: ManifestRef,
     claim: Claim,
     *,
-    keeps_layout: bool = False,
-    disputes: Collection[bytes] = (),
     address: str = "",
 ) -> Admission:
     """Return the key that `ref` may be bound to. Changes nothing.
@@ -48,8 +45,6 @@ def admit(
         key: What the source registers.
         ref: The source's manifest.
         claim: What it claims beside that.
-        keeps_layout: The source can't adopt another layout or chunk size.
-        disputes: Layouts that do not describe the weights, as the source has found.
         address: Where the source registers from.
 
     Returns:
@@ -76,14 +71,13 @@ def admit(
         binding = bindings.contests_of(key, ref.identity)
         if binding is None and not (claim.keeps_pin or _is_strange(bindings, key, claim)):
             raise refusal
-    if not keeps_layout:
-        for oldest, group in by_age(bindings.alike(key, ref.identity)):
-            if group.ref.same_chunks(ref):
-                break
-            if group.ref.layout not in disputes:
-                return Admission(key, refusal is None, oldest.ref_of(group))
-    if binding is None or binding.group_of(ref) is None:
+    if binding is None:
         bindings.quota.check(address)
+    elif binding.ref.layout != ref.layout:
+        raise BindingError(
+            f"{key} is listed in another layout of the same weights",
+            hint="run the same version of mx everywhere",
+        )
     return found
 
 

@@ -20,16 +20,15 @@ class Listed:
     address: str = ""
     readers: int = 0
     gb_per_s: float = 0.0
-    group: int = 0  # the number of its group in `mx.core.groups`
+    binding: int = 0  # the number of its binding
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The answer to `resolve`: the manifest to pull, and the sources that serve these weights now.
 
-    Sources in another layout or chunk size than the manifest's are among them. They are in the
-    order in which readers should try them: by group, the oldest first, each group's origins first.
-    `in_turn` says which to keep of too many.
+    They are in the order in which readers should try them: by binding, the oldest first, each
+    one's origins first. `in_turn` says which to keep of too many.
     """
 
     model: ModelKey
@@ -72,21 +71,21 @@ class BundleSummary:
 
 
 def in_order(sources: Iterable[Listed]) -> list[Listed]:
-    """Return sources by group, the oldest first, each group's origins first."""
-    return sorted(sources, key=lambda s: (s.group, s.record.role is not SourceRole.ORIGIN))
+    """Return sources by binding, the oldest first, each one's origins first."""
+    return sorted(sources, key=lambda s: (s.binding, s.record.role is not SourceRole.ORIGIN))
 
 
 def in_turn(sources: Iterable[Listed]) -> list[Listed]:
     """Return sources so that the first ones are a fair choice: origins come first, addresses take
-    turns, and at each address its groups do. So an answer that has to be cut off still has
+    turns, and at each address its bindings do. So an answer that has to be cut off still has
     sources of others than who registers many."""
-    in_group: Counter[tuple[bool, str, int]] = Counter()
+    in_binding: Counter[tuple[bool, str, int]] = Counter()
     ranked: list[tuple[bool, int, int, Listed]] = []
     for listed in sources:
         relay = listed.record.role is not SourceRole.ORIGIN
-        who = (relay, listed.address, listed.group)
-        ranked.append((relay, in_group[who], listed.group, listed))
-        in_group[who] += 1
+        who = (relay, listed.address, listed.binding)
+        ranked.append((relay, in_binding[who], listed.binding, listed))
+        in_binding[who] += 1
     ranked.sort(key=lambda each: each[:3])
     turns: Counter[tuple[bool, str]] = Counter()
     found: list[tuple[bool, int, Listed]] = []

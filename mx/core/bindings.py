@@ -17,12 +17,6 @@ The first origin with files binds them too, if it is the owner's or there is no 
 source of the weights may have other files, or none. A relay owns no binding, and its files give way
 to an origin's.
 
-*Layout and chunk size* do not belong to the weights, but sources that differ in them cannot trade
-chunks. So a source is asked to adopt those of the oldest group of the same weights.
-A stranger may have registered them first, and a layout document that does not describe the weights
-too: a source that finds this disputes it, and is asked to adopt the next, or else makes a group of
-its own. Readers go through the groups in the same order, and so find the same one.
-
 *Contested*: other weights may have taken the name. A source that was listed before is listed all
 the same, and readers find it by its pin. When the binding ends and the name is free of its owner,
 it goes to the oldest of those that contest it with a commitment. A source with another key than the
@@ -44,8 +38,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mx.core.binding import Binding, Contests
 from mx.core.bound_name import BoundName, Revision
-from mx.core.groups import Binding, Contests, Group
 from mx.core.named import Meant, NamedRevisions
 from mx.core.ownership import Receipt
 from mx.core.quota import Quota
@@ -55,15 +49,12 @@ from mx.core.types import ManifestRef, ModelKey
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What `mx.core.admission` decides: the key, and whether it stands for these weights then. If
-    `adopt` is not None the source is not admitted as it is: it should take over that layout and
-    chunk size.
+    """What `mx.core.admission` decides: the key, and whether it stands for these weights then.
     `receipt` is the one that counts, and `base` the revision that an update is one of.
     """
 
     key: ModelKey
     bound: bool = True
-    adopt: ManifestRef | None = None
     receipt: Receipt | None = None
     base: str = ""
 
@@ -78,16 +69,16 @@ class Bindings:
         """
         Args:
             grace_s: How long a binding outlives its last source.
-            quota: Bounds the groups of sources.
+            quota: Bounds the bindings.
         """
         self.grace_s = grace_s
         self.due_s = math.inf
         self.quota = quota
-        self._number = 0  # of the last group that was made
+        self._number = 0  # of the last binding that was made
         self._names: dict[str, BoundName] = {}
         self._reserved = Reserved(grace_s=grace_s, limit=quota.limit)
         self._contests = Contests()
-        self._of: dict[str, tuple[Binding, Group]] = {}  # by source
+        self._of: dict[str, Binding] = {}  # by source
         self._renamed: list[str] = []
         self._refs: list[tuple[ManifestRef, bool]] = []
         self._meant = NamedRevisions()
@@ -126,7 +117,7 @@ class Bindings:
     def receipt_of(self, source_id: str) -> Receipt | None:
         """Return what the receipt of a source's binding says, without a time; None if there is none
         to give: the name does not stand for it, or has no owner."""
-        binding, _ = self._of[source_id]
+        binding = self._of[source_id]
         if not binding.bound:
             return None
         key, name = binding.key, self._names[binding.key.name]
@@ -143,14 +134,8 @@ class Bindings:
         """Return the binding of these weights that contests a key, or None."""
         return self._contests.find(key, identity)
 
-    def alike(self, key: ModelKey, identity: bytes) -> Iterator[Binding]:
-        """Yield the bindings of all revisions of a variant with these weights."""
-        for binding in self.of_name(key.name):
-            if binding.key.variant == key.variant and binding.identity == identity:
-                yield binding
-
-    def of_source(self, source_id: str) -> tuple[Binding, Group]:
-        """Return the binding and the group of a source that `bind` has added."""
+    def of_source(self, source_id: str) -> Binding:
+        """Return the binding of a source that `bind` has added."""
         return self._of[source_id]
 
     def take_renamed(self) -> list[str]:
@@ -159,7 +144,7 @@ class Bindings:
         return [source_id for source_id in renamed if source_id in self._of]
 
     def take_refs(self) -> list[tuple[ManifestRef, bool]]:
-        """Return the manifests of groups, with True for each that came since the last call and
+        """Return the manifests of bindings, with True for each that came since the last call and
         False for each that went, in order. Readers get their documents from the coordinator."""
         refs, self._refs = self._refs, []
         return refs
@@ -203,14 +188,14 @@ class Bindings:
         origin: bool = True,
         address: str = "",
     ) -> Binding:
-        """Add a source to a binding, and make the binding or the group if they are new.
+        """Add a source to a binding, and make the binding if it is new.
 
         Args:
             now: The time.
             admission: What `mx.core.admission.admit` returned.
             ref: The source's manifest.
             commitment: The one that it has proved to hold the key of, b"" if none.
-            source_id: The source. It leaves the group that it was in.
+            source_id: The source. It leaves the binding that it was in.
             origin: False for a relay.
             address: Where the source registers from.
 
@@ -219,24 +204,22 @@ class Bindings:
         """
         key = admission.key
         if admission.bound:
-            binding = self._bound(admission, ref, commitment)
+            binding = self._bound(admission, ref, commitment, address)
             owner = self._names[key.name].owner
             origin = origin and owner in (b"", commitment)
         else:
             found = self._contests.find(key, ref.identity)
-            binding = found or Binding(key, ref, bound=False)
+            binding = found or self._begin(key, ref, address, bound=False)
             if found is None:
                 self._contests.add(binding)
         binding.commitment = binding.commitment or commitment
-        group = binding.group_of(ref) or self._begin_group(binding, ref, address)
-        before = [binding.ref_of(each) for each in binding.groups]
-        if binding.join(group, source_id, ref, origin=origin):
-            self._refs += [(binding.ref_of(each), True) for each in binding.groups]
-            self._refs += [(each, False) for each in before]
+        before = binding.ref
+        if binding.join(source_id, ref, origin=origin):
+            self._refs += [(binding.ref, True), (before, False)]
         left = self._of.get(source_id)
-        self._of[source_id] = binding, group
-        if left is not None and left[1] is not group:
-            self._leave(now, *left, source_id, commitment)
+        self._of[source_id] = binding
+        if left is not None and left is not binding:
+            self._leave(now, left, source_id, commitment)
         return binding
 
     def leave(self, now: float, source_id: str, *, by: bytes = b"") -> None:
@@ -247,15 +230,12 @@ class Bindings:
             source_id: The source.
             by: Its commitment if it left by itself; b"" if its lease expired.
         """
-        binding, group = self._of.pop(source_id)
-        self._leave(now, binding, group, source_id, by)
+        self._leave(now, self._of.pop(source_id), source_id, by)
 
-    def _leave(self, now: float, binding: Binding, group: Group, source_id: str, by: bytes) -> None:
-        binding.leave(group, source_id)
-        if not group.sources and binding.in_use:
-            self._end_group(binding, group)
+    def _leave(self, now: float, binding: Binding, source_id: str, by: bytes) -> None:
+        binding.leave(source_id)
         if not binding.bound:
-            if not binding.in_use:
+            if not binding.sources:
                 self._contests.remove(binding)
                 self._end(binding)
             return
@@ -290,7 +270,9 @@ class Bindings:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _bound(self, admission: Admission, ref: ManifestRef, commitment: bytes) -> Binding:
+    def _bound(
+        self, admission: Admission, ref: ManifestRef, commitment: bytes, address: str
+    ) -> Binding:
         """Return the binding of an admitted key, which is made if it is not bound."""
         key, receipt = admission.key, admission.receipt
         if receipt is not None:
@@ -315,7 +297,7 @@ class Bindings:
             # The owner of the name may bind what another source contests.
             binding = self._contests.find(key, ref.identity)
             if binding is None:
-                binding = Binding(key, ref, bound=True)
+                binding = self._begin(key, ref, address, bound=True)
             else:
                 self._contests.remove(binding)
                 binding.bound = True
@@ -343,7 +325,7 @@ class Bindings:
                 del entry.variants[binding.key.variant]
                 binding.bound = False
                 self._renamed += binding.sources
-                if binding.in_use:
+                if binding.sources:
                     self._contests.add(binding)
                 else:
                     self._end(binding)
@@ -363,25 +345,15 @@ class Bindings:
         bound = {r: bundle in entry.completed for r, entry in entries if bundle in entry.bundles}
         self._meant.decide(name, bundle, bound)
 
-    def _begin_group(self, binding: Binding, ref: ManifestRef, address: str) -> Group:
-        for group in list(binding.groups):
-            if not group.sources:
-                self._end_group(binding, group)
+    def _begin(self, key: ModelKey, ref: ManifestRef, address: str, *, bound: bool) -> Binding:
         self._number += 1
-        group = Group(ref, self._number, address)
-        binding.groups.append(group)
         self.quota.add(address)
-        self._refs.append((binding.ref_of(group), True))
-        return group
+        self._refs.append((ref, True))
+        return Binding(key, ref, self._number, address, bound=bound)
 
     def _end(self, binding: Binding) -> None:
-        for group in list(binding.groups):
-            self._end_group(binding, group)
-
-    def _end_group(self, binding: Binding, group: Group) -> None:
-        binding.groups.remove(group)
-        self.quota.remove(group.address)
-        self._refs.append((binding.ref_of(group), False))
+        self.quota.remove(binding.address)
+        self._refs.append((binding.ref, False))
 
     def _let_lapse(self, now: float, entry: Revision) -> None:
         entry.lapses_at_s = now + self.grace_s
@@ -390,7 +362,7 @@ class Bindings:
     def _remove(self, now: float, name: str, revision: str) -> None:
         found = self._names[name]
         entry = found.revisions.pop(revision)
-        addresses = [group.address for each in entry.variants.values() for group in each.groups]
+        addresses = [binding.address for binding in entry.variants.values()]
         for binding in entry.variants.values():
             self._end(binding)
         base = found.revisions.get(entry.base) if entry.base else None
@@ -415,4 +387,6 @@ class Bindings:
                 and found.refusal(binding.key, binding.commitment) is None
             )
             if free and binding.commitment:
-                self._bound(Admission(binding.key), binding.ref, binding.commitment)
+                self._bound(
+                    Admission(binding.key), binding.ref, binding.commitment, binding.address
+                )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from mx.core.groups import Binding
+from mx.core.binding import Binding
 from mx.core.ownership import Receipt
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
@@ -56,7 +56,7 @@ class BoundName:
 
     def in_use(self, revision: str) -> bool:
         """Return True if the revision has a source, or an update of it is bound."""
-        if any(binding.in_use for binding in self.revisions[revision].variants.values()):
+        if any(binding.sources for binding in self.revisions[revision].variants.values()):
             return True
         return any(entry.base == revision for entry in self.revisions.values())
 
@@ -120,7 +120,7 @@ class BoundName:
         if last is not None and last.identity == ref.identity:
             if last.key.revision != key.revision or last.member.alone:
                 return last.key
-        elif any(binding.in_use for number, binding in family.items() if number > replaced):
+        elif any(binding.sources for number, binding in family.items() if number > replaced):
             assert last is not None
             raise updated_by_another(key, last)
         reached = max(replaced, *family, self._reached.get((root, key.variant), 0))

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from mx.core.answers import BundleSummary
+from mx.core.binding import Binding
 from mx.core.bindings import Bindings
-from mx.core.groups import Binding
 from mx.core.revisions import is_main, update_number
 from mx.core.variant import members_of, membership
 

@@ -2,13 +2,11 @@
 
 An arena that is laid out as the layout says has one span a layer. Memory that was laid out
 otherwise has rows: layer-space ranges and their places in its regions. That is the memory of an
-engine, which a source lends or a pull fills, and an arena whose source has adopted another source's
-layout. Each process applies its own map, so that between two of them only places in layer space are
-named::
+engine, which a source lends or a pull fills. Each process applies its own map, so that between two
+of them only places in layer space are named::
 
     extents = ExtentMap.of_rows(layout, rows)
-    begins, places = extents.in_arena(layout)  # as a contiguous arena would have them
-    view = ScatteredView.over(begins, [memory_at(p.region_offset, p.nbytes) for p in places], ...)
+    places = extents.places(layer, begin, end)  # of a range in layer space
 
 Tables carry the rows to people and tools, and to transports whose readers need addresses.
 """
@@ -22,9 +20,7 @@ from itertools import repeat
 from operator import add, sub
 from typing import NamedTuple
 
-from mx.core.digest import DIGEST_BYTES
-from mx.core.grid import block_count
-from mx.core.types import TENSOR_ALIGNMENT_BYTES, AddressTable, Layout, TableRow
+from mx.core.types import AddressTable, Layout, TableRow
 from mx.errors import PeerProtocolError
 
 
@@ -51,7 +47,7 @@ class ExtentMap:
     def __init__(
         self, begins: Sequence[list[int]], spans: Sequence[list[_Span]], *, contiguous: bool
     ) -> None:
-        """Use `of_arena`, `of_rows`, `of_table` or `relaid`. `begins` and `spans` are by layer,
+        """Use `of_arena`, `of_rows` or `of_table`. `begins` and `spans` are by layer,
         ascending."""
         self._begins = begins
         self._spans = spans
@@ -101,16 +97,6 @@ class ExtentMap:
             columns = (ends, repeat(0), map(sub, shifts, offsets))
             spans.append(list(map(partial(tuple.__new__, _Span), zip(*columns, strict=False))))
         return cls(begins, spans, contiguous=False)
-
-    def in_arena(self, layout: Layout) -> tuple[list[int], list[PlacedExtent]]:
-        """Return every extent, in order, and where in a contiguous arena it would begin."""
-        found: list[int] = []
-        places: list[PlacedExtent] = []
-        for layer, begins, spans in zip(layout.layers, self._begins, self._spans, strict=True):
-            for begin, (end, region, shift) in zip(begins, spans, strict=True):
-                found.append(layer.arena_offset + begin)
-                places.append(PlacedExtent(region, begin + shift, begin, end - begin))
-        return found, places
 
     @classmethod
     def of_table(cls, layout: Layout, table: AddressTable) -> ExtentMap:
@@ -189,70 +175,3 @@ class ExtentMap:
                 columns = (repeat(layer), begins, lengths, regions, places)
                 found += map(row, zip(*columns, strict=False))
         return tuple(found)
-
-    def relaid(self, own: Layout, other: Layout) -> ExtentMap:
-        """Return where the bytes of another layout of the same weights are in the same memory.
-
-        Args:
-            own: The layout whose map this is.
-            other: The other layout. The caller has proved that it describes the same weights.
-        """
-        tensors = {tensor.name: tensor for tensor in own.tensors}
-        holder = _holders(own)
-        begins: list[list[int]] = [[] for _ in other.layers]
-        spans: list[list[_Span]] = [[] for _ in other.layers]
-        for wanted in other.tensors:
-            held = tensors[holder.get(wanted.name, wanted.name)]
-            shift = wanted.offset - held.offset
-            for piece in self.places(held.layer, held.offset, held.offset + held.nbytes):
-                begin = piece.offset + shift
-                span = _Span(begin + piece.nbytes, piece.region, piece.region_offset - begin)
-                last = spans[wanted.layer]
-                if self.contiguous and last and _continues(last[-1], begin, span):
-                    last[-1] = span
-                else:
-                    begins[wanted.layer].append(begin)
-                    last.append(span)
-        return ExtentMap(begins, spans, contiguous=False)
-
-
-def _continues(last: _Span, begin: int, span: _Span) -> bool:
-    """Return True if only padding lies between two spans, in layer space and in the region."""
-    padding = begin - last.end
-    return last[1:] == span[1:] and 0 <= padding < TENSOR_ALIGNMENT_BYTES
-
-
-def _holders(layout: Layout) -> dict[str, str]:
-    """Map aliases that begin where their tensor does to that tensor.
-
-    Which of several tied names holds the bytes may differ between two layouts of the same weights.
-    """
-    return {a.name: a.target for a in layout.aliases if a.offset_bytes == 0}
-
-
-def relaid_digests(
-    digests: bytes, own: Layout, other: Layout, *, digest_nbytes: int = DIGEST_BYTES
-) -> list[bytes]:
-    """Return the digests of all blocks in the order of another layout of the same weights.
-
-    Args:
-        digests: The digests in the order of `own`, layer after layer.
-        own: A layout.
-        other: The other layout. The caller has proved that it describes the same weights.
-        digest_nbytes: The length of one digest.
-
-    Returns:
-        Those of each layer; for blake3 these are its page (`mx.core.pages`).
-    """
-    found: dict[str, bytes] = {}
-    at = 0
-    for tensor in own.tensors:
-        end = at + digest_nbytes * block_count(tensor.nbytes)
-        found[tensor.name] = digests[at:end]
-        at = end
-    holder = _holders(own)
-    layers = []
-    for layer in other.layers:
-        names = other.tensors[layer.first_tensor : layer.first_tensor + len(layer.extents)]
-        layers.append(b"".join([found[holder.get(t.name, t.name)] for t in names]))
-    return layers

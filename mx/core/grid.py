@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mx.core.types import Layout
 
 BLOCK_BYTES = MIB
-#: The default chunk size is this part of the model, within the next two.
+#: The chunk size is this part of the model, within the next two.
 CHUNKS = 64
 LEAST_CHUNK_BYTES = MIB
 MOST_CHUNK_BYTES = 16 * MIB
@@ -28,7 +28,7 @@ MOST_CHUNK_BYTES = 16 * MIB
 _KEPT = 256
 
 
-def default_chunk_nbytes(payload_nbytes: int) -> int:
+def chunk_nbytes_of(payload_nbytes: int) -> int:
     """Return the chunk size of a model with so many bytes: a 64th, within 1 to 16 MiB."""
     wanted = align_up(-(-payload_nbytes // CHUNKS), BLOCK_BYTES)
     return min(max(wanted, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -32,6 +32,9 @@ MAX_TENSORS = 1_000_000
 #: A dtype, a shape, and the strides in elements, () for row-major order. Models have many tensors
 #: and few kinds, so kinds are checked once each.
 Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+#: The arguments of `build_layout`: a layout as its document spells it.
+Columns = tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +127,23 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
+def alias_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return a view's strides with one spelling for all that view the same elements.
+
+    The stride of a dimension with one element means nothing, and differs with how it was made.
+    """
+    dense = permuted_stride(shape, stride)
+    if dense is not None:
+        return dense or contiguous_strides(shape)
+    return tuple(s if n > 1 else 1 for n, s in zip(shape, stride, strict=True))
+
+
 def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> Layout:
-    """Return the layout of these tensors, which is the same for any order of `specs`.
+    """Return the layout of these tensors, the same for any order of `specs` and `aliases`.
 
     Layers are in execution order. A tensor lies in the earliest layer of itself and its aliases,
-    so that a tie never makes the first layer wait for the last.
+    so that a tie never makes the first layer wait for the last. Of several names that view all of
+    a tensor the least one is the tensor's, and the others are its aliases.
 
     Raises:
         ManifestError: There are no tensors, a name is duplicate or bad, a tensor has no valid
@@ -139,14 +154,25 @@ def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> L
         if spec.name in by_name:
             raise ManifestError(f"there are two tensors {spec.name!r}")
         by_name[spec.name] = (spec.dtype, tuple(spec.shape), tuple(spec.stride))
-    kinds = sorted(set(by_name.values()))
-    size_of = {kind: kind_nbytes(kind) for kind in kinds}
-    index_of = {kind: i for i, kind in enumerate(kinds)}
-    sizes = {name: size_of[kind] for name, kind in by_name.items()}
+    return build_layout(*_planned(by_name, aliases))
+
+
+def planned_again(columns: Columns) -> Columns:
+    """Return the columns of the layout that `plan_layout` returns for the same tensors.
+
+    Args:
+        columns: Columns that `build_layout` has taken.
+    """
+    _, names, kinds, kind, aliases = columns
+    return _planned(dict(zip(names, map(kinds.__getitem__, kind), strict=True)), aliases)
+
+
+def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias]) -> Columns:
+    _check_ties(by_name, aliases)
+    by_name, aliases = _canonical(by_name, aliases)
+    size_of = {each: kind_nbytes(each) for each in set(by_name.values())}
+    sizes = {name: size_of[each] for name, each in by_name.items()}
     target_of = {alias.name: alias.target for alias in aliases}
-    both = target_of.keys() & by_name.keys()
-    if both:
-        raise ManifestError(f"{min(both)!r} is both a tensor and an alias")
     sizes.update(dict.fromkeys(target_of, 0))
     names: list[str] = []
     layers: list[tuple[str, int]] = []
@@ -160,11 +186,44 @@ def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> L
         if members:
             layers.append((label, len(members)))
             names += members
-    unknown = tied - by_name.keys()
+    index_of: dict[Kind, int] = {}
+    kind = [index_of.setdefault(by_name[name], len(index_of)) for name in names]
+    return layers, names, list(index_of), kind, sorted(aliases, key=lambda a: a.name)
+
+
+def _check_ties(by_name: Mapping[str, Kind], aliases: Sequence[Alias]) -> None:
+    unknown = {alias.target for alias in aliases} - by_name.keys()
     if unknown:
         raise ManifestError(f"an alias names {min(unknown)!r}, which is not a tensor")
-    kind = [index_of[by_name[name]] for name in names]
-    return build_layout(layers, names, kinds, kind, sorted(aliases, key=lambda a: a.name))
+    for alias in aliases:
+        if len(alias.stride) != len(alias.shape):
+            raise ManifestError(f"alias {alias.name!r} has strides that do not fit its shape")
+    both = {alias.name for alias in aliases} & by_name.keys()
+    if both:
+        raise ManifestError(f"{min(both)!r} is both a tensor and an alias")
+
+
+def _canonical(
+    by_name: dict[str, Kind], aliases: Sequence[Alias]
+) -> tuple[dict[str, Kind], list[Alias]]:
+    """Return the same tensors and views, each tensor under the least name that views all of it, and
+    each view with the canonical strides.
+
+    Which of several tied names holds the bytes is an accident of how a checkpoint was saved.
+    """
+    least: dict[str, str] = {}
+    for a in aliases:
+        dtype, shape, stride = by_name[a.target]
+        whole = a.offset_bytes == 0 and (a.dtype, a.shape) == (dtype, shape)
+        if whole and alias_stride(shape, a.stride) == (stride or contiguous_strides(shape)):
+            least[a.target] = min(a.name, least.get(a.target, a.target))
+    found = []
+    for a in aliases:
+        target = least.get(a.target, a.target)
+        name = a.target if a.name == target else a.name
+        stride = alias_stride(a.shape, a.stride)
+        found.append(replace(a, name=name, target=target, stride=stride))
+    return {least.get(name, name): kind for name, kind in by_name.items()}, found
 
 
 def build_layout(

@@ -23,9 +23,18 @@ from mx.core.canonical import (
     write_names,
 )
 from mx.core.digest import document_digest, tensor_root
-from mx.core.grid import BLOCK_BYTES, default_chunk_nbytes
+from mx.core.grid import MOST_CHUNK_BYTES
 from mx.core.identity import IdentityRecords, kind_to_json
-from mx.core.layout import MAX_TENSORS, Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
+from mx.core.layout import (
+    MAX_TENSORS,
+    Columns,
+    Kind,
+    TensorSpec,
+    build_layout,
+    kind_nbytes,
+    plan_layout,
+    planned_again,
+)
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
@@ -46,13 +55,10 @@ from mx.core.types import (
 )
 from mx.errors import ManifestError
 from mx.text import shown
-from mx.units import GIB
 
 __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 
-MAX_CHUNK_BYTES = GIB
-#: The most bytes of a model, in chunk sizes: a manifest of a few bytes may describe any number of
-#: chunks, and a reader keeps something for each.
+#: The most chunks of a model.
 MAX_CHUNKS = 1 << 20
 #: Of the layout and the packaging document.
 VERSION = 2
@@ -63,8 +69,6 @@ def encode(
     packaging: Packaging,
     roots: Mapping[str, bytes],
     side_documents: Mapping[bytes, bytes] | None = None,
-    *,
-    chunk_nbytes: int | None = None,
 ) -> Manifest:
     """Return the manifest of one variant.
 
@@ -73,7 +77,6 @@ def encode(
         packaging: The files.
         roots: The 32-byte root of every tensor of the layout, not of aliases.
         side_documents: The side files by digest.
-        chunk_nbytes: The chunk size; None: the default one.
 
     Returns:
         The manifest; its `documents` hold the three documents and the side files.
@@ -91,25 +94,22 @@ def encode(
     for tensor in layout.tensors:
         counts[tensor.layer] += 1
     layers = [(layer.name, count) for layer, count in zip(layout.layers, counts, strict=True)]
-    if build_layout(layers, names, kinds, kind, layout.aliases).layers != layout.layers:
+    columns = (layers, names, kinds, kind, list(layout.aliases))
+    if planned_again(columns) != columns or build_layout(*columns).layers != layout.layers:
         raise ManifestError("the layout was not made by plan_layout")
-    if chunk_nbytes is None:
-        chunk_nbytes = default_chunk_nbytes(layout.payload_nbytes)
-    check_chunk_nbytes(chunk_nbytes)
-    _check_chunks(layout, chunk_nbytes)
+    _check_chunks(layout)
     _check_packaging(packaging, names)
     records = IdentityRecords(names, kinds, kind, layout.aliases)
     identity = records.document(roots)
     in_order = tuple([roots[name] for name in names])
     _check_roots(layout, in_order)
-    places = _layout_document(layers, names, kinds, kind, layout.aliases)
+    places = _layout_document(columns)
     files = _packaging_document(packaging, names) if packaging != Packaging() else b""
     documents = {document_digest(each): each for each in (identity, places, files) if each}
     return Manifest(
         ManifestRef(
             document_digest(identity),
             document_digest(places),
-            chunk_nbytes,
             document_digest(files) if files else b"",
             (len(identity), len(places), len(files)),
         ),
@@ -124,7 +124,8 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     """Check a manifest from an untrusted peer, and return it.
 
     Checks digests and sizes against `ref`, every number, name and path, and the documents against
-    each other. `Layout.tensors` is built only on first use.
+    each other: there is one valid layout of these weights. `Layout.tensors` is built only on first
+    use.
 
     Args:
         ref: The digests and sizes of the documents.
@@ -134,13 +135,18 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
         ManifestError: A document is missing, malformed, or contradicts `ref` or another document.
     """
     identity, layout_data, packaging_data = _verified(ref, documents)
-    layers, names, kinds, kind, aliases = _read_layout(layout_data)
-    layout = build_layout(layers, names, kinds, kind, aliases)
+    columns = _read_layout(layout_data)
+    layout = build_layout(*columns)
+    if _layout_document(planned_again(columns)) != layout_data:
+        raise ManifestError(
+            "the layout is not the one that follows from these tensors",
+            hint="its source is broken or lies",
+        )
+    _, names, kinds, kind, aliases = columns
     roots_of = IdentityRecords(names, kinds, kind, aliases).read(identity)
     roots = tuple(map(roots_of.__getitem__, names))
     _check_roots(layout, roots)
-    check_chunk_nbytes(ref.chunk_nbytes)
-    _check_chunks(layout, ref.chunk_nbytes)
+    _check_chunks(layout)
     packaging = _read_packaging(packaging_data, names) if ref.packaging else Packaging()
     _check_packaging(packaging, names)
     own = {digest: documents[digest] for digest, _ in ref.documents}
@@ -173,16 +179,18 @@ def _check_roots(layout: Layout, roots: Sequence[bytes]) -> None:
                 raise ManifestError(f"layer {layer.name} is empty, and its roots are not")
 
 
+def _check_chunks(layout: Layout) -> None:
+    """A manifest of a few bytes may describe any number of chunks, and a reader keeps something for
+    each."""
+    if layout.payload_nbytes > MAX_CHUNKS * MOST_CHUNK_BYTES:
+        raise ManifestError(f"{layout.payload_nbytes} bytes are more than any model has")
+
+
 # -- layout ---------------------------------------------------------------------------------------
 
 
-def _layout_document(
-    layers: Sequence[tuple[str, int]],
-    names: list[str],
-    kinds: Sequence[Kind],
-    kind: list[int],
-    aliases: Sequence[Alias],
-) -> bytes:
+def _layout_document(columns: Columns) -> bytes:
+    layers, names, kinds, kind, aliases = columns
     head = {
         "aliases": [
             [a.name, a.target, a.dtype, a.shape, a.offset_bytes, a.stride] for a in aliases
@@ -196,9 +204,7 @@ def _layout_document(
     return join_binary(write_json(head), write_names(names))
 
 
-def _read_layout(
-    data: bytes,
-) -> tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]:
+def _read_layout(data: bytes) -> Columns:
     what = "layout"
     head, raw = split_binary(data, what)
     document = read_json(head, what)
@@ -243,25 +249,6 @@ def _check_version(document: dict[str, object], what: str) -> None:
         raise ManifestError(
             f"the {what} document has version {str(version)[:9]}, this mx reads {VERSION}",
             hint="run the same version of mx on both sides",
-        )
-
-
-# -- chunks ---------------------------------------------------------------------------------------
-
-
-def check_chunk_nbytes(chunk_nbytes: int) -> None:
-    """Raise ManifestError if no model may have chunks of this size."""
-    if not 0 < chunk_nbytes <= MAX_CHUNK_BYTES or chunk_nbytes % BLOCK_BYTES:
-        raise ManifestError(
-            f"a chunk size of {chunk_nbytes} bytes is not a multiple of 1 MiB up to 1 GiB"
-        )
-
-
-def _check_chunks(layout: Layout, chunk_nbytes: int) -> None:
-    if layout.payload_nbytes > MAX_CHUNKS * chunk_nbytes:
-        raise ManifestError(
-            f"chunks of {chunk_nbytes} bytes would be too many for {layout.payload_nbytes} bytes",
-            hint="choose larger chunks",
         )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mx.core.binding import Binding
 from mx.core.bindings import Bindings
-from mx.core.groups import Binding
 from mx.core.reference import check_pin
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey

@@ -14,16 +14,16 @@ import enum
 import hmac
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
 from mx.core.admission import Claim, admit
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved, in_order
+from mx.core.binding import Binding
 from mx.core.bindings import Bindings
 from mx.core.bundles import summaries
-from mx.core.groups import Binding, Group, by_age
 from mx.core.meanings import meaning
 from mx.core.named import Meant
 from mx.core.ownership import Receipt
@@ -71,12 +71,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The answer to `register`: the record as listed, or the manifest whose layout and chunk size
-    the source should adopt, and then nothing has changed. `receipt` is what the coordinator gives
-    to the source, None for nothing; it has no time yet."""
+    """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
+    the source, None for nothing; it has no time yet."""
 
-    record: SourceRecord | None
-    adopt: ManifestRef | None = None
+    record: SourceRecord
     receipt: Receipt | None = None
 
 
@@ -163,8 +161,6 @@ class Registry:
         replaces: str = "",
         receipt: Receipt | None = None,
         keeps_pin: bool = False,
-        keeps_layout: bool = False,
-        disputes: Collection[bytes] = (),
         row_count: int = 0,
         address: str = "",
     ) -> Registration:
@@ -178,13 +174,11 @@ class Registry:
             receipt: What this coordinator gave for the record's model, or for `replaces`, in an
                 earlier life; its MAC has been checked.
             keeps_pin: If the name is bound to other weights, list it for readers that give its pin.
-            keeps_layout: It can't adopt another layout or chunk size.
-            disputes: Layouts that do not describe its weights, as it has found.
             row_count: The number of rows of its table.
             address: Where it registers from.
 
         Returns:
-            The record as listed, or what to adopt. An update has a new revision.
+            The record as listed. An update has a new revision.
 
         Raises:
             BindingError: The name is bound to other weights or belongs to another owner, or another
@@ -208,14 +202,10 @@ class Registry:
             record.model,
             record.ref,
             Claim(commitment, replaces, receipt, may_restore, keeps_pin),
-            keeps_layout=keeps_layout,
-            disputes=disputes,
             address=address,
         )
-        if admission.adopt is not None:
-            return Registration(None, admission.adopt)
         # From here on nothing fails.
-        self._bindings.bind(
+        binding = self._bindings.bind(
             self._now,
             admission,
             record.ref,
@@ -224,10 +214,9 @@ class Registry:
             origin=origin,
             address=address,
         )
-        _, group = self._bindings.of_source(record.source_id)
         record = self._as_named(replace(record, model=admission.key, commitment=commitment))
         before = known.record if known else None
-        listed = Listed(record, digest, self._now, row_count, address, group=group.number)
+        listed = Listed(record, digest, self._now, row_count, address, binding=binding.number)
         if known is not None:
             listed.readers, listed.gb_per_s = known.readers, known.gb_per_s
             self._quota.remove(known.address)
@@ -397,19 +386,16 @@ class Registry:
     # -- inside -----------------------------------------------------------------------------------
 
     def _answer(self, bindings: Sequence[Binding], files: ManifestRef | None = None) -> Resolved:
-        """Answer with the oldest group that is served. Sources that adopt a layout do so in the
-        same order."""
-        groups = by_age(bindings)
-        serving = {group.number: self._serving(group) for _, group in groups}
-        binding, first = max(groups, key=lambda each: bool(serving[each[1].number]))
-        ref = binding.ref_of(first)
-        if files is not None:
-            ref = ref.with_files_of(files)
+        """Answer with the oldest binding that is served."""
+        bindings = sorted(bindings, key=lambda binding: binding.number)
+        serving = {binding.number: self._serving(binding) for binding in bindings}
+        first = max(bindings, key=lambda binding: bool(serving[binding.number]))
+        ref = first.ref if files is None else first.ref.with_files_of(files)
         everyone = [listed for each in serving.values() for listed in each]
-        return Resolved(binding.key, ref, tuple(in_order(everyone)))
+        return Resolved(first.key, ref, tuple(in_order(everyone)))
 
-    def _serving(self, group: Group) -> list[Listed]:
-        listed = [self._sources[source_id] for source_id in group.sources]
+    def _serving(self, binding: Binding) -> list[Listed]:
+        listed = [self._sources[source_id] for source_id in binding.sources]
         return [s for s in listed if s.record.state is SourceState.SERVING]
 
     def _check_owner(self, record: SourceRecord, digest: bytes, known: Listed | None) -> None:
@@ -425,7 +411,7 @@ class Registry:
                 f"source id {record.source_id} belongs to another source", hint="choose a new UUID"
             )
         self._check_generation(record.generation, generation)
-        changed = known is not None and not known.record.ref.same_chunks(record.ref)
+        changed = known is not None and not known.record.ref.same_weights(record.ref)
         if changed and record.generation == generation:
             raise StaleGenerationError(
                 f"source {record.source_id} has other weights, or another layout of them, under "
@@ -489,7 +475,7 @@ class Registry:
 
     def _as_named(self, record: SourceRecord) -> SourceRecord:
         """Return a record that says whether its name stands for it, and is its owner's."""
-        binding, _ = self._bindings.of_source(record.source_id)
+        binding = self._bindings.of_source(record.source_id)
         own = binding.bound and self._bindings.owned_by(record.model.name, record.commitment)
         return replace(record, pin_only=not binding.bound, by_owner=own)
 

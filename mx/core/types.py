@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
-from mx.core.grid import ChunkGrid
+from mx.core.grid import ChunkGrid, chunk_nbytes_of
 from mx.core.topology import Place
 from mx.units import align_up
 
@@ -206,7 +206,7 @@ class Packaging:
 
 @dataclass(frozen=True)
 class ManifestRef:
-    """What names a manifest: its documents by digest (blake3, 32 bytes) and size, and chunks.
+    """What names a manifest: its documents by digest (blake3, 32 bytes) and size.
 
     `identity` is both the model's identity and the digest of the identity document. `packaging` is
     b"" for weights without files. `sizes` are those of the identity, the layout and the packaging
@@ -215,7 +215,6 @@ class ManifestRef:
 
     identity: bytes
     layout: bytes
-    chunk_nbytes: int
     packaging: bytes
     sizes: tuple[int, int, int]
 
@@ -236,10 +235,10 @@ class ManifestRef:
         mistake finds that it is not what the layout says."""
         return self.identity + document_digest(b"rows of " + self.layout)
 
-    def same_chunks(self, other: ManifestRef) -> bool:
-        """Return True if both cut the same bytes, in the same places, into the same chunks. Their
-        files may differ."""
-        return (self.content, self.chunk_nbytes) == (other.content, other.chunk_nbytes)
+    def same_weights(self, other: ManifestRef) -> bool:
+        """Return True if both are of the same weights, in the same layout. Their files may
+        differ."""
+        return self.content == other.content
 
     @property
     def pin(self) -> bytes:
@@ -278,8 +277,8 @@ class Manifest:
 
     @cached_property
     def grid(self) -> ChunkGrid:
-        """The chunks of this layout and chunk size."""
-        return ChunkGrid(self.layout, self.ref.chunk_nbytes)
+        """The chunks of the layout."""
+        return ChunkGrid(self.layout, chunk_nbytes_of(self.layout.payload_nbytes))
 
 
 @dataclass(frozen=True, slots=True)

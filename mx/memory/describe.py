@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mx.core.layout import TensorSpec, contiguous_strides, permuted_stride
+from mx.core.layout import TensorSpec, alias_stride
 from mx.core.types import Alias
 from mx.errors import ConfigError
 from mx.memory.arrays import Array
@@ -82,7 +82,7 @@ def describe_arrays(
         owners = owners_of.setdefault(key, [])
         owner = _owner(owners, start, start + nbytes) if nbytes else None
         if owner is not None:
-            stride = _alias_stride(array.shape, array.stride)
+            stride = alias_stride(array.shape, array.stride)
             begin = start - owner[0]
             aliases.append(Alias(name, owner[2], array.dtype, array.shape, begin, stride))
             continue
@@ -123,17 +123,6 @@ def _parted(arrays: Mapping[str, Array]) -> tuple[list[str], list[str]]:
         fits = name not in shared and array.span_nbytes and array.order is not None
         (alone if fits else others).append(name)
     return alone, others
-
-
-def _alias_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return a view's strides with one spelling for all that view the same elements.
-
-    The stride of a dimension with one element means nothing, and differs with how it was made.
-    """
-    dense = permuted_stride(shape, stride)
-    if dense is not None:
-        return dense or contiguous_strides(shape)
-    return tuple(s if n > 1 else 1 for n, s in zip(shape, stride, strict=True))
 
 
 def _owner(owners: _Owners, start: int, end: int) -> tuple[int, int, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mx.core import manifest as manifests
@@ -37,7 +37,7 @@ from mx.storage.load import destination, load_checkpoint
 from mx.storage.osfile import read_error
 from mx.storage.reader import fill_from_tensors, hash_in_place
 from mx.storage.side_files import read_side_files
-from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span, View
+from mx.transport import DeviceView, ExposedRegion, ScatteredView, View
 
 
 @dataclass(eq=False)
@@ -45,9 +45,7 @@ class HeldModel:
     """A model that a source serves.
 
     Its memory is a sealed arena, or live memory that is lent. The server releases it when no
-    exposure is left, unless it is `borrowed`: then its owner does. A source that has adopted
-    another layout (`mx.source.adoption`) has `extents`, which say where the manifest's bytes are in
-    its memory; `own` is what it was before.
+    exposure is left, unless it is `borrowed`: then its owner does.
     """
 
     key: ModelKey
@@ -65,18 +63,9 @@ class HeldModel:
     layers: Sequence[tuple[int, int]] | None = None
     #: True while the arena is being filled. Readers may not attach to it then.
     growing: bool = False
-    extents: ExtentMap | None = None
-    own: HeldModel | None = None
     #: The stamps of the files that the weights were read from (`mx.storage.disk_file`); () if they
     #: were not read from files, or those may have changed meanwhile.
     stamps: tuple[Stamp, ...] = ()
-    #: The view of `extents`, once it was needed.
-    _scattered: ScatteredView | None = field(default=None, repr=False)
-
-    @property
-    def laid_out(self) -> HeldModel:
-        """The model with the manifest by which its arena is laid out."""
-        return self.own or self
 
     @property
     def content(self) -> bytes:
@@ -85,14 +74,8 @@ class HeldModel:
         return ref.scattered_content if self.scattered else ref.content
 
     def release(self) -> None:
-        """Release the memory, and let go of every view of it. Idempotent."""
-        self._scattered = None
+        """Release the memory. Idempotent."""
         self.arena.release()
-
-    def become(self, other: HeldModel) -> None:
-        """Take over the fields of another description of the same memory."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(other, each.name))
 
     @property
     def live(self) -> bool:
@@ -102,13 +85,11 @@ class HeldModel:
     @property
     def scattered(self) -> bool:
         """True if the memory is not laid out as the manifest says."""
-        return self.live or self.extents is not None
+        return self.live
 
     @paused()
     def places(self) -> ExtentMap:
         """Return where the manifest's bytes are. For many tensors this takes a while."""
-        if self.extents is not None:
-            return self.extents
         if isinstance(self.arena, LiveMemory):
             return self.arena.extents
         return ExtentMap.of_arena(self.manifest.layout)
@@ -126,19 +107,7 @@ class HeldModel:
 
     def view(self) -> View:
         """Return the memory as an arena of the manifest's layout."""
-        if self.extents is None:
-            return self.arena.view
-        if self._scattered is None:
-            begins, places = self.extents.in_arena(self.manifest.layout)
-            spans = [self._span_at(place.region_offset, place.nbytes) for place in places]
-            nbytes = self.manifest.layout.arena_nbytes
-            self._scattered = ScatteredView.over(begins, spans, nbytes)
-        return self._scattered
-
-    def _span_at(self, offset: int, nbytes: int) -> Span:
-        if isinstance(self.arena, LiveMemory):
-            return self.arena.span_at(offset, nbytes)
-        return self.arena.view[offset : offset + nbytes]
+        return self.arena.view
 
     def regions(self) -> list[ExposedRegion]:
         """Return the memory to expose, read-only; with its memfd if readers may attach to it.
@@ -200,7 +169,6 @@ def hold_checkpoint(
     key: ModelKey,
     *,
     device: str = "cpu",
-    chunk_nbytes: int | None = None,
     shortcuts: bool = False,
     threads: int,
     progress: Callable[[int, int], None] | None = None,
@@ -212,7 +180,6 @@ def hold_checkpoint(
         path: The checkpoint: a file or a folder.
         key: The key to serve it under.
         device: "cpu" or a GPU.
-        chunk_nbytes: The chunk size; None: the default one.
         shortcuts: Whether to compute the shortcut digests too.
         threads: The number of threads that read and hash.
         progress: Called with (bytes read, bytes in all), from those threads.
@@ -227,7 +194,6 @@ def hold_checkpoint(
     loaded = load_checkpoint(
         path,
         lambda layout: _new_arena(layout.arena_nbytes, key, device),
-        chunk_nbytes=chunk_nbytes,
         shortcuts=shortcuts,
         threads=threads,
         progress=progress,
@@ -256,7 +222,6 @@ def hold_tensors(
     *,
     files: Path | None = None,
     device: str = "cpu",
-    chunk_nbytes: int | None = None,
     shortcuts: bool = False,
 ) -> HeldModel:
     """Copy tensors that are in memory into a sealed arena: later changes of the originals do not
@@ -269,7 +234,6 @@ def hold_tensors(
         key: The key to serve them under.
         files: A folder whose side files travel along; None: no files do.
         device: "cpu" or a GPU.
-        chunk_nbytes: The chunk size; None: the default one.
         shortcuts: Whether to compute the shortcut digests too.
 
     Returns:
@@ -292,9 +256,7 @@ def hold_tensors(
                 on_layer=there.on_layer,
             )
         arena.seal()
-        manifest = manifests.encode(
-            layout, packaging, filled.roots, documents, chunk_nbytes=chunk_nbytes
-        )
+        manifest = manifests.encode(layout, packaging, filled.roots, documents)
     except BaseException:
         arena.release()
         raise
@@ -309,7 +271,6 @@ def lend_tensors(
     key: ModelKey,
     *,
     files: Path | None = None,
-    chunk_nbytes: int | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
     """Hash tensors where they are, and return them as a model to lend. Nothing is copied.
@@ -320,7 +281,6 @@ def lend_tensors(
         tensors: Returns them as they are at the moment.
         key: The key to serve them under.
         files: A folder whose side files travel along; None: no files do.
-        chunk_nbytes: The chunk size; None: the default one.
         cancelled: Polled; if it returns True, hashing stops with an error.
 
     Raises:
@@ -331,9 +291,7 @@ def lend_tensors(
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     try:
         filled = hash_in_place(layout, memory.view, cancelled=cancelled)
-        manifest = manifests.encode(
-            layout, packaging, filled.roots, documents, chunk_nbytes=chunk_nbytes
-        )
+        manifest = manifests.encode(layout, packaging, filled.roots, documents)
     except BaseException:
         memory.release()
         raise
@@ -381,30 +339,26 @@ def hashed_again(
         ConfigError: A tensor can't be lent any more. Then nothing has changed.
         ClosedError: It was cancelled.
     """
-    own, memory = held.laid_out, held.arena
+    memory, layout, packaging = held.arena, held.manifest.layout, held.manifest.packaging
     assert isinstance(memory, LiveMemory)
-    layout, ref = own.manifest.layout, own.manifest.ref
-    packaging = own.manifest.packaging
     only: set[str] | None = None
     if memory.changed():
         memory.renew(layout)
-    elif names is not None and own.shortcuts and not own.pages.missing:
+    elif names is not None and held.shortcuts and not held.pages.missing:
         only = memory.sharing(names)
     before = None
     if only is not None:
-        roots = dict(zip((t.name for t in layout.tensors), own.manifest.roots, strict=True))
-        pages = [own.pages.get(layer) or b"" for layer in range(len(layout.layers))]
-        before = Filled(roots, pages, own.shortcuts)
+        roots = dict(zip((t.name for t in layout.tensors), held.manifest.roots, strict=True))
+        pages = [held.pages.get(layer) or b"" for layer in range(len(layout.layers))]
+        before = Filled(roots, pages, held.shortcuts)
     filled = hash_in_place(layout, memory.view, only=only, before=before, cancelled=cancelled)
-    documents = own.manifest.documents
+    documents = held.manifest.documents
     side_documents = {
         side.digest: documents[side.digest]
         for side in packaging.side_files
         if side.digest in documents
     }
-    manifest = manifests.encode(
-        layout, packaging, filled.roots, side_documents, chunk_nbytes=ref.chunk_nbytes
-    )
+    manifest = manifests.encode(layout, packaging, filled.roots, side_documents)
     found = _lent(held.key, manifest, memory, filled)
     found.role, found.borrowed = held.role, held.borrowed
     found.generation = held.generation + 1

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from mx import trace
 from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
 from mx.core.revisions import placed
-from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
+from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
@@ -28,7 +27,6 @@ from mx.errors import (
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
-from mx.source.adoption import adopted, register_adopting
 from mx.source.model import HeldModel
 from mx.source.served import Served
 from mx.wire.client import CoordinatorClient, Registered
@@ -49,7 +47,7 @@ class Registrar:
         client: CoordinatorClient,
         models: Mapping[str, Served],
         record: Callable[[Served], SourceRecord],
-        switch: Callable[[HeldModel, HeldModel], Awaitable[None]],
+        rename: Callable[[HeldModel], Awaitable[None]],
         readers: Callable[[str], int],
         gb_per_s: Callable[[str], float],
         name_key: NameKey | None = None,
@@ -59,8 +57,7 @@ class Registrar:
             client: The coordinator; the registrar closes it.
             models: What the process serves, by source id.
             record: Returns the record of a served model.
-            switch: switch(held, other) serves a model in another layout or chunk size, as `other`
-                is, under that one's source id.
+            rename: Serves a model under another source id.
             readers: Returns the number of a source's readers.
             gb_per_s: Returns a source's rate.
             name_key: What this process owns names with; None: it owns none.
@@ -68,7 +65,7 @@ class Registrar:
         self._client = client
         self._models = models
         self._record = record
-        self._switch = switch
+        self._serve_renamed = rename
         self._readers = readers
         self._gb_per_s = gb_per_s
         self._secret = secrets.token_bytes(32)
@@ -88,15 +85,13 @@ class Registrar:
         *,
         again: bool = False,
         replaces: str = "",
-        keeps_layout: bool = False,
     ) -> ModelKey:
-        """Register a model, which adopts another layout if the coordinator asks for it.
+        """Register a model.
 
         Args:
             held: The model.
             again: It was listed before: others may have taken its name since.
             replaces: Register an update of this revision; "" for none.
-            keeps_layout: Adopt none.
 
         Returns:
             The key that it is listed under.
@@ -105,7 +100,7 @@ class Registrar:
             MxError: As `CoordinatorClient.register`.
         """
 
-        async def register(keeps_layout: bool, disputes: list[bytes]) -> Registered:
+        async def register() -> Registered:
             rows = await in_thread(held.rows) if held.scattered else ()
             record = self._current(held)
             return await self._client.register(
@@ -116,28 +111,22 @@ class Registrar:
                 replaces=replaces,
                 receipt=self._receipts.get(before, b""),
                 keeps_pin=keeps_pin,
-                keeps_layout=keeps_layout,
-                disputes=disputes,
             )
-
-        async def adopt(bound: ManifestRef) -> None:
-            await uncut(self._switch_to(held, await adopted(self._client, held, bound)))
 
         if again:
             await self.end_settling(held)
-        # Peers have counted the chunks of a pull, which can't be counted anew. It takes no name.
-        relay = held.role is SourceRole.RELAY
+        relay = held.role is SourceRole.RELAY  # it takes no name
         before = replace(held.key, revision=replaces or held.key.revision)
-        keeps_layout, keeps_pin = keeps_layout or relay, again or relay
+        keeps_pin = again or relay
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
                 try:
-                    listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
+                    listed = await register()
                 except NotAllowedError:
                     if not again or held.role is SourceRole.RELAY or held in self._renamed:
                         raise
                     await uncut(self._rename(held))
-                    listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
+                    listed = await register()
         self._renamed.discard(held)
         if listed.receipt:
             self._receipts[listed.model] = listed.receipt
@@ -258,21 +247,9 @@ class Registrar:
         """Take another source id. After a coordinator's restart a stranger may have registered the
         one that this source had, which every listing showed."""
         self._renamed.add(held)
-        was, generation = held.source_id, held.generation + 1
-        other = replace(held, source_id=str(uuid.uuid4()), generation=generation)
-        await self._switch(held, other)
+        was = held.source_id
+        await self._serve_renamed(held)
         event(log, "source.renamed", model=str(held.key), source=held.source_id, was=was)
-
-    async def _switch_to(self, held: HeldModel, other: HeldModel) -> None:
-        await self._switch(held, other)
-        event(
-            log,
-            "source.adopted",
-            model=str(held.key),
-            source=held.source_id,
-            layout=held.manifest.ref.layout.hex()[:16],
-            chunk_nbytes=held.manifest.ref.chunk_nbytes,
-        )
 
     def keep_listed(self, held: HeldModel) -> None:
         """Keep a listed model listed, even if the coordinator restarts."""

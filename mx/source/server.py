@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 
 #: The grace for calls that are about to end: gRPC's client logs an error for each that is cut.
 _LAST_WORDS_S = 0.2
-#: How long readers of a layout that was given up for another one have to finish.
-_ADOPTING_GRACE_S = 3600.0
+#: How long readers of a source that has another id by now have to finish.
+_RENAMED_GRACE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -267,20 +268,14 @@ class SourceServer:
             client,
             models,
             self._record,
-            self._switch,
+            self._rename,
             lambda source_id: len(leases.of_source(source_id)),
             lambda source_id: limits.gb_per_s(source_id, models[source_id].sent_bytes()),
             self.options.name_key,
         )
 
-    async def _switch(self, held: HeldModel, other: HeldModel) -> None:
-        """Serve a model's memory in another layout or chunk size, as another source.
-
-        Readers of the source that it was may finish.
-
-        Args:
-            held: The model. It becomes what `other` is.
-            other: The same memory under another source id.
+    async def _rename(self, held: HeldModel) -> None:
+        """Serve a model under another source id. Readers of the source that it was may finish.
 
         Raises:
             LocalError: No transport can offer it. Then nothing has changed.
@@ -289,20 +284,20 @@ class SourceServer:
         was = before.held = replace(held)
         idle = not self._servicer.leases.of_source(was.source_id)
         if idle:  # at once, since the ports for data may be few
-            self._servicer.supersede(was.source_id, other.generation, 0.0)
+            self._servicer.supersede(was.source_id, was.generation + 1, 0.0)
             self._servicer.remove(was.source_id)
             await self._withdraw(before)
-        held.become(other)
+        held.source_id, held.generation = str(uuid.uuid4()), was.generation + 1
         try:
             await self.offer(held)
         except MxError:
-            held.become(was)
+            held.source_id, held.generation = was.source_id, was.generation
             before.held = held
             if idle:
                 await self.offer(held)
             raise
         if not idle:
-            retiring = self.retire(was.source_id, _ADOPTING_GRACE_S)
+            retiring = self.retire(was.source_id, _RENAMED_GRACE_S)
             self._tasks.append(asyncio.create_task(retiring, name="mx-retire"))
 
     # -- new weights ----------------------------------------------------------------------------
@@ -332,7 +327,7 @@ class SourceServer:
             await self.offer(held)
             await registrar.end_settling(old.held)
             # A coordinator that has restarted may not know yet what is replaced.
-            await registrar.list(old.held, again=True, keeps_layout=True)
+            await registrar.list(old.held, again=True)
             # To its end: what is taken back has to be listed before, or not at all.
             held.key = await uncut(registrar.list(held, replaces=old.held.key.revision))
         except BaseException:
@@ -406,7 +401,7 @@ class SourceServer:
         *,
         changed: bool = False,
     ) -> None:
-        """Retire every source of this memory: it may be served in another layout, too."""
+        """Retire every source of this memory: readers may have it under an earlier id, too."""
         models = self._servicer.models.items()
         ids = [source_id for source_id, served in models if served.held.arena is memory]
         retiring = (self.retire(source_id, grace_s, hurry, changed=changed) for source_id in ids)
@@ -441,7 +436,7 @@ class SourceServer:
 
     async def _free(self, served: Served) -> None:
         await self._withdraw(served)
-        # The same memory may be served in another layout, too.
+        # The same memory may be served under an earlier id, too.
         shared = any(
             each.held.arena is served.held.arena for each in self._servicer.models.values()
         )

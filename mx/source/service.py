@@ -244,7 +244,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if served is None or served.newer or self.state is not SourceState.SERVING:
             raise PeerRefusedError("this process serves no such source")
         record = codec.source_from_wire(first.hello.own)
-        if not record.ref.same_chunks(served.held.manifest.ref):
+        if not record.ref.same_weights(served.held.manifest.ref):
             raise PeerRefusedError(
                 f"{served.held.key} here is another model, or has another layout"
             )

@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 def heading(ref: ManifestRef) -> bytes:
     """Return the first line of a journal of this manifest.
 
-    It differs for other weights, places, chunks or files.
+    It differs for other weights, places or files.
     """
-    parts = (ref.identity.hex(), ref.layout.hex(), str(ref.chunk_nbytes), ref.packaging.hex())
-    return " ".join(("mx-journal 2", *(part or "-" for part in parts))).encode()
+    parts = (ref.identity.hex(), ref.layout.hex(), ref.packaging.hex())
+    return " ".join(("mx-journal 3", *(part or "-" for part in parts))).encode()
 
 
 def read(

@@ -88,7 +88,6 @@ def load_checkpoint(
     path: Path,
     arena_of: Callable[[Layout], A],
     *,
-    chunk_nbytes: int | None = None,
     shortcuts: bool = False,
     threads: int,
     opened: Callable[[Checkpoint], None] = lambda checkpoint: None,
@@ -100,7 +99,6 @@ def load_checkpoint(
     Args:
         path: A safetensors file, or a folder.
         arena_of: Makes the arena, given the layout.
-        chunk_nbytes: The chunk size of the manifest; None: the default one.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
         opened: Called with the checkpoint, whose side files are read, before its tensors are.
@@ -122,7 +120,6 @@ def load_checkpoint(
     return load_opened(
         checkpoint,
         arena_of,
-        chunk_nbytes=chunk_nbytes,
         shortcuts=shortcuts,
         threads=threads,
         progress=progress,
@@ -134,7 +131,6 @@ def load_opened(
     checkpoint: Checkpoint,
     arena_of: Callable[[Layout], A],
     *,
-    chunk_nbytes: int | None = None,
     shortcuts: bool = False,
     threads: int,
     in_layer_order: bool = False,
@@ -170,7 +166,6 @@ def load_opened(
             checkpoint.packaging,
             filled.roots,
             checkpoint.side_documents,
-            chunk_nbytes=chunk_nbytes,
         )
     except BaseException:
         arena.release()

@@ -35,7 +35,6 @@ class History:
     key: ModelKey  # as far as it is known
     named: ManifestRef | None = None  # what the name means to the coordinator
     causes: list[MxError] = field(default_factory=list)  # why sources and paths failed
-    tried: list[ManifestRef] = field(default_factory=list)  # whose sources have lied
     left: list[LeftSource] = field(default_factory=list)  # whose memory was attached, and is wrong
     ranks_met: bool = False  # ranks on one host meet once
     written: bool = False  # whether tensors of `into` may hold a part of the new weights

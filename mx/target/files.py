@@ -69,7 +69,7 @@ async def write_files(
         NoSourceError, DigestError, CoordinatorError: No source gave all of them.
         LocalError: `write` raised it.
     """
-    known: Sequence[SourceRecord] = (*located.sources, *located.others)
+    known: Sequence[SourceRecord] = located.sources
     locator = Locator(options)
 
     def refused(endpoint: str, error: MxError) -> None:
@@ -84,7 +84,7 @@ async def write_files(
         except MxError as error:
             tried = {source.key for source in known}
             try:
-                known = await locator.listed(located)
+                known = await locator.again(located)
             except MxError:
                 raise error from None  # it says more
             if tried.issuperset(source.key for source in known):

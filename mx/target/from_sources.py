@@ -53,8 +53,8 @@ REST_S = 10.0
 
 
 class FromSources(Attempt):
-    """One attempt to read the model from sources that hold it in one layout and chunk size, and
-    what they do not give from the stores, if those hold the same weights."""
+    """One attempt to read the model from sources, and what they do not give from the stores, if
+    those hold the same weights."""
 
     def __init__(self, context: Context, edition: Edition) -> None:
         super().__init__(context, edition)
@@ -127,10 +127,9 @@ class FromSources(Attempt):
                 begin,
                 relays_do=bool(self.edition.reader_id),
                 side_files=options.hold,
-                tried=history.tried,
                 stores_do=options.bound and bool(options.stores),
             ),
-            0.0 if history.tried else wait_s,
+            wait_s,
             self._log.waiting,
         )
         self.edition.manifest = found.manifest
@@ -315,7 +314,7 @@ class FromSources(Attempt):
             manifest.grid.chunk_nbytes,
             transfer,
             Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
-            lambda source: source.ref.same_chunks(manifest.ref) and bool(plan([source]).paths),
+            lambda source: source.ref.same_weights(manifest.ref) and bool(plan([source]).paths),
             self._streams.dial,
             self._outcome.changed.set,
             coordinate_always=options.coordinate_always,

@@ -17,7 +17,6 @@ from mx.errors import (
     DigestError,
     LocalError,
     MxError,
-    NoSourceError,
     SourceChangedError,
     StaleGenerationError,
 )
@@ -186,7 +185,7 @@ class Job:
         what the name means then, and keep what is equal."""
         while True:
             try:
-                return await self._from_honest_peers()
+                return await self._attempted(lambda: FromSources(self._context, self.edition))
             except MxError as error:
                 lasting = isinstance(error, LocalError | ConfigError | CoordinatorError)
                 if not self.options.follow or lasting or not self._may_follow(error):
@@ -215,24 +214,6 @@ class Job:
         manifest, pages, arena = edition.manifest, edition.pages, edition.arena
         if manifest is not None and pages is not None and arena is not None:
             self.options.reuse.append(Held(manifest, pages, host_bytes(arena.view)))
-
-    async def _from_honest_peers(self) -> PullReport:
-        """Pull from those that hold the weights in one layout and chunk size; if they have lied,
-        and nothing of it was delivered, from those that hold them in another."""
-        lies: DigestError | None = None
-        while True:
-            try:
-                return await self._attempted(lambda: FromSources(self._context, self.edition))
-            except DigestError as error:
-                manifest = self.edition.manifest
-                if manifest is None or not self._begin_again():
-                    raise
-                lies = error
-                self._history.tried.append(manifest.ref)
-            except (CoordinatorError, NoSourceError):
-                if lies is None:
-                    raise
-                raise lies from None
 
     # -- ends -------------------------------------------------------------------------------------
 

@@ -73,7 +73,6 @@ class PullOptions:
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
     wait_s: float = 0.0
-    chunk_nbytes: int | None = None
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
     host: MakeHost | None = None

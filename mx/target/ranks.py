@@ -109,7 +109,7 @@ def _fellows(
 
 
 def _address(ranks: LocalRanks, ref: ManifestRef) -> str:
-    what = (ref.content, ref.chunk_nbytes, ranks.size, ranks.group)
+    what = (ref.content, ranks.size, ranks.group)
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
     return f"\0mx-ranks-{os.geteuid()}-{name}"
 

@@ -13,12 +13,9 @@ from mx import trace
 from mx.core import manifest as manifests
 from mx.core.connections import Connections
 from mx.core.planner import Plan
-from mx.core.types import Manifest, ManifestRef, SourceRecord
+from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
-    ConfigError,
     CoordinatorError,
-    LocalError,
-    ManifestError,
     MxError,
     NoSourceError,
     PeerLostError,
@@ -62,54 +59,36 @@ async def find(
     *,
     relays_do: bool,
     side_files: bool,
-    tried: Sequence[ManifestRef] = (),
     stores_do: bool = False,
 ) -> Found:
     """Look the model up once, and fetch its manifest.
 
-    The sources of the weights may be listed in several layouts, of which strangers may have made
-    some up: the first counts that describes these weights, and that a source in reach holds.
-
     Args:
         locator: Looks it up at the coordinator, or at the peer that the user named.
         plan: Finds the paths to sources.
-        begin: Called with the paths before the manifest is fetched; again for another layout.
+        begin: Called with the paths before the manifest is fetched.
         relays_do: True if sources that hold only parts are enough.
         side_files: Fetch the side files too, into memory.
-        tried: Manifests all of whose sources have lied: look for others.
         stores_do: True if a manifest is enough, since a store may hold the weights.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
-
-    out_of_reach: list[Found] = []
-
-    async def attempt(located: Located) -> Found:
-        paths = plan([source for source in located.sources if source.whole])
-        begin(located, paths)
-        manifest = await _manifest(locator, located)
-        in_parts = [source for source in located.sources if not source.whole]
-        if not paths.paths and not (relays_do and plan(in_parts).paths):
-            out_of_reach.append(Found(located, manifest, paths))
-            raise NoSourceError(
-                f"no source of {located.key} can be reached from here: "
-                + (paths.why_none() or "none is registered"),
-                hint="start one with mx serve, or name one with `peer=HOST:PORT`",
-            )
-        return Found(located, manifest, paths)
-
-    try:
-        found = await _first(locator, attempt, tried)
-    except NoSourceError:
-        if not (stores_do and out_of_reach):
-            raise
-        found = out_of_reach[0]
+    located = await _located(locator)
+    paths = plan([source for source in located.sources if source.whole])
+    begin(located, paths)
+    manifest = await _manifest(locator, located)
+    in_parts = [source for source in located.sources if not source.whole]
+    if not (paths.paths or stores_do or (relays_do and plan(in_parts).paths)):
+        raise NoSourceError(
+            f"no source of {located.key} can be reached from here: "
+            + (paths.why_none() or "none is registered"),
+            hint="start one with mx serve, or name one with `peer=HOST:PORT`",
+        )
     if side_files:  # later readers of this pull may write them
-        sides = await locator.side_files(found.manifest, found.located)
-        manifest = replace(found.manifest, documents=found.manifest.documents | sides)
-        found = replace(found, manifest=manifest)
-    return found
+        sides = await locator.side_files(manifest, located)
+        manifest = replace(manifest, documents=manifest.documents | sides)
+    return Found(located, manifest, paths)
 
 
 async def describe(locator: Locator) -> tuple[Located, Manifest]:
@@ -119,36 +98,15 @@ async def describe(locator: Locator) -> tuple[Located, Manifest]:
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
-
-    async def attempt(located: Located) -> tuple[Located, Manifest]:
-        return located, await _manifest(locator, located)
-
-    return await _first(locator, attempt)
+    located = await _located(locator)
+    return located, await _manifest(locator, located)
 
 
-async def _first(
-    locator: Locator, attempt: Callable[[Located], Awaitable[T]], tried: Sequence[ManifestRef] = ()
-) -> T:
-    """Return the first result of `attempt` for the coordinator's answer and its alternatives,
-    without those in the layout and chunk size of one in `tried`. Raises the first error if there is
-    none."""
+async def _located(locator: Locator) -> Located:
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
         span.set(sources=len(located.sources))
-    failure: MxError | None = None
-    for each in (located, *locator.alternatives(located)):
-        if any(each.ref.same_chunks(ref) for ref in tried):
-            continue
-        try:
-            return await attempt(each)
-        except (LocalError, ConfigError):
-            raise
-        except MxError as error:
-            if isinstance(error, ManifestError):
-                error.of_a_source = True
-            failure = failure or error
-            log.info("%s in layout %s: %s", each.key, each.ref.layout.hex()[:16], str(error))
-    raise failure or NoSourceError(f"no other source of {located.key} is registered")
+    return located
 
 
 async def _manifest(locator: Locator, located: Located) -> Manifest:
@@ -162,8 +120,7 @@ async def retry_until_found(
     attempt: Callable[[], Awaitable[T]], wait_s: float, on_wait: Callable[[], None]
 ) -> T:
     """Return the result of `attempt`, which is repeated for up to `wait_s` while it fails only for
-    want of a source, or of one that describes the weights; `on_wait` is called before each pause.
-    Raises its last error."""
+    want of a source; `on_wait` is called before each pause. Raises its last error."""
     until_s = time.monotonic() + wait_s
     pause_s = FIRST_S
     while True:
@@ -183,10 +140,7 @@ async def retry_until_found(
 
 
 def _may_pass(error: MxError) -> bool:
-    """Return True if the error may pass when a source comes, or the coordinator. (A stranger may
-    have been listed first, with a manifest that is none.)"""
-    if isinstance(error, ManifestError):
-        return error.of_a_source
+    """Return True if the error may pass when a source comes, or the coordinator."""
     none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
     return isinstance(error, none_opened) or type(error) is CoordinatorError
 

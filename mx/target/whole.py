@@ -79,7 +79,6 @@ class FromStore(Attempt):
         loaded: Loaded[Memory | SubsetMemory] = load_opened(
             checkpoint,
             self._allocate,
-            chunk_nbytes=options.chunk_nbytes,
             threads=store.threads,
             in_layer_order=store.step == OBJECTS,
             on_layer=self._landed,

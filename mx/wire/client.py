@@ -47,16 +47,14 @@ class Registered:
     """The answer to `register`.
 
     `model` is the key that the source is listed under: for an update it has a new revision. With
-    `pin_only` the name stands for other weights, and readers find the source by its pin. If `adopt`
-    is not None the source is not listed, and should register again with that layout and chunk size.
-    `receipt` is to be brought when the source registers `model` again.
+    `pin_only` the name stands for other weights, and readers find the source by its pin. `receipt`
+    is to be brought when the source registers `model` again.
     """
 
     lease_s: float
     epoch: str
     model: ModelKey
     pin_only: bool = False
-    adopt: ManifestRef | None = None
     receipt: bytes = b""
 
 
@@ -126,8 +124,6 @@ class CoordinatorClient:
         replaces: str = "",
         receipt: bytes = b"",
         keeps_pin: bool = False,
-        keeps_layout: bool = False,
-        disputes: Sequence[bytes] = (),
     ) -> Registered:
         """List a source, or list it again.
 
@@ -143,8 +139,6 @@ class CoordinatorClient:
             receipt: What an earlier registration of the record's model, or of `replaces`, got.
             keeps_pin: The source was listed before: if the name does not stand for its weights by
                 now, list it for readers that give its pin.
-            keeps_layout: The source can't adopt another layout or chunk size.
-            disputes: The digests of layout documents that do not describe its weights.
 
         Raises:
             BindingError: The name is bound to other weights or belongs to another owner, or another
@@ -167,8 +161,6 @@ class CoordinatorClient:
                 replaces=replaces,
                 receipt=receipt,
                 keeps_pin=keeps_pin,
-                keeps_layout=keeps_layout,
-                disputes=disputes,
             )
             try:
                 answer = await self._upload(source, wanted, record)
@@ -179,14 +171,10 @@ class CoordinatorClient:
             raise CoordinatorError(refused.message)
         async with self._reading():
             model = codec.key_from_wire(answer.model)
-            adopt = codec.ref_from_wire(answer.adopt) if answer.HasField("adopt") else None
             given = codec.receipt_from_wire(answer.receipt)
-        if adopt is None:
-            self._secrets[record.source_id] = source_secret
-            self._epochs[record.source_id] = answer.coordinator_epoch
-        return Registered(
-            answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, adopt, given
-        )
+        self._secrets[record.source_id] = source_secret
+        self._epochs[record.source_id] = answer.coordinator_epoch
+        return Registered(answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, given)
 
     async def _missing(
         self, record: SourceRecord, documents: Mapping[bytes, bytes]

@@ -6,7 +6,7 @@ themselves. Without a pin the coordinator decides which weights a name stands fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -61,16 +61,14 @@ class Where(Protocol):
 class Located:
     """A model that was found.
 
-    All `sources` hold the weights in the layout and the chunks of `ref`, or parts of them; their
-    files may differ. `others` hold the same weights in another layout or in other chunks. `inlined`
-    are those of the documents that came with the answer, by digest.
+    All `sources` hold the weights of `ref`, or parts of them; their files may differ. `inlined` are
+    those of the documents that came with the answer, by digest.
     """
 
     key: ModelKey
     ref: ManifestRef
     sources: tuple[SourceRecord, ...]
     inlined: Mapping[bytes, bytes] = field(default_factory=dict)
-    others: tuple[SourceRecord, ...] = ()
 
 
 class Locator:
@@ -112,17 +110,6 @@ class Locator:
             )
         return _located(found.model, found.ref, found.sources, found.documents)
 
-    def alternatives(self, located: Located) -> Iterator[Located]:
-        """Yield other answers for the same weights, in the order in which to try them: layouts and
-        files of other sources, where the first ones do not describe these weights."""
-        seen = {located.ref}
-        everyone = (*located.sources, *located.others)
-        for source in everyone:
-            for ref in (source.ref.with_files_of(located.ref), source.ref):
-                if ref not in seen and ref.pinned_by(self._pin):
-                    seen.add(ref)
-                    yield _located(source.model, ref, everyone, located.inlined)
-
     @property
     def _pin(self) -> str:
         return self._where.name.partition("@")[2]
@@ -130,21 +117,15 @@ class Locator:
     async def again(self, located: Located) -> list[SourceRecord]:
         """Return the sources that hold the located weights, or parts of them, now. Raises as
         `locate`."""
-        return [each for each in await self.listed(located) if each.ref.same_chunks(located.ref)]
-
-    async def listed(self, located: Located) -> list[SourceRecord]:
-        """Return the sources of the same weights now, in whichever layout and chunks. Raises as
-        `locate`."""
         if self._where.peer is not None:
-            described = await self._describe(self._where.peer)
-            sources = (*described.sources, *described.others)
+            sources = (await self._describe(self._where.peer)).sources
         else:
             key, pin = located.key, located.ref.identity.hex()
             client = self._coordinator()
             # In all revisions: the revision's name may stand for other weights by now.
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
             sources = tuple(found.sources)
-        return [source for source in sources if source.ref.identity == located.ref.identity]
+        return [source for source in sources if source.ref.same_weights(located.ref)]
 
     def _coordinator(self) -> CoordinatorClient:
         assert self._where.coordinator is not None
@@ -222,11 +203,11 @@ class Locator:
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
         if not refs:
             return {}
-        everyone = (*located.sources, *located.others)
         causes: list[MxError] = []
-        found = await self._from_sources(refs, _with_files(everyone, manifest.ref), causes)
+        sources = _with_files(located.sources, manifest.ref)
+        found = await self._from_sources(refs, sources, causes)
         if found is None:
-            raise _no_files(self._where.name, everyone, causes)
+            raise _no_files(self._where.name, located.sources, causes)
         return found
 
     async def _from_sources(
@@ -348,13 +329,8 @@ def _located(
     inlined: Mapping[bytes, bytes],
 ) -> Located:
     """Return an answer with only those sources that hold these weights."""
-    same = [source for source in sources if source.ref.same_chunks(ref)]
-    others = [
-        source
-        for source in sources
-        if source.ref.identity == ref.identity and not source.ref.same_chunks(ref)
-    ]
-    return Located(key, ref, tuple(same), inlined, tuple(others))
+    same = [source for source in sources if source.ref.same_weights(ref)]
+    return Located(key, ref, tuple(same), inlined)
 
 
 def check_pin_of(name: str) -> None:

@@ -98,7 +98,6 @@ class Fickle:
         loaded = load_checkpoint(
             self._checkpoint,
             lambda layout: HostArena(layout.arena_nbytes),
-            chunk_nbytes=self._settings.chunk_bytes or None,
             threads=1,
         )
         transports = {name: _Remembering(t) for name, t in common.transports().items()}

@@ -33,7 +33,6 @@ def environment(**more: str) -> dict[str, str]:
     """Return a child's environment: our code, short timeouts, no settings of the machine."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MX_PEER_")}
     settings = {
-        "CHUNK_BYTES": "1MiB",
         "LEASE_S": "1",
         "READER_LEASE_S": "2",
         "STALL_TIMEOUT_S": "1",

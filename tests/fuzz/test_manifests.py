@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mx.core.digest import document_digest, root_of
 from mx.core.identity import IdentityRecords
-from mx.core.layout import MAX_ARENA_BYTES, Kind, build_layout
+from mx.core.layout import MAX_ARENA_BYTES, Kind, build_layout, planned_again
 from mx.core.manifest import decode, encode
 from mx.core.pages import check_page
 from mx.core.types import DTYPE_BITS, Alias, Layout, Manifest, Packaging
@@ -153,7 +153,14 @@ def test_layouts_of_anything(made: Columns) -> None:
     roots = {t.name: bytes(32) if t.nbytes else root_of(b"") for t in layout.tensors}
     records = IdentityRecords(names, kinds, kind, aliases)
     assert records.read(records.document(roots)) == roots
-    manifest = encode(layout, Packaging(), roots, chunk_nbytes=1 << 30)
+    # One layout follows from the tensors; no other is ever encoded, or decoded.
+    try:
+        manifest = encode(layout, Packaging(), roots)
+    except ManifestError:
+        layout = build_layout(*planned_again((layers, names, kinds, kind, aliases)))
+        _is_sound(layout)
+        return
+    assert planned_again((layers, names, kinds, kind, aliases))[:2] == (layers, names)
     assert decode(manifest.ref, manifest.documents) == manifest
     if layout.payload_nbytes < 1 << 40:
         _is_cut(manifest)

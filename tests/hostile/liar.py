@@ -6,7 +6,8 @@ serve, and where it registers. Its lies, each of them absent for the truth:
     bytes      of the first block of each tensor: "others", or "forged", with the right xxh3_128
     digests    "own": block digests of its own bytes
     pages      how it answers Pages: a name in PAGES
-    layout     "garbage": a layout document that describes no weights
+    layout     "garbage": a layout document that describes no weights; "backwards": one of these
+               weights with the last layer first
     files      "others": other bytes of the side files, under the right digests; "endless": more
                than were announced, for ever; "silent": none, and no end; "stopped": the first byte
     uid        the user that it becomes; it claims to be still the one that started it
@@ -36,16 +37,17 @@ from pathlib import Path
 from typing import Any
 
 from mx import api, codec, config, plugins, runtime
+from mx.core.canonical import write_json
 from mx.core.digest import document_digest
-from mx.core.extents import ExtentMap, _Span
+from mx.core.extents import ExtentMap
 from mx.core.pages import Pages
-from mx.core.types import Layout, Manifest, ModelKey, SourceRole
+from mx.core.types import Layout, Manifest, ModelKey, SourceRole, TableRow
 from mx.memory.arena import MemfdArena
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel, hold_checkpoint
 from mx.source.server import SourceOptions, SourceServer
 from mx.source.service import PeerServicer
-from mx.transport import host_view
+from mx.transport import ScatteredView, host_view
 from mx.units import MIB
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.documents import DocumentsServicer
@@ -181,9 +183,23 @@ def answer_files(manifest: Manifest, how: str) -> None:
     lie(DocumentsServicer, "Fetch", fetch)
 
 
-def garbage_layout(manifest: Manifest) -> Manifest:
-    layout = b"{}\n" + bytes(100)
+def false_layout(manifest: Manifest, how: str) -> Manifest:
     ref = manifest.ref
+    layout = b"{}\n" + bytes(100)
+    if how == "backwards":
+        head, _, names = manifest.documents[ref.layout].partition(b"\n")
+        document = json.loads(head)
+        counts = document["layer_tensors"]
+        tensors = list(zip(names.split(b"\0"), document["kind"], strict=True))
+        ends = list(itertools.accumulate(counts))
+        layers = [tensors[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        tensors = [each for layer in reversed(layers) for each in layer]
+        document |= {
+            "kind": [kind for _, kind in tensors],
+            "layer_names": document["layer_names"][::-1],
+            "layer_tensors": counts[::-1],
+        }
+        layout = write_json(document) + b"\n" + b"\0".join(name for name, _ in tensors)
     sizes = (ref.sizes[0], len(layout), ref.sizes[2])
     ref = replace(ref, layout=document_digest(layout), sizes=sizes)
     return replace(manifest, ref=ref, documents=manifest.documents | {ref.layout: layout})
@@ -236,7 +252,6 @@ def held_model(lies: Mapping[str, Any]) -> HeldModel:
     honest = hold_checkpoint(
         Path(lies["checkpoint"]),
         ModelKey(lies["model"]),
-        chunk_nbytes=lies.get("chunk_nbytes"),
         shortcuts=True,
         threads=2,
     )
@@ -252,7 +267,7 @@ def held_model(lies: Mapping[str, Any]) -> HeldModel:
         shortcuts = shortcuts_of(layout, arena.view)
     arena.seal()
     if "layout" in lies:
-        manifest = garbage_layout(manifest)
+        manifest = false_layout(manifest, lies["layout"])
     held = replace(
         honest,
         manifest=manifest,
@@ -262,11 +277,22 @@ def held_model(lies: Mapping[str, Any]) -> HeldModel:
         source_id=lies.get("source_id", source_id(0)),
     )
     if "rows" in lies:
-        spans = [[_Span(layer.nbytes, 0, 0)] for layer in layout.layers]
-        held = replace(held, extents=ExtentMap([[0] for _ in spans], spans, contiguous=False))
+        misplace(held)
     if not lies.get("whole", True):
         held = replace(held, role=SourceRole.RELAY, layers=((0, len(layout.layers) - 1),))
     return held
+
+
+def misplace(held: HeldModel) -> None:
+    """Register rows that say of all layers that they are where the first one is, and send that."""
+    layers, arena = held.manifest.layout.layers, host_view(held.arena.view)
+    rows = [TableRow(layer.index, 0, layer.nbytes, 0, 0) for layer in layers]
+    spans = [arena[: layer.nbytes] for layer in layers]
+    begins = [layer.arena_offset for layer in layers]
+    places = ExtentMap.of_rows(held.manifest.layout, rows)
+    lie(HeldModel, "scattered", property(lambda self: True))
+    lie(HeldModel, "places", lambda self: places)
+    lie(HeldModel, "view", lambda self: ScatteredView.over(begins, spans, len(arena)))
 
 
 def source_id(number: int) -> str:

@@ -13,7 +13,6 @@ import pytest
 from mx import api
 from mx.core.types import SourceRole
 from mx.errors import ManifestError
-from mx.units import MIB
 from tests.hostile.conftest import CONFIG, END_S, SIDE_FILE, Started, Weights, failed, succeeded
 from tests.integration.conftest import Command, Run, free_port, serve, start_coordinator
 
@@ -72,8 +71,10 @@ def garbage_layout(restarted: Restarted, others: Weights) -> None:
     restarted.start.refused(ManifestError, restarted.coordinator, **lies)
 
 
-def other_chunks(restarted: Restarted, others: Weights) -> None:
-    restarted.start.liar(restarted.coordinator, chunk_nbytes=4 * MIB, **OWN_DIGESTS)
+def another_layout(restarted: Restarted, others: Weights) -> None:
+    """Nor is this, although the layout describes the weights: one follows from them."""
+    lies: dict[str, Any] = {"layout": "backwards", **OWN_DIGESTS}
+    restarted.start.refused(ManifestError, restarted.coordinator, **lies)
 
 
 def the_honest_id(restarted: Restarted, others: Weights) -> None:
@@ -83,7 +84,7 @@ def the_honest_id(restarted: Restarted, others: Weights) -> None:
 
 @pytest.mark.parametrize(
     "stranger",
-    [other_weights, garbage_layout, other_chunks, the_honest_id],
+    [other_weights, garbage_layout, another_layout, the_honest_id],
     ids=lambda each: each.__name__,
 )
 def test_a_stranger_that_is_first_after_a_restart(
@@ -101,7 +102,9 @@ def test_a_stranger_that_is_first_after_a_restart(
     assert (out / SIDE_FILE).read_bytes() == CONFIG
 
 
-@pytest.mark.parametrize("stranger", [garbage_layout, other_chunks], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "stranger", [garbage_layout, another_layout], ids=lambda each: each.__name__
+)
 def test_a_stranger_that_is_first_beside_a_relay(
     run: Run,
     start: Started,
@@ -110,7 +113,6 @@ def test_a_stranger_that_is_first_beside_a_relay(
     tmp_path: Path,
     stranger: Callable[[Restarted, Weights], None],
 ) -> None:
-    """A relay can't adopt another layout or other chunks."""
     out = tmp_path / "out"
     restarted = Restarted.of(run, start, weights, relay=True)
     stranger(restarted, other_weights)

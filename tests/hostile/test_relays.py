@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240
 COORDINATED = environment(MX_PEER_COORDINATED_READING="always")
 MISMATCH = "match the model's identity"
 #: Slow enough that relays have something to give.
-SLOW = ("--max-bandwidth", "2MB/s", "--chunk-bytes", "1MiB")
+SLOW = ("--max-bandwidth", "2MB/s")
 
 
 @pytest.mark.parametrize(

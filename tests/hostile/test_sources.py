@@ -28,6 +28,15 @@ def pull(run: Run, site: Site, *more: str) -> Command:
     return run("pull", site.pinned, "--coordinator", site.coordinator, "--json", *more)
 
 
+@pytest.mark.parametrize("layout", ["garbage", "backwards"])
+def test_a_layout_that_does_not_follow_from_the_weights(
+    run: Run, site: Site, start: Started, tmp_path: Path, layout: str
+) -> None:
+    """The second one has every byte right: peers would be divided by it."""
+    out, liar = tmp_path / "out", start.liar(layout=layout)
+    failed(pull(run, site, "--from", f"peer={liar}", "--out", str(out)), "layout", out=out)
+
+
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "alone"])
 @pytest.mark.parametrize(
     ("lies", "way"),

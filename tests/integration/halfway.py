@@ -40,7 +40,7 @@ class Net:
         command = self.run_in(
             NEAR, "serve", str(self.weights), "--model", "m", "--json", "--insecure",
             "--coordinator", self.coordinator, "--listen", f"{self.link.address(NEAR)}:{port}",
-            *(more or ("--chunk-bytes", "1MiB")),
+            *more,
         )  # fmt: skip
         command.json()
         return command

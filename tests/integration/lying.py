@@ -33,7 +33,7 @@ def held_model(name: str, *, corrupt: Callable[[memoryview], None] | None = None
     layout = manifests.plan_layout(specs)
     arena = MemfdArena(layout.arena_nbytes, name=name)
     arena.view[:] = np.random.default_rng(7).bytes(layout.arena_nbytes)
-    manifest = manifests.encode(layout, Packaging(), roots_of(layout, arena.view), chunk_nbytes=MIB)
+    manifest = manifests.encode(layout, Packaging(), roots_of(layout, arena.view))
     pages = Pages.whole(manifest, pages_of(layout, arena.view))
     shortcuts = shortcuts_of(layout, arena.view)
     if corrupt is not None:

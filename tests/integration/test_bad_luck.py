@@ -49,7 +49,6 @@ from tests.integration.test_main_job import same
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 #: Small chunks, so that a pull can be caught in its middle.
-SMALL_CHUNKS = ("--chunk-bytes", "1MiB")
 
 
 def failed(command: Command, code: int, *words: str) -> dict[str, object]:
@@ -122,7 +121,7 @@ def interrupted(
 def test_a_source_killed_in_mid_pull(
     run: Run, coordinator: str, large_checkpoint: Path, transport: str
 ) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator, *SMALL_CHUNKS)
+    source = serve(run, large_checkpoint, "m", coordinator)
     with api.pull("m", coordinator=coordinator, transport=transport, attach=False) as pull:
         error, seconds = interrupted(pull, source, signal.SIGKILL)
     assert isinstance(error, IncompleteError)
@@ -132,7 +131,7 @@ def test_a_source_killed_in_mid_pull(
 
 
 def test_a_source_stopped_in_mid_pull(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator, *SMALL_CHUNKS)
+    source = serve(run, large_checkpoint, "m", coordinator)
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         error, _ = interrupted(pull, source, signal.SIGSTOP)
     assert isinstance(error, IncompleteError)
@@ -140,7 +139,7 @@ def test_a_source_stopped_in_mid_pull(run: Run, coordinator: str, large_checkpoi
 
 
 def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    sources = [serve(run, large_checkpoint, "m", coordinator, *SMALL_CHUNKS) for _ in range(2)]
+    sources = [serve(run, large_checkpoint, "m", coordinator) for _ in range(2)]
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         next(pull.layers())
         by_endpoint = {source.json()["endpoint"]: source for source in sources}
@@ -154,7 +153,7 @@ def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint:
 
 def test_a_coordinator_killed_in_mid_pull_is_not_missed(run: Run, large_checkpoint: Path) -> None:
     address, coordinator = start_coordinator(run)
-    source = serve(run, large_checkpoint, "m", address, *SMALL_CHUNKS)
+    source = serve(run, large_checkpoint, "m", address)
     with api.pull("m", coordinator=address, transport="tcp") as pull:
         next(pull.layers())
         source.signal(signal.SIGSTOP)
@@ -339,7 +338,7 @@ def test_a_full_disk_leaves_nothing_half_written(
 def test_a_pull_killed_while_writing_is_cleaned_up_by_the_next(
     run: Run, coordinator: str, large_checkpoint: Path, tmp_path: Path
 ) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator, *SMALL_CHUNKS)
+    source = serve(run, large_checkpoint, "m", coordinator)
     out = tmp_path / "out"
     arguments = ("pull", "m", "--coordinator", coordinator, "--transport", "tcp", "--out", str(out))
     first = run(*arguments)

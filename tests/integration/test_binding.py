@@ -1,4 +1,4 @@
-"""Which weights a name stands for, whichever source was first: layouts, contested names, files.
+"""Which weights a name stands for, whichever source was first: contested names, files, rows.
 
 A stranger's sources are records in the coordinator's state, whose endpoint does not answer.
 """
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mx import api, config, plugins, runtime
@@ -19,11 +20,9 @@ from mx.coordinator.daemon import Coordinator
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import MemoryState
 from mx.core import manifest as manifests
-from mx.core.layout import build_layout
 from mx.core.pages import Pages
 from mx.core.reference import pinned_name
-from mx.core.topology import Place
-from mx.core.types import Layout
+from mx.core.types import ModelKey
 from mx.errors import (
     EXIT_INTEGRITY,
     ManifestError,
@@ -31,22 +30,21 @@ from mx.errors import (
     NoSourceError,
     UnknownModelError,
 )
-from mx.memory.arena import MemfdArena
+from mx.memory.arrays import arrays_of
+from mx.memory.describe import describe_arrays
 from mx.namekey import NameKey
-from mx.source.model import HeldModel
+from mx.source.model import HeldModel, lend_tensors
 from mx.source.server import SourceServer
 from mx.transport import host_view
-from mx.units import MIB
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.documents import DocumentsServicer
-from mx.wire.lease import Lease
 from mx.wire.rows import fetch_table
 from mx.wire.server import Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
 from tests.integration.conftest import error_of, free_port
 from tests.integration.lying import held_model
 from tests.support.checkpoints import write_mixed
-from tests.support.hashing import pages_of, shortcuts_of
+from tests.support.hashing import pages_of
 from tests.support.owners import owned
 from tests.support.records import by_digest, make_documents, make_record
 
@@ -96,33 +94,14 @@ def serving(held: HeldModel, coordinator: str) -> Iterator[SourceServer]:
         run(server.close())
 
 
-def reversed_layout(layout: Layout) -> Layout:
-    """The same tensors in two layers, the last one first."""
-    tensors = layout.tensors[::-1]
-    kinds = sorted({(t.dtype, t.shape, t.stride) for t in tensors})
-    kind = [kinds.index((t.dtype, t.shape, t.stride)) for t in tensors]
-    counts = [("one", 1), ("rest", len(tensors) - 1)]
-    return build_layout(counts, [t.name for t in tensors], kinds, kind, ())
-
-
-def relaid(held: HeldModel) -> HeldModel:
-    """The same weights as another process may have laid them out."""
-    before, source = held.manifest, bytes(host_view(held.arena.view))
-    layout = reversed_layout(before.layout)
-    arena = MemfdArena(layout.arena_nbytes, name="relaid")
-    places = {t.name: t for t in before.layout.tensors}
-    for t in layout.tensors:
-        was = places[t.name]
-        begin = before.layout.layers[was.layer].arena_offset + was.offset
-        to = layout.layers[t.layer].arena_offset + t.offset
-        arena.view[to : to + t.nbytes] = source[begin : begin + t.nbytes]
-    roots = {t.name: root for t, root in zip(before.layout.tensors, before.roots, strict=True)}
-    manifest = manifests.encode(layout, before.packaging, roots, chunk_nbytes=2 * MIB)
-    assert manifest.ref.identity == before.ref.identity
-    pages = Pages.whole(manifest, pages_of(layout, arena.view))
-    shortcuts = shortcuts_of(layout, arena.view)
-    arena.seal()
-    return HeldModel(held.key, manifest, arena, pages, shortcuts=shortcuts)
+def lent(name: str) -> HeldModel:
+    """The weights of `held_model`, lent where they are: in no layout's order."""
+    held = held_model(name)
+    memory = tensors(held.manifest, host_view(held.arena.view))
+    arrays = {each: np.frombuffer(data, np.uint8) for each, data in reversed(memory.items())}
+    described = arrays_of(arrays)
+    held.arena.release()
+    return lend_tensors(describe_arrays(described), described, lambda: arrays, ModelKey(name))
 
 
 def tensors(manifest: Any, arena: memoryview) -> dict[str, bytes]:
@@ -135,12 +114,11 @@ def tensors(manifest: Any, arena: memoryview) -> dict[str, bytes]:
 
 def expect_right(name: str, coordinator: str, held: HeldModel, **options: Any) -> api.PullReport:
     """Pull, and compare every tensor."""
-    own = held.laid_out
-    expected = tensors(own.manifest, host_view(own.arena.view))
+    expected = tensors(held.manifest, host_view(held.arena.view))
     with api.pull(name, coordinator=coordinator, settings=SETTINGS, **options) as pull:
         report = pull.wait(60)
         assert tensors(pull.manifest, pull.buffer()) == expected
-        assert report.pin == own.manifest.ref.pin.hex()
+        assert report.pin == held.manifest.ref.pin.hex()
         return report
 
 
@@ -151,41 +129,7 @@ def until(done: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def strange(state: MemoryState, held: HeldModel, *, chunk_nbytes: int, layout: bytes) -> Any:
-    """Register a stranger's source of honest weights, which can not be read from."""
-    identity = held.manifest.documents[held.manifest.ref.identity]
-    layout = layout or held.manifest.documents[held.manifest.ref.layout]
-    record = make_record(
-        [identity, layout],
-        name=held.key.name,
-        endpoint=f"127.0.0.1:{free_port()}",
-        chunk_nbytes=chunk_nbytes,
-    )
-    run(state.register(record, by_digest([identity, layout]), SECRET))
-    return record
-
-
-# -- layouts --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"transport": "tcp"}, {"transport": "shm"}, {}])
-def test_a_source_in_another_layout_is_read_in_the_listed_one(options: dict[str, str]) -> None:
-    first = held_model("m")
-    second = relaid(first)
-    with coordinating() as address, serving(second, address) as other:
-        before = second.source_id
-        with serving(first, address):
-            # The first one's own layout gives way to that of the source that was there.
-            assert first.manifest.ref == second.manifest.ref
-            assert first.extents is not None and second.extents is None
-            assert second.source_id == before
-            expect_right("m", address, first, **options)
-            run(other.drain(0.0))
-            # Now only the one is left whose memory is laid out otherwise.
-            until(lambda: any(s.record.state.value == "draining" for s in sources(address)))
-            report = expect_right("m", address, first, **options)
-            assert [path.attached for path in report.paths] == [False]
-            expect_right("m", address, first, verify="strong", **options)
+# -- rows -----------------------------------------------------------------------------------------
 
 
 def sources(address: str) -> list[Any]:
@@ -193,59 +137,22 @@ def sources(address: str) -> list[Any]:
 
 
 def test_rows_come_from_the_source_itself() -> None:
-    first = held_model("m")
-    with coordinating() as address, serving(first, address):
-        second = relaid(first)
-        with serving(second, address) as server:
-            assert second.extents is not None
-            listed = {s.record.source_id: s.record for s in sources(address)}
-            record = listed[second.source_id]
-            assert record.table.scattered and record.table.rows == ()
-            assert not listed[first.source_id].table.scattered
-
-            async def ask(**changes: Any) -> Any:
-                async with dial(server.endpoint) as channel:
-                    remote = Remote(Role.SOURCE, server.endpoint)
-                    asked = replace(record, **changes)
-                    return await fetch_table(channel, asked, most_rows=12, who=remote)
-
-            assert run(ask()).rows == second.extents.rows
-            with pytest.raises(MxError, match="no such source"):
-                run(ask(source_id=first.source_id))
-
-
-def test_a_source_with_other_chunks_takes_over_the_listed_size() -> None:
-    first = held_model("m")
-    second = held_model("m")
-    layout = second.manifest.layout
-    roots = dict(zip([t.name for t in layout.tensors], second.manifest.roots, strict=True))
-    larger = manifests.encode(layout, second.manifest.packaging, roots, chunk_nbytes=4 * MIB)
-    second = replace(second, manifest=larger)
+    first, second = held_model("m"), lent("m")
     with coordinating() as address, serving(first, address), serving(second, address) as server:
-        assert second.manifest.ref == first.manifest.ref and second.extents is None
-        assert second.laid_out.manifest.ref == larger.ref
-        assert len(sources(address)) == 2
-        with api.pull("m", peer=server.endpoint, settings=SETTINGS) as pull:
-            assert pull.wait(30).paths[0].attached  # its memory is what a reader's would be
+        listed = {s.record.source_id: s.record for s in sources(address)}
+        record = listed[second.source_id]
+        assert record.table.scattered and record.table.rows == ()
+        assert not listed[first.source_id].table.scattered
 
+        async def ask(**changes: Any) -> Any:
+            async with dial(server.endpoint) as channel:
+                remote = Remote(Role.SOURCE, server.endpoint)
+                asked = replace(record, **changes)
+                return await fetch_table(channel, asked, most_rows=12, who=remote)
 
-@pytest.mark.parametrize("garbage", [b"garbage", b"{}\0", b"[" * 100])
-def test_a_forged_layout_keeps_no_pull_from_the_honest_source(garbage: bytes) -> None:
-    """A stranger has registered the honest weights first, with a layout that is not theirs."""
-    held, state = held_model("m"), MemoryState()
-    forged = strange(state, held, chunk_nbytes=MIB, layout=garbage)
-    with coordinating(state) as address, serving(held, address) as server:
-        assert held.manifest.ref.layout != forged.ref.layout and held.extents is None
-        assert len(sources(address)) == 2
-        for name in ("m", f"m@{held.manifest.ref.identity.hex()}"):
-            expect_right(name, address, held, transport="tcp")
-        assert api.plan("m", coordinator=address, settings=SETTINGS).plan.chosen
-        # A second honest source joins the first, whatever its own layout.
-        second = relaid(held)
-        with serving(second, address):
-            assert second.manifest.ref.same_chunks(held.manifest.ref)
-            run(server.drain(0.0))
-            expect_right("m", address, second, transport="tcp")
+        assert run(ask()).rows == second.rows() != ()
+        with pytest.raises(MxError, match="no such source"):
+            run(ask(source_id=first.source_id))
 
 
 # -- a coordinator that has forgotten everything --------------------------------------------------
@@ -323,40 +230,6 @@ def other_weights(name: str) -> HeldModel:
 
     manifest = manifests.encode(layout, held.manifest.packaging, roots_of(layout, view))
     return replace(held, manifest=manifest, pages=Pages.whole(manifest, pages_of(layout, view)))
-
-
-def test_a_source_that_is_read_adopts_other_chunks_beside_its_readers(
-    restarting: Restarting,
-) -> None:
-    """Else a stranger's chunk size would divide it from all readers to come."""
-    held, address = held_model("m"), restarting.address
-    with serving(held, address) as server:
-        was = server.record(held)
-
-        async def read() -> tuple[Any, Lease]:
-            channel = dial(server.endpoint)
-            lease = Lease(channel, was, lambda: None)
-            await lease.open(Place(), ["tcp"], 10.0)
-            return channel, lease
-
-        channel, lease = run(read())
-        state = MemoryState()
-        strange(state, held, chunk_nbytes=8 * MIB, layout=b"")
-        restarting.restart(state)
-        until(lambda: held.source_id != was.source_id and len(sources(address)) == 2)
-        assert held.manifest.ref.chunk_nbytes == 8 * MIB
-        assert held.generation == was.generation + 1
-        name = f"m@{was.ref.identity.hex()}"
-        expect_right(name, address, held, transport="tcp")
-        assert lease.check() is None  # what it read, and reads, is right
-
-        async def end() -> None:
-            await lease.close()
-            await channel.close()
-
-        run(end())
-        until(lambda: len(server._servicer.models) == 1)
-        expect_right(name, address, held)
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -467,17 +340,11 @@ def test_a_coordinator_that_names_other_weights_than_the_pin_is_not_believed() -
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_coordinator_that_hides_rows_causes_no_wrong_bytes(transport: str) -> None:
-    held = held_model("m")
-    with (
-        lying(Hider) as address,
-        serving(relaid(held), address) as first,
-        serving(held, address),
-    ):
-        assert held.extents is not None
-        run(first.drain(0.0))
-        until(lambda: any(s.record.state.value == "draining" for s in sources(address)))
+    with lying(Hider) as address, serving(lent("m"), address):
         if transport == "tcp":  # rows are for people: the source finds the bytes by its own map
-            expect_right("m", address, held, transport=transport)
+            right = held_model("m")
+            expect_right("m", address, right, transport=transport)
+            right.release()
             return
         with api.pull("m", coordinator=address, transport=transport, settings=SETTINGS) as pull:
             assert "other weights" in error_of(pull).message  # it would attach

@@ -348,7 +348,7 @@ KEY = ProcessingKey(engine="test", dtype="float32")
 def _answering(value: float, settings: config.Settings) -> Iterator[tuple[str, ManifestRef]]:
     """A source of other processes' offers: its endpoint, and what its weights are."""
     key = ModelKey(MADE_FROM.name, MADE_FROM.revision, str(KEY))
-    held = lend({"weight": torch.full((1 << 20,), value)}, key, settings)
+    held = lend({"weight": torch.full((1 << 20,), value)}, key)
     loop = runtime.acquire()
     try:
         local = config.given(settings, listen="127.0.0.1:0")

@@ -66,9 +66,7 @@ def test_pulls_of_one_machine_give_to_each_other_where_that_is_asked_for(
     run: Run, coordinator: str, weights: Path, tmp_path: Path, transport: str
 ) -> None:
     pulls = start_pulls(run, tmp_path, coordinator, "--transport", transport)
-    origin = serve(
-        run, weights, "m", coordinator, "--max-bandwidth", "3MB/s", "--chunk-bytes", "1MiB"
-    ).json()["endpoint"]
+    origin = serve(run, weights, "m", coordinator, "--max-bandwidth", "3MB/s").json()["endpoint"]
     reports = reports_of(pulls)
     from_origin = 0
     for number, report in enumerate(reports):

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(_REASON is not None, reason=_REASON or ""),
 ]
 
-SLOW = ("--max-bandwidth", "8MB/s", "--chunk-bytes", "1MiB")
+SLOW = ("--max-bandwidth", "8MB/s")
 
 #: What all programs begin with. `said` is printed in the end.
 _BEGIN = """

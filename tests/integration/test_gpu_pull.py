@@ -89,7 +89,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 @pytest.fixture
 def settings() -> config.Settings:
     found = config.load()
-    return replace(found, coordinator=f"127.0.0.1:{free_port()}", chunk_bytes=MIB)
+    return replace(found, coordinator=f"127.0.0.1:{free_port()}")
 
 
 @pytest.fixture
@@ -207,9 +207,9 @@ def test_a_source_on_a_gpu_says_so(
     for what in (checkpoint, weights):
         key = ModelKey("m", "main", "checkpoint")
         held = (
-            hold_checkpoint(checkpoint, key, device="cuda:0", chunk_nbytes=MIB, threads=2)
+            hold_checkpoint(checkpoint, key, device="cuda:0", threads=2)
             if what is checkpoint
-            else hold_tensors(*describe(weights), key, device="cuda:0", chunk_nbytes=MIB)
+            else hold_tensors(*describe(weights), key, device="cuda:0")
         )
         (region,) = held.regions()
         record = held.record("here:1", Place(), ["cuda_ipc"], SourceState.SERVING)
@@ -220,7 +220,7 @@ def test_a_source_on_a_gpu_says_so(
         manifests.append(held.manifest.ref.identity)
         del region
         held.arena.release()
-    cpu = hold_checkpoint(checkpoint, key, chunk_nbytes=MIB, threads=2)
+    cpu = hold_checkpoint(checkpoint, key, threads=2)
     assert manifests == [cpu.manifest.ref.identity] * 2
     whole = range(len(cpu.manifest.layout.layers))
     assert [cpu.pages.get(i) for i in whole] == [held.pages.get(i) for i in whole]
@@ -309,7 +309,7 @@ def test_what_was_written_to_a_gpus_memory_is_found_by_hashing_the_chunk_again(
     fake: FakeDriver, checkpoint: Path
 ) -> None:
     key = ModelKey("m", "main", "checkpoint")
-    held = hold_checkpoint(checkpoint, key, device="cuda:0", chunk_nbytes=MIB, threads=2)
+    held = hold_checkpoint(checkpoint, key, device="cuda:0", threads=2)
     try:
         chunks = range(len(held.manifest.grid))
         assert not any(wrong_tensors(held, chunk) for chunk in chunks)

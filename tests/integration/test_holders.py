@@ -42,7 +42,7 @@ from mx import config
 from mx.units import MIB
 host, coordinator, *more = sys.argv[1:]
 settings = replace(
-    config.load(), listen=f"{host}:0", insecure=True, coordinator=coordinator, chunk_bytes=MIB
+    config.load(), listen=f"{host}:0", insecure=True, coordinator=coordinator
 )
 common = dict(coordinator=coordinator, settings=settings)
 """
@@ -230,7 +230,7 @@ def lan(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lan]:
         started.callback(daemon.end)
         daemon.until(lambda: "listens" in daemon.err, "listening")
         origin = HostCommand(
-            hosts, ORIGIN, "serve", str(folder), "--model", "m", "--chunk-bytes", "1MiB",
+            hosts, ORIGIN, "serve", str(folder), "--model", "m",
             "--listen", f"{links[ORIGIN].address(ORIGIN)}:0",
             "--coordinator", at, "--insecure", "--json",
         )  # fmt: skip

@@ -56,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def slow(coordinator: str, saved: Path) -> Iterator[str]:
     """Half a second for each layer over tcp."""
-    small = replace(config.load(environ={"HOME": "/nonexistent"}), chunk_bytes=MIB)
+    small = replace(config.load(environ={"HOME": "/nonexistent"}))
     with api.serve(
         saved, model="m", coordinator=coordinator, max_bandwidth="4MB/s", settings=small
     ):
@@ -239,7 +239,7 @@ def test_what_is_held_is_given_to_a_third_and_then_given_back(coordinator: str) 
 
 def test_it_gives_to_others_while_it_receives(coordinator: str, saved: Path) -> None:
     """Of an origin that is slow two pulls get each chunk once, and the rest from one another."""
-    small = replace(config.load(environ={"HOME": "/nonexistent"}), chunk_bytes=MIB)
+    small = replace(config.load(environ={"HOME": "/nonexistent"}))
     one, two = untied(2), untied(3)
     small = replace(small, coordinated_reading="always")
     with api.serve(
@@ -313,9 +313,7 @@ def test_a_pull_that_fails_says_that_its_tensors_are_not_to_be_used(
     coordinator: str, saved: Path
 ) -> None:
     target = untied(2)
-    small = replace(
-        config.load(environ={"HOME": "/nonexistent"}), chunk_bytes=MIB, stall_timeout_s=1.0
-    )
+    small = replace(config.load(environ={"HOME": "/nonexistent"}), stall_timeout_s=1.0)
     source = api.serve(
         saved, model="m", coordinator=coordinator, max_bandwidth="2MB/s", settings=small
     )

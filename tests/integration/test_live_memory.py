@@ -103,26 +103,6 @@ def test_a_model_that_is_lent_has_the_size_of_its_tensors(coordinator: str) -> N
         assert model.nbytes == nbytes
 
 
-def test_a_lender_in_another_layout_adopts_the_one_that_is_bound(coordinator: str) -> None:
-    """The first source lies in chunks of its own; both lend, and the target is scattered too."""
-    target = net(2)
-    with (
-        lender(coordinator, settings={"chunk_bytes": MIB}) as first,
-        lender(coordinator, settings={"chunk_bytes": 2 * MIB}),
-        api.pull("m", coordinator=coordinator, attach=False) as reference,
-    ):
-        assert reference.wait(60).paths
-        first.end()
-        with api.pull("m", coordinator=coordinator, into=target, transport="tcp") as pull:
-            assert moved(pull) == {"tcp"}
-            assert pull.manifest is not None
-            assert pull.manifest.ref.chunk_nbytes == MIB
-        expected = net(1)
-        for block in (*target.layers, *expected.layers):
-            block.rotary.zero_()
-        assert equal(target, expected)
-
-
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("count", [5_000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_many_small_tensors(coordinator: str, transport: str, count: int) -> None:
@@ -141,7 +121,7 @@ def test_a_lender_that_is_lost_in_mid_pull(
     coordinator: str, settings: config.Settings, ending: str, second: bool
 ) -> None:
     target = net(2, 768)
-    settings = replace(settings, stall_timeout_s=1.0, chunk_bytes=MIB)
+    settings = replace(settings, stall_timeout_s=1.0)
     with lender(coordinator, wide=768, max_bandwidth="8MB/s") as first:
         pull = api.pull(
             "m",

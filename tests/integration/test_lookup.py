@@ -17,7 +17,7 @@ from mx.engines.transformers import lookup as lookups
 from mx.engines.transformers.lookup import Lookup
 from mx.errors import UnknownModelError
 
-REF = ManifestRef(bytes(32), bytes(32), 1 << 20, bytes(32), (1, 1, 1))
+REF = ManifestRef(bytes(32), bytes(32), bytes(32), (1, 1, 1))
 
 
 class Known(Lookup):

@@ -21,6 +21,7 @@ from mx.units import MIB
 from tests.integration.conftest import error_of
 from tests.integration.test_main_job import same
 from tests.support.described import describe
+from tests.support.manifests import in_chunks
 
 pytestmark = pytest.mark.integration
 
@@ -55,18 +56,13 @@ def moved(pull: api.Pull) -> dict[str, int]:
     return {path.transport: path.bytes for path in paths}
 
 
-@pytest.fixture
-def small_chunks(settings: config.Settings) -> config.Settings:
-    return replace(settings, chunk_bytes=MIB)
-
-
 @pytest.mark.parametrize(
     ("hold", "transport", "verify"),
     [(True, None, "chunks"), (False, "tcp", "chunks"), (False, None, "strong")],
 )
 def test_only_what_changed_is_moved(
     coordinator: str,
-    small_chunks: config.Settings,
+    settings: config.Settings,
     hold: bool,
     transport: str | None,
     verify: str,
@@ -74,7 +70,7 @@ def test_only_what_changed_is_moved(
     old = weights()
     new = tuned(old, "model.layers.2.norm.weight")
     with (
-        api.serve(old, model="m", coordinator=coordinator, settings=small_chunks) as source,
+        api.serve(old, model="m", coordinator=coordinator, settings=settings) as source,
         api.pull("m", coordinator=coordinator, hold=True) as first,
         first.hold(),
     ):
@@ -161,10 +157,11 @@ def _weakly(buffer: Callable[[], memoryview]) -> Callable[[], object]:
     return weakref.ref(buffer().obj)
 
 
-def test_layers_are_the_same_however_they_are_cut_and_named(small_chunks: config.Settings) -> None:
+def test_layers_are_the_same_however_they_are_cut_and_named() -> None:
     base = weights()
     renamed = {name.replace("mlp", "ffn"): tensor for name, tensor in base.items()}
-    large, small = (_held(w, n) for w, n in ((base, 16 * MIB), (renamed, MIB)))
+    large, small = _held(base), _held(renamed)
+    in_chunks(large.manifest, 16 * MIB)
     try:
         held = reuse.Held(large.manifest, large.pages, host_view(large.arena.view))
         copies = reuse.same_chunks(small.manifest, small.pages, [held])
@@ -177,8 +174,8 @@ def test_layers_are_the_same_however_they_are_cut_and_named(small_chunks: config
         small.arena.release()
 
 
-def _held(tensors: Weights, chunk_nbytes: int) -> HeldModel:
-    return hold_tensors(*describe(tensors), ModelKey("m"), chunk_nbytes=chunk_nbytes)
+def _held(tensors: Weights) -> HeldModel:
+    return hold_tensors(*describe(tensors), ModelKey("m"))
 
 
 def test_what_holds_nothing_is_refused(coordinator: str) -> None:

@@ -122,7 +122,7 @@ async def test_documents_from_one_address_leave_room_for_others(checkpoint: Path
             for nbytes in SIZES_BYTES:
                 for number in range(20):
                     label = f"{nbytes}.{number}"
-                    documents = make_documents(label, layout=label, files=label, nbytes=nbytes)
+                    documents = make_documents(label, files=label, nbytes=nbytes)
                     answer = await register(stranger, documents, label)
                     if answer != "listed":
                         refused.append(answer)
@@ -153,7 +153,7 @@ async def test_uploads_that_do_not_end_leave_room_for_others(checkpoint: Path) -
 
 
 async def half_register(channel: Any, label: str, nbytes: int) -> Any:
-    documents = make_documents(label, layout=label, nbytes=nbytes)
+    documents = make_documents(label, nbytes=nbytes)
     source = codec.source_to_wire(make_record(documents, name=label), source_secret=SECRET)
     stream = channel.stream_unary(SERVICE + "Register")(metadata=headers())
     await stream.write(pb.RegisterRequest(source=source).SerializeToString())
@@ -167,7 +167,7 @@ async def half_register(channel: Any, label: str, nbytes: int) -> Any:
 def junk(number: int) -> tuple[SourceRecord, list[bytes]]:
     documents = [f"{kind} {number}".encode().ljust(MIB, b".") for kind in ("a", "b", "c")]
     digests = [document_digest(each) for each in documents]
-    ref = ManifestRef(digests[0], digests[1], MIB, digests[2], (MIB, MIB, MIB))
+    ref = ManifestRef(digests[0], digests[1], digests[2], (MIB, MIB, MIB))
     record = make_record(make_documents("A"), name=f"junk{number}")
     return replace(
         record, ref=ref, table=replace(record.table, layout_digest=ref.layout)
@@ -192,7 +192,7 @@ async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
             documents = make_documents("A")
             assert await register(client, documents, "llama") == "listed"
             # Documents of two manifests do not make a third.
-            others = make_documents("B", layout="other", nbytes=MIB)
+            others = make_documents("B", nbytes=MIB)
             assert await register(client, others, "other") == "listed"
             mixed = [documents[0], *others[1:]]
             assert (await register(client, mixed, "mixed")).startswith("ManifestError")

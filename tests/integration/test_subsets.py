@@ -247,9 +247,7 @@ def test_a_lie_in_a_block_that_is_read_aside_is_not_written(
 
 
 def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    sources = [
-        serve(run, large_checkpoint, "m", coordinator, "--chunk-bytes", "1MiB") for _ in range(2)
-    ]
+    sources = [serve(run, large_checkpoint, "m", coordinator) for _ in range(2)]
     slices = {"*o_proj*": mx.Shard(1, 0, 2), "*down_proj*": mx.Shard(1, 0, 2)}
     with api.pull("m", coordinator=coordinator, transport="tcp", slices=slices) as pull:
         next(pull.layers())
@@ -267,7 +265,7 @@ def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint:
 
 
 def test_the_only_source_dies(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator, "--chunk-bytes", "1MiB")
+    source = serve(run, large_checkpoint, "m", coordinator)
     slices = {"*down_proj*": mx.Shard(1, 0, 2)}
     with api.pull("m", coordinator=coordinator, transport="tcp", slices=slices) as pull:
         next(pull.layers())
@@ -281,7 +279,7 @@ def test_beside_pulls_that_share_what_they_read(
     run: Run, coordinator: str, coordinated: None, large_checkpoint: Path
 ) -> None:
     """A subset takes no part in their swarm, and neither side is held up."""
-    serve(run, large_checkpoint, "m", coordinator, "--chunk-bytes", "1MiB")
+    serve(run, large_checkpoint, "m", coordinator)
     at = ("--coordinator", coordinator, "--transport", "tcp", "--json")
     others = [run("pull", "m", *at) for _ in range(2)]
     always = config.load(environ={"HOME": "/nonexistent", "MX_PEER_COORDINATED_READING": "always"})

@@ -15,7 +15,6 @@ from mx import api, codec, runtime
 from mx.core.types import AddressTable, SourceRecord, SourceRole
 from mx.swarm.origin import MOST_OF_READER
 from mx.swarm.stream import from_bytes
-from mx.units import MIB
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
@@ -167,8 +166,9 @@ def test_a_stream_begins_with_a_hello_to_a_source_that_is_there(origin: api.Sour
         assert await neighbour.receive() is None
 
     async def other(neighbour: Neighbour, source_id: str) -> None:
-        ref = replace(neighbour.record.ref, chunk_nbytes=3 * MIB)
-        neighbour.record = replace(neighbour.record, ref=ref)
+        ref = replace(neighbour.record.ref, layout=bytes(32))
+        table = replace(neighbour.record.table, layout_digest=ref.layout)
+        neighbour.record = replace(neighbour.record, ref=ref, table=table)
         await neighbour.hello(source_id)
         assert await neighbour.receive() is None
 

@@ -47,7 +47,7 @@ LARGE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SLOW = ("--max-bandwidth", "4MB/s", "--chunk-bytes", "1MiB")
+SLOW = ("--max-bandwidth", "4MB/s")
 SETTINGS = config.load({"stall_timeout_s": 1.0})
 
 

@@ -49,7 +49,7 @@ for line in sys.stdin:
 #: What the writers write to: tensors of layers at the beginning and the end.
 FIRST, LAST = "model.layers.0.mlp.up_proj.weight", "model.layers.7.mlp.up_proj.weight"
 #: Slow enough for pulls to be listed while they run.
-SLOW = ("--max-bandwidth", "8MB/s", "--chunk-bytes", "1MiB")
+SLOW = ("--max-bandwidth", "8MB/s")
 
 
 class Writer:

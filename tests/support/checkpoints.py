@@ -141,7 +141,6 @@ def manifest_of(path: Path) -> tuple[Manifest, memoryview]:
         checkpoint.packaging,
         filled.roots,
         checkpoint.side_documents,
-        chunk_nbytes=BLOCK_BYTES,
     )
     return manifest, arena
 

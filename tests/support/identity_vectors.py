@@ -17,8 +17,9 @@ PATH = Path(__file__).parent.parent / "vectors" / "identity.json"
 ABOUT = [
     "Test vectors of docs/identity.md. Digests and documents are in hexadecimal digits.",
     "roots: data is the pattern of this seed, whose byte i is (seed + i + i // 251) mod 256.",
-    "models: layers are [name, tensors], tensors [name, dtype, shape, strides, seed of the data], "
-    "aliases [name, holder, dtype, shape, offset, strides], files [path, metadata, tensors].",
+    "models: tensors are [name, dtype, shape, strides, seed of the data], aliases [name, holder, "
+    "dtype, shape, offset, strides], files [path, metadata, tensors]; layers are the layout: each "
+    "[name, canonical names of its tensors].",
     "cuts: layers are the lengths of their tensors, chunks [layer, begin, end, payload, blocks], "
     "with begin and end in layer space.",
 ]
@@ -27,29 +28,33 @@ LENGTHS = [0, 1, 2, 63, 64, 65, 1023, 1024, 1025, 4096, 65537]
 LENGTHS += [n * MIB + more for n in (1, 2, 5) for more in (-1, 0, 1)] + [3 * MIB + 12345]
 
 MODELS: dict[str, dict[str, Any]] = {
-    "one byte": {"layers": [["part.0", [["w", "U8", [1], [], 0]]]]},
+    "one byte": {"tensors": [["w", "U8", [1], [], 0]], "layers": [["part.0", ["w"]]]},
     "layers": {
+        "tensors": [
+            ["model.layers.1.mlp.down.weight", "F32", [512, 512], [], 5],
+            ["model.layers.1.mlp.nothing", "F32", [0, 4], [], 0],
+            ["model.layers.1.mlp.scale", "F32", [], [], 6],
+            ["model.layers.1.mlp.up.weight", "F16", [1048575], [], 4],
+            ["model.embed_tokens.weight", "BF16", [1024, 513], [], 1],
+            ["model.layers.0.mlp.down.weight", "F32", [512, 512], [], 2],
+            ["model.layers.0.mlp.nothing", "F32", [0, 4], [], 0],
+            ["model.layers.0.mlp.scale", "F32", [], [], 3],
+            ["model.layers.0.mlp.up.weight", "F16", [1048575], [], 4],
+            ["model.norm.weight", "BF16", [1024], [], 7],
+        ],
         "layers": [
-            ["embed", [["model.embed_tokens.weight", "BF16", [1024, 513], [], 1]]],
-            [
-                "model.layers.0",
+            ["embed", ["model.embed_tokens.weight"]],
+            *(
                 [
-                    ["model.layers.0.mlp.down.weight", "F32", [512, 512], [], 2],
-                    ["model.layers.0.mlp.nothing", "F32", [0, 4], [], 0],
-                    ["model.layers.0.mlp.scale", "F32", [], [], 3],
-                    ["model.layers.0.mlp.up.weight", "F16", [1048575], [], 4],
-                ],
-            ],
-            [
-                "model.layers.1",
-                [
-                    ["model.layers.1.mlp.down.weight", "F32", [512, 512], [], 5],
-                    ["model.layers.1.mlp.nothing", "F32", [0, 4], [], 0],
-                    ["model.layers.1.mlp.scale", "F32", [], [], 6],
-                    ["model.layers.1.mlp.up.weight", "F16", [1048575], [], 4],
-                ],
-            ],
-            ["head", [["model.norm.weight", "BF16", [1024], [], 7]]],
+                    f"model.layers.{i}",
+                    [
+                        f"model.layers.{i}.mlp.{part}"
+                        for part in ("down.weight", "nothing", "scale", "up.weight")
+                    ],
+                ]
+                for i in (0, 1)
+            ),
+            ["head", ["model.norm.weight"]],
         ],
         "files": [
             [
@@ -70,15 +75,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "side_files": [["config.json", 2, naive.digest(b"{}").hex()]],
     },
     "ties": {
-        "layers": [
-            [
-                "part.0",
-                [
-                    ["model.embed_tokens.weight", "F32", [30, 20], [], 1],
-                    ["permuted", "F32", [4, 5, 1, 6], [1, 24, 1, 4], 2],
-                    ["row", "BF16", [1, 7], [], 3],
-                ],
-            ]
+        "tensors": [
+            ["model.embed_tokens.weight", "F32", [30, 20], [], 1],
+            ["permuted", "F32", [4, 5, 1, 6], [1, 24, 1, 4], 2],
+            ["row", "BF16", [1, 7], [], 3],
         ],
         "aliases": [
             # The least name of three that view all: it takes the holder's place.
@@ -94,37 +94,41 @@ MODELS: dict[str, dict[str, Any]] = {
             ["p.all", "permuted", "F32", [4, 5, 1, 6], 0, [1, 24, 99, 4]],
             ["a.row", "row", "BF16", [1, 7], 0, [0, 1]],
         ],
+        # In the order of the names, those of aliases too.
+        "layers": [["part.0", ["lm_head.weight", "a.row", "p.all"]]],
     },
     "packed": {
-        "layers": [
-            [
-                "blocks.0",
-                [
-                    ["blocks.0.weight", "F4", [5, 524288], [], 1],
-                    ["blocks.0.scale", "F8_E8M0", [5, 16384], [], 2],
-                ],
-            ],
-            ["blocks.1", [["blocks.1.weight", "F6_E2M3", [4, 3], [], 3]]],
+        "tensors": [
+            ["blocks.0.weight", "F4", [5, 524288], [], 1],
+            ["blocks.0.scale", "F8_E8M0", [5, 16384], [], 2],
+            ["blocks.1.weight", "F6_E2M3", [4, 3], [], 3],
         ],
         "aliases": [["blocks.0.first", "blocks.0.weight", "F4", [524288], 0, [1]]],
+        "layers": [
+            ["blocks.0", ["blocks.0.weight", "blocks.0.scale"]],
+            ["blocks.1", ["blocks.1.weight"]],
+        ],
     },
     "names": {
-        "layers": [
-            [
-                'a "layer" \\ named',
-                [
-                    ["\uff5e", "U8", [1], [], 1],
-                    ["\U0001d54f", "U8", [1], [], 2],
-                    ["é", "U8", [1], [], 3],
-                    ["e\u0301", "U8", [1], [], 4],
-                    ["with space", "U8", [2], [], 5],
-                    ["Z", "U8", [1], [], 6],
-                ],
-            ]
+        "tensors": [
+            ["\uff5e", "U8", [1], [], 1],
+            ["\U0001d54f", "U8", [1], [], 2],
+            ["é", "U8", [1], [], 3],
+            ["e\u0301", "U8", [1], [], 4],
+            ["with space", "U8", [2], [], 5],
+            ["Z", "U8", [1], [], 6],
+            ['a "layer" \\ named.0.a.w', "U8", [1], [], 7],
         ],
         "aliases": [['a "tied" \\ \U0001d54f', "with space", "U8", [1], 1, [1]]],
+        "layers": [
+            ['a "layer" \\ named.0', ['a "layer" \\ named.0.a.w']],
+            ["head", ["Z", "with space", "e\u0301", "é", "\uff5e", "\U0001d54f"]],
+        ],
     },
-    "empty": {"layers": [["part.0", [["a", "F32", [0], [], 0], ["b", "F64", [2, 0, 3], [], 0]]]]},
+    "empty": {
+        "tensors": [["b", "F64", [2, 0, 3], [], 0], ["a", "F32", [0], [], 0]],
+        "layers": [["part.0", ["a", "b"]]],
+    },
 }
 
 # Lengths of a layer's tensors that meet every border of blocks and chunks.
@@ -140,14 +144,12 @@ PAYLOADS = [0, 1, 64 * MIB, 64 * MIB + 1, 128 * MIB, 1 << 30, (1 << 30) + 1, 141
 
 def model_of(vector: dict[str, Any]) -> Model:
     """Return the model that a vector describes."""
-    layers = []
-    for layer, rows in vector["layers"]:
-        tensors = [Tensor(*row[:4]) for row in rows]
-        for tensor, row in zip(tensors, rows, strict=True):
-            tensor.data = naive.pattern(row[4], tensor.nbytes)
-        layers.append((layer, tensors))
+    tensors = [Tensor(*row[:4]) for row in vector["tensors"]]
+    for tensor, row in zip(tensors, vector["tensors"], strict=True):
+        tensor.data = naive.pattern(row[4], tensor.nbytes)
+    layers = [(name, names) for name, names in vector["layers"]]
     aliases = [Alias(*row) for row in vector.get("aliases", [])]
-    return Model(layers, aliases, vector.get("files", []), vector.get("side_files", []))
+    return Model(tensors, layers, aliases, vector.get("files", []), vector.get("side_files", []))
 
 
 def _model(name: str, vector: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _model(name: str, vector: dict[str, Any]) -> dict[str, Any]:
         "packaging_document": packaging.hex(),
         "packaging": naive.digest(packaging).hex() if packaging else "",
         "pin": naive.pin(model).hex(),
-        "pages": [naive.page(tensors).hex() for _, tensors in model.layers],
+        "pages": [naive.page(tensors).hex() for tensors in model.in_layers],
     }
 
 
@@ -190,7 +192,7 @@ def vectors() -> dict[str, Any]:
         "roots": [_root(seed, nbytes) for nbytes in LENGTHS for seed in (0, 77)],
         "models": [_model(name, vector) for name, vector in MODELS.items()],
         "cuts": [_cut(layers, size) for layers, size in CUTS],
-        "default_chunk_nbytes": [[n, naive.default_chunk_size(n)] for n in PAYLOADS],
+        "chunk_nbytes": [[n, naive.chunk_size(n)] for n in PAYLOADS],
     }
 
 

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from mx.core.digest import BlockHasher, root_of
-from mx.core.grid import BLOCK_BYTES
-from mx.core.layout import Kind, build_layout
+from mx.core.grid import BLOCK_BYTES, ChunkGrid
+from mx.core.layout import TensorSpec, plan_layout
 from mx.core.manifest import encode
 from mx.core.types import Alias, Layout, Manifest, PackagedFile, Packaging, SideFile
 from tests.support import naive_identity as naive
 
 
 def layout_of(model: naive.Model) -> Layout:
-    """Return the layout with the model's own layers and order."""
-    tensors = model.tensors
-    kinds: dict[Kind, int] = {}
-    kind = [
-        kinds.setdefault((t.dtype, tuple(t.shape), tuple(t.strides)), len(kinds)) for t in tensors
-    ]
+    """Return the model's layout."""
+    specs = [TensorSpec(t.name, t.dtype, tuple(t.shape), tuple(t.strides)) for t in model.tensors]
     aliases = [
         Alias(a.name, a.holder, a.dtype, tuple(a.shape), a.offset, tuple(a.strides))
-        for a in sorted(model.aliases, key=lambda a: a.name)
+        for a in model.aliases
     ]
-    layers = [(name, len(members)) for name, members in model.layers]
-    return build_layout(layers, [t.name for t in tensors], list(kinds), kind, aliases)
+    return plan_layout(specs, aliases)
 
 
-def manifest_of(model: naive.Model, chunk_nbytes: int | None = None) -> Manifest:
+def manifest_of(model: naive.Model) -> Manifest:
     """Return the model's manifest."""
     packaging = Packaging(
         tuple(
@@ -41,16 +36,22 @@ def manifest_of(model: naive.Model, chunk_nbytes: int | None = None) -> Manifest
             for path, nbytes, digest in model.side_files
         ),
     )
-    roots = {t.name: root_of(t.data) for t in model.tensors}
-    return encode(layout_of(model), packaging, roots, chunk_nbytes=chunk_nbytes)
+    roots = {t.name: root_of(t.data) for t in naive.canonical_holders(model)[0]}
+    return encode(layout_of(model), packaging, roots)
 
 
 def pages_of(model: naive.Model) -> list[bytes]:
     """Return the pages of the model, hashed by mx."""
     return [
         b"".join(BlockHasher(blocks_of(tensor.data)).block_digests() for tensor in tensors)
-        for _, tensors in model.layers
+        for tensors in model.in_layers
     ]
+
+
+def in_chunks(manifest: Manifest, chunk_nbytes: int) -> Manifest:
+    """Return the manifest, cut as those of larger models are: into chunks of several blocks."""
+    vars(manifest)["grid"] = ChunkGrid(manifest.layout, chunk_nbytes)
+    return manifest
 
 
 def blocks_of(data: bytes) -> list[memoryview]:
@@ -110,9 +111,15 @@ def models(draw: st.DrawFn) -> naive.Model:
     count = draw(st.integers(1, len(names)))
     members = [draw(tensors(name)) for name in names[:count]]
     views = [draw(aliases(name, draw(st.sampled_from(members)))) for name in names[count:]]
-    layers: list[tuple[str, list[Any]]] = []
-    for tensor in members:
-        if not layers or draw(st.booleans()):
-            layers.append((f"layer.{len(layers)}", []))
-        layers[-1][1].append(tensor)
-    return naive.Model(layers, views)
+    return modelled(members, views)
+
+
+def modelled(tensors: list[naive.Tensor], aliases: Sequence[naive.Alias] = ()) -> naive.Model:
+    """Return the model of these tensors, with the layers that mx plans."""
+    model = naive.Model(tensors, aliases=list(aliases))
+    layout = layout_of(model)
+    for layer in layout.layers:
+        end = layer.first_tensor + len(layer.extents)
+        names = [tensor.name for tensor in layout.tensors[layer.first_tensor : end]]
+        model.layers.append((layer.name, names))
+    return model

@@ -51,17 +51,22 @@ class Alias:
 
 @dataclass
 class Model:
-    """`files` and `side_files` are as in the packaging document, but for the tensors' names in
-    place of their indices."""
+    """`tensors` and `aliases` are in any order, and any of several tied names may hold the bytes.
+    `layers` are the layers and their tensors in layout order, by canonical names: which they are is
+    guessed by rules that this implementation does not have. `files` and `side_files` are as in the
+    packaging document, but for the tensors' names in place of their indices."""
 
-    layers: list[tuple[str, list[Tensor]]]
+    tensors: list[Tensor]
+    layers: list[tuple[str, list[str]]] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     files: list[list[Any]] = field(default_factory=list)
     side_files: list[list[Any]] = field(default_factory=list)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for _, tensors in self.layers for tensor in tensors]
+    def in_layers(self) -> list[list[Tensor]]:
+        """The tensors of each layer."""
+        named = {tensor.name: tensor for tensor in canonical_holders(self)[0]}
+        return [[named[name] for name in names] for _, names in self.layers]
 
 
 def digest(data: bytes) -> bytes:
@@ -190,20 +195,35 @@ def identity_document(model: Model) -> bytes:
     return write(head).encode() + b"\n" + names.encode() + roots
 
 
+def layout_strides(shape: list[int], strides: list[int]) -> list[int]:
+    """Return the strides of a view as the layout document has them."""
+    wide = sorted([d for d in range(len(shape)) if shape[d] > 1], key=lambda d: -strides[d])
+    if 0 in shape:
+        return row_major([max(n, 1) for n in shape])
+    for at, d in enumerate(wide):
+        if strides[d] != elements([shape[other] for other in wide[at + 1 :]]):
+            return record_strides(shape, strides)
+    return row_major(shape) if wide == sorted(wide) else record_strides(shape, strides)
+
+
 def layout_document(model: Model) -> bytes:
+    _, aliases = canonical_holders(model)
+    for alias in aliases:
+        alias.strides = layout_strides(alias.shape, alias.strides)
+    tensors = [tensor for layer in model.in_layers for tensor in layer]
     kinds: list[Any] = []
-    for tensor in model.tensors:
+    for tensor in tensors:
         if tensor.kind not in kinds:
             kinds.append(tensor.kind)
     head = {
-        "aliases": alias_rows(model.aliases),
-        "kind": [kinds.index(tensor.kind) for tensor in model.tensors],
+        "aliases": alias_rows(aliases),
+        "kind": [kinds.index(tensor.kind) for tensor in tensors],
         "kinds": kinds,
         "layer_names": [name for name, _ in model.layers],
-        "layer_tensors": [len(tensors) for _, tensors in model.layers],
+        "layer_tensors": [len(names) for _, names in model.layers],
         "version": 2,
     }
-    return write(head).encode() + b"\n" + "\0".join(t.name for t in model.tensors).encode()
+    return write(head).encode() + b"\n" + "\0".join(t.name for t in tensors).encode()
 
 
 def packaging_document(model: Model) -> bytes:
@@ -260,7 +280,7 @@ def payload(chunk: list[tuple[int, int]]) -> int:
     return sum(nbytes for _, nbytes in chunk)
 
 
-def default_chunk_size(payload_nbytes: int) -> int:
+def chunk_size(payload_nbytes: int) -> int:
     size = MIB
     while size < 16 * MIB and 64 * size < payload_nbytes:
         size += MIB

@@ -6,7 +6,7 @@ import uuid
 from functools import cache
 
 from mx.core.digest import document_digest
-from mx.core.layout import build_layout
+from mx.core.layout import TensorSpec, plan_layout
 from mx.core.manifest import encode
 from mx.core.topology import Place
 from mx.core.types import (
@@ -22,37 +22,33 @@ from mx.core.types import (
     SourceState,
     TableRow,
 )
-from mx.units import MIB
 
 
 @cache
-def _manifest(weights: str, layout: str, files: str, nbytes: int) -> Manifest:
+def _manifest(weights: str, files: str, nbytes: int) -> Manifest:
     fill = "x" * 1000
-    names = [f"{number:07}{fill}"[: 8 + nbytes // 4] for number in range(max(4, nbytes // 1000))]
-    count = len(names) // 4
-    layers = [(f"{layout}.{number}", count) for number in range(3)]
-    layers.append((f"{layout}.3", len(names) - 3 * count))
-    planned = build_layout(layers, names, [("F32", (4,), ())], [0] * len(names), [])
+    names = [
+        f"layers.{number % 4}.{number:07}.{fill}"[: 18 + nbytes // 4]
+        for number in range(max(4, nbytes // 1000))
+    ]
+    planned = plan_layout([TensorSpec(name, "F32", (4,)) for name in names])
     file = PackagedFile(f"{files}.safetensors", None, tuple(names))
     roots = {name: document_digest(f"{weights} {name}".encode()) for name in names}
-    return encode(planned, Packaging((file,)) if files else Packaging(), roots, chunk_nbytes=MIB)
+    return encode(planned, Packaging((file,)) if files else Packaging(), roots)
 
 
-def make_documents(
-    weights: str, *, layout: str = "layout", files: str = "packaging", nbytes: int = 64
-) -> list[bytes]:
+def make_documents(weights: str, *, files: str = "packaging", nbytes: int = 64) -> list[bytes]:
     """Return the documents of a manifest of four layers, in order: identity, layout, and packaging
     if there are `files`. `nbytes` is about the size of the first two."""
-    made = _manifest(weights, layout, files, nbytes)
+    made = _manifest(weights, files, nbytes)
     return [made.documents[digest] for digest, _ in made.ref.documents]
 
 
-def make_ref(documents: list[bytes], *, chunk_nbytes: int = MIB) -> ManifestRef:
+def make_ref(documents: list[bytes]) -> ManifestRef:
     identity, layout, packaging = [*documents, b""][:3]
     return ManifestRef(
         document_digest(identity),
         document_digest(layout),
-        chunk_nbytes,
         document_digest(packaging) if packaging else b"",
         (len(identity), len(layout), len(packaging)),
     )
@@ -75,11 +71,10 @@ def make_record(
     role: SourceRole = SourceRole.ORIGIN,
     state: SourceState = SourceState.SERVING,
     endpoint: str = "127.0.0.1:7700",
-    chunk_nbytes: int = MIB,
 ) -> SourceRecord:
     """Return a contiguous source of four layers in 1 MiB, or with `rows` a scattered one in
     16 TiB."""
-    ref = make_ref(documents, chunk_nbytes=chunk_nbytes)
+    ref = make_ref(documents)
     region = (
         Region(0, "cpu", 0x7F0000000000, 1 << 44)
         if rows

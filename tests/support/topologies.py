@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from mx.core.topology import Gpu, GpuPeer, Nic, Place
 from mx.core.types import AddressTable, ManifestRef, ModelKey, SourceRecord
-from mx.units import MIB
 
-REF = ManifestRef(b"i" * 32, b"l" * 32, MIB, b"p" * 32, (1, 1, 1))
+REF = ManifestRef(b"i" * 32, b"l" * 32, b"p" * 32, (1, 1, 1))
 CPU = "cpu"
 
 

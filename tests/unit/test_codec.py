@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mx import codec
 from mx.core.types import AddressTable, ModelKey, Region, SourceRecord, TableRow
 from mx.errors import ConfigError, PeerProtocolError
-from mx.units import MIB
 from mx.wire.rows import ROWS_PER_PAGE, RowsDecoder, rows_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
@@ -82,9 +81,6 @@ def hostile(path: str, value: object) -> cpb.Source:
         ("model.variant", "tp\x1b[31m"),
         ("manifest.identity.digest", b"short"),
         ("manifest.layout.digest", b"x" * 33),
-        ("manifest.chunk_nbytes", 0),
-        ("manifest.chunk_nbytes", MIB + 1),
-        ("manifest.chunk_nbytes", 1 << 31),
         ("manifest.packaging.digest", b"short"),
         ("manifest.packaging.nbytes", U64_MAX),
         ("endpoint", ""),
@@ -241,15 +237,6 @@ def test_weights_without_files_survive_a_round_trip() -> None:
     record = replace(make_record(make_documents("bare", files="")), pin_only=True)
     assert record.ref.packaging == b"" and len(record.ref.documents) == 2
     assert codec.source_from_wire(codec.source_to_wire(record)) == record
-
-
-def test_what_a_registration_asks_for_is_checked() -> None:
-    source = codec.source_to_wire(RECORD, keeps_pin=True, keeps_layout=True, disputes=[b"d" * 32])
-    assert source.keeps_pin and source.keeps_layout
-    assert codec.disputes_from_wire(source.disputes) == [b"d" * 32]
-    for disputes in ([b"short"], [b"d" * 32] * (codec.MAX_DISPUTES + 1)):
-        with pytest.raises(PeerProtocolError, match="disputes"):
-            codec.disputes_from_wire(disputes)
 
 
 def test_scattered_sources_may_hold_any_layer() -> None:

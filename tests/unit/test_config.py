@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mx import config
 from mx.errors import ConfigError
-from mx.units import MIB, parse_rate
+from mx.units import parse_rate
 
 
 def load(
@@ -45,7 +45,7 @@ def test_each_default_passes_its_own_check() -> None:
 def test_precedence_and_origins(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
-        '# where\n\ncoordinator = "file:1"\nstreams = 4\nlease_s = 2\nchunk_bytes = "4MiB"\n',
+        '# where\n\ncoordinator = "file:1"\nstreams = 4\nlease_s = 2\n',
     )
     settings = load(
         {"coordinator": "flag:3", "listen": None},
@@ -58,7 +58,6 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     assert settings.origin("streams") == "environment MX_PEER_STREAMS"
     assert settings.lease_s == 2.0
     assert settings.origin("lease_s") == f"{path}, line 5"
-    assert settings.chunk_bytes == 4 * MIB
     assert settings.origin("listen") == "default"
 
 
@@ -86,9 +85,6 @@ BAD = [
     ("streams", "0", "1 to 64"),
     ("streams", "2.5", "whole number"),
     ("streams", "٣", "whole number"),
-    ("chunk_bytes", "1000", "multiple of 1MiB"),
-    ("chunk_bytes", "2GiB", "to 1GiB"),
-    ("chunk_bytes", "big", "16MiB"),
     ("max_readers", "-1", "whole number"),
     ("max_bandwidth", "fast", "2Gbit/s"),
     ("max_bandwidth", "1kB/s", "at least 1MB/s"),
@@ -124,7 +120,6 @@ def test_a_bad_value_names_its_place_and_what_would_be_right(
         ("lease_s", "[1]"),
         ("lease_s", "inf"),
         ("insecure", "1"),
-        ("chunk_bytes", "1.5"),
         ("nics", "[1, 2]"),
         ("nics", "{ a = 1 }"),
         ("tls_cert", "5"),

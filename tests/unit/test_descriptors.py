@@ -46,9 +46,7 @@ def staging(folder: Path) -> Close:
 
 
 def journal(folder: Path) -> Close:
-    ref = ManifestRef(
-        identity=bytes(32), layout=bytes(32), chunk_nbytes=1 << 20, packaging=b"", sizes=(1, 1, 0)
-    )
+    ref = ManifestRef(identity=bytes(32), layout=bytes(32), packaging=b"", sizes=(1, 1, 0))
     return Journal(folder / "journal", ref, new=True).close
 
 

@@ -15,7 +15,7 @@ from mx.core.grid import (
     Range,
     Segment,
     block_count,
-    default_chunk_nbytes,
+    chunk_nbytes_of,
 )
 from mx.core.layout import build_layout
 from mx.core.types import Layout
@@ -165,15 +165,15 @@ def test_published_cuts(vector: dict[str, Any]) -> None:
     assert found == vector["chunks"]
 
 
-@pytest.mark.parametrize(("payload", "expected"), VECTORS["default_chunk_nbytes"])
-def test_published_default_chunk_sizes(payload: int, expected: int) -> None:
-    assert default_chunk_nbytes(payload) == expected
+@pytest.mark.parametrize(("payload", "expected"), VECTORS["chunk_nbytes"])
+def test_published_chunk_sizes(payload: int, expected: int) -> None:
+    assert chunk_nbytes_of(payload) == expected
 
 
 @given(st.integers(0, 2 << 30) | st.integers(0, 1 << 48))
-def test_the_default_chunk_size(payload: int) -> None:
-    size = default_chunk_nbytes(payload)
-    assert size == naive.default_chunk_size(payload)
+def test_the_chunk_size(payload: int) -> None:
+    size = chunk_nbytes_of(payload)
+    assert size == naive.chunk_size(payload)
     assert size % BLOCK_BYTES == 0 and MIB <= size <= 16 * MIB
 
 

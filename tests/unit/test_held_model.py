@@ -12,7 +12,7 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.pages import check_page
 from mx.core.types import Layer, ModelKey
-from mx.errors import CapacityError, ManifestError
+from mx.errors import CapacityError
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.transport import host_view
@@ -27,10 +27,10 @@ TENSORS = {
 KEY = ModelKey("m")
 
 
-def from_files(folder: Path, *, shortcuts: bool, chunk_nbytes: int | None = None) -> HeldModel:
+def from_files(folder: Path, *, shortcuts: bool) -> HeldModel:
     rows = [(name, "U8", [len(data)], data) for name, data in TENSORS.items()]
     (folder / "model.safetensors").write_bytes(crafted(rows, pad=5))
-    return hold_checkpoint(folder, KEY, shortcuts=shortcuts, chunk_nbytes=chunk_nbytes, threads=2)
+    return hold_checkpoint(folder, KEY, shortcuts=shortcuts, threads=2)
 
 
 def from_memory(*, shortcuts: bool) -> HeldModel:
@@ -60,16 +60,6 @@ def test_files_and_tensors_are_one_model(shortcuts: bool, tmp_path: Path) -> Non
     assert held[0].shortcuts == held[1].shortcuts
 
 
-def test_the_chunk_size_changes_no_identity(tmp_path: Path) -> None:
-    one = from_files(tmp_path, shortcuts=False)
-    two = from_files(tmp_path, shortcuts=False, chunk_nbytes=3 * BLOCK_BYTES)
-    assert (one.manifest.ref.chunk_nbytes, len(one.manifest.grid)) == (BLOCK_BYTES, 5)
-    assert (two.manifest.ref.chunk_nbytes, len(two.manifest.grid)) == (3 * BLOCK_BYTES, 3)
-    assert one.manifest.ref.identity == two.manifest.ref.identity
-    one.arena.release()
-    two.arena.release()
-
-
 def test_an_arena_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[MemfdArena] = []
     real = MemfdArena.__init__
@@ -82,10 +72,8 @@ def test_an_arena_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(MemfdArena, "__init__", remembered)
-    with pytest.raises(ManifestError, match="chunk size"):
-        hold_tensors(
-            [TensorSpec("a", "U8", (1,))], [], {"a": memoryview(b"a")}, KEY, chunk_nbytes=5
-        )
+    with pytest.raises(ValueError, match="'a' is missing"):
+        hold_tensors([TensorSpec("a", "U8", (1,))], [], {}, KEY)
     monkeypatch.setattr(os, "pwrite", failing)
     with pytest.raises(CapacityError, match="memory could not be written"):
         from_files(tmp_path, shortcuts=False)

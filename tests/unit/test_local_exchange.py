@@ -229,7 +229,7 @@ def test_an_exchange_whose_thread_does_not_start_can_be_closed(
 
 
 def ref_of(name: str) -> ManifestRef:
-    return ManifestRef(name.encode().ljust(32), bytes(32), 1 << 20, b"", (1, 1, 0))
+    return ManifestRef(name.encode().ljust(32), bytes(32), b"", (1, 1, 0))
 
 
 def meet_all(

@@ -12,22 +12,19 @@ from mx.core.types import Manifest
 from mx.errors import DigestError, IntegrityError
 from mx.units import MIB
 from tests.support import naive_identity as naive
-from tests.support.manifests import manifest_of, models, pages_of
+from tests.support.manifests import manifest_of, modelled, models, pages_of
 from tests.support.naive_identity import Model, Tensor
 
 
-def tensor(name: str, nbytes: int, seed: int) -> Tensor:
-    return Tensor(name, "U8", [nbytes], [], naive.pattern(seed, nbytes))
+def tensor(layer: int, name: str, nbytes: int, seed: int) -> Tensor:
+    return Tensor(f"layers.{layer}.x.{name}", "U8", [nbytes], [], naive.pattern(seed, nbytes))
 
 
-MODEL = Model(
-    [
-        ("first", [tensor("a", 2 * MIB, 1), tensor("b", 2 * MIB, 2), tensor("c", 5, 3)]),
-        ("mixed", [tensor("d", 0, 0), tensor("e", MIB + 1, 4), tensor("f", 0, 0)]),
-        ("empty", [tensor("g", 0, 0), tensor("h", 0, 0)]),
-        ("twins", [tensor("i", 100, 5), tensor("j", 100, 5), tensor("k", 101, 5)]),
-    ]
-)
+FIRST_LAYER = [tensor(0, "a", 2 * MIB, 1), tensor(0, "b", 2 * MIB, 2), tensor(0, "c", 5, 3)]
+MIXED = [tensor(1, "d", 0, 0), tensor(1, "e", MIB + 1, 4), tensor(1, "f", 0, 0)]
+EMPTY = [tensor(2, "g", 0, 0), tensor(2, "h", 0, 0)]
+TWINS = [tensor(3, "i", 100, 5), tensor(3, "j", 100, 5), tensor(3, "k", 101, 5)]
+MODEL = modelled([*FIRST_LAYER, *MIXED, *EMPTY, *TWINS])
 PAGES = pages_of(MODEL)
 FIRST = PAGES[0]
 
@@ -86,8 +83,7 @@ def test_pages_of_another_layer_or_model(manifest: Manifest) -> None:
             if other != layer:
                 assert refused(manifest, layer, page)
     assert refused(manifest, 0, bytes(len(FIRST)))
-    tuned = [tensor("a", 2 * MIB, 1), tensor("b", 2 * MIB, 2), tensor("c", 5, 99)]
-    other_model = Model([("first", tuned), *MODEL.layers[1:]])
+    other_model = modelled([*FIRST_LAYER[:2], tensor(0, "c", 5, 99), *MIXED, *EMPTY, *TWINS])
     page = pages_of(other_model)[0]
     assert refused(manifest, 0, page) and refused(manifest_of(other_model), 0, FIRST)
     check_page(manifest_of(other_model), 0, page)
@@ -103,7 +99,7 @@ def test_twins_may_change_places(manifest: Manifest) -> None:
 
 
 def test_the_error_names_the_tensor(manifest: Manifest) -> None:
-    with pytest.raises(DigestError, match="tensor b do"):
+    with pytest.raises(DigestError, match=r"tensor layers\.0\.x\.b do"):
         check_page(manifest, 0, FIRST[:95] + bytes([FIRST[95] ^ 1]) + FIRST[96:])
 
 
@@ -111,7 +107,7 @@ def test_the_error_names_the_tensor(manifest: Manifest) -> None:
 def test_exactly_what_the_second_implementation_accepts(model: Model, data: st.DataObject) -> None:
     manifest = manifest_of(model)
     layer = data.draw(st.integers(0, len(model.layers) - 1))
-    tensors = model.layers[layer][1]
+    tensors = model.in_layers[layer]
     page = naive.page(tensors)
     change = data.draw(st.sampled_from(["none", "cut", "more", "other", "rotate"]))
     if change == "cut":
@@ -119,7 +115,7 @@ def test_exactly_what_the_second_implementation_accepts(model: Model, data: st.D
     elif change == "more":
         page += data.draw(st.binary(max_size=64))
     elif change == "other":
-        page = naive.page(data.draw(st.sampled_from(model.layers))[1])
+        page = naive.page(data.draw(st.sampled_from(model.in_layers)))
     elif change == "rotate":
         page = page[32:] + page[:32]
     roots = [naive.root(each.data) for each in tensors]

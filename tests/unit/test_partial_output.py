@@ -20,12 +20,11 @@ from mx.errors import CapacityError
 from mx.storage import journal
 from mx.storage.journal import Journal
 from mx.storage.writer import CheckpointWriter
-from mx.units import MIB
 from tests.support.checkpoints import make_arena, manifest_of, write_side_file
 
 LAYERS = 4
 NBYTES = 70_000
-REF = ManifestRef(bytes(32), bytes([1] * 32), MIB, bytes([2] * 32), (1, 1, 1))
+REF = ManifestRef(bytes(32), bytes([1] * 32), bytes([2] * 32), (1, 1, 1))
 
 
 class Setting:
@@ -373,7 +372,6 @@ def test_no_damage_to_a_journal_names_layers_that_were_not_written(
     [
         replace(REF, identity=bytes([4] * 32)),
         replace(REF, layout=bytes([4] * 32)),
-        replace(REF, chunk_nbytes=2 * MIB),
         replace(REF, packaging=bytes([4] * 32)),
         replace(REF, packaging=b""),
     ],

@@ -16,9 +16,8 @@ from mx.core.types import (
     SourceRecord,
     SourceState,
 )
-from mx.units import MIB
 
-REF = ManifestRef(b"i" * 32, b"l" * 32, MIB, b"p" * 32, (1, 1, 1))
+REF = ManifestRef(b"i" * 32, b"l" * 32, b"p" * 32, (1, 1, 1))
 HERE = Place(boot_id="b0", hostname="target")
 
 

@@ -9,10 +9,11 @@ import pytest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
-from mx.core.types import Manifest, Packaging
+from mx.core.types import Packaging
 from mx.storage.output import Output
 from mx.storage.reader import fill_from_tensors
 from tests.support.checkpoints import make_arena
+from tests.support.manifests import in_chunks
 
 #: One layer: a small tensor, a large one, two small ones, none.
 SIZES = {"a": 300, "b": 3 * BLOCK_BYTES + 5, "c": 70, "d": 7, "e": 0}
@@ -33,9 +34,7 @@ class Setting:
         self.arena = make_arena(layout)
         views = {name: memoryview(data) for name, data in CONTENTS.items()}
         filled = fill_from_tensors(views, layout, self.arena)
-        self.manifest: Manifest = encode(
-            layout, Packaging(), filled.roots, chunk_nbytes=2 * BLOCK_BYTES
-        )
+        self.manifest = in_chunks(encode(layout, Packaging(), filled.roots), 2 * BLOCK_BYTES)
         output = self.output()
         output.layer_ready(0, self.arena)
         for future in output._futures:

@@ -113,7 +113,7 @@ def test_loaded_checkpoints_hold_their_pages(tmp_path: Path) -> None:
         for layer, page in enumerate(expected.pages):
             check_page(found.manifest, layer, page)
         assert found.shortcuts == expected.shortcuts
-        assert found.manifest.ref.chunk_nbytes == BLOCK_BYTES  # the default of so few bytes
+        assert found.manifest.grid.chunk_nbytes == BLOCK_BYTES  # the default of so few bytes
         found.arena.release()
 
 

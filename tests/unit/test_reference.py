@@ -13,7 +13,6 @@ from mx import api, codec
 from mx.core.reference import ModelReference, parse_reference, pinned_name, with_pin
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import ConfigError
-from mx.units import MIB
 
 PIN = "ab" * 32
 
@@ -77,7 +76,7 @@ def test_what_a_key_prints_as_names_it(key: ModelKey) -> None:
 def test_a_reference_fits_what_it_names() -> None:
     key, weights = (
         ModelKey("llama", "v2"),
-        ManifestRef(bytes.fromhex(PIN), bytes(32), MIB, b"", (1, 1, 0)),
+        ManifestRef(bytes.fromhex(PIN), bytes(32), b"", (1, 1, 0)),
     )
     with_files = replace(weights, packaging=b"p" * 32, sizes=(1, 1, 1))
     pin = with_files.pin.hex()

@@ -46,7 +46,6 @@ def listed(
 ) -> SourceRecord:
     """Register, and return the record as it is listed, without its owner."""
     answer = registry.register(now, record, secret, **flags)
-    assert answer.record is not None and answer.adopt is None
     return plain(answer.record)
 
 
@@ -342,65 +341,16 @@ def test_a_crash_does_not_free_a_name_but_its_owner_can() -> None:
     assert listed(registry, 71 + GRACE_S, make_record(WEIGHTS["C"]), ALICE).pin_only is False
 
 
-def test_the_same_weights_in_another_layout_or_chunk_size_adopt_the_bound_one() -> None:
+def test_one_layout_for_the_same_weights() -> None:
+    """The coordinator has checked that it is the one that follows from them."""
     registry = machine()
     first = make_record(WEIGHTS["A"])
     registry.register(0, first, ALICE)
-    other = make_record(make_documents("A", layout="other"))
-    larger = make_record(WEIGHTS["A"], chunk_nbytes=2 << 20)
-    for record in (other, larger, replace(other, model=replace(other.model, revision="v2"))):
-        assert registry.register(0, record, BOB) == Registration(None, first.ref)
-        assert records(registry.sources()) == [first]
-    # It registers again with what it was named.
-    adopted = replace(other, ref=first.ref, table=replace(other.table, layout_digest=b"l" * 32))
-    assert listed(registry, 0, adopted, BOB) == adopted
-
-
-def test_a_layout_that_does_not_describe_the_weights_keeps_no_source_out() -> None:
-    """A stranger registers honest weights first, with a layout document of its own making."""
-    registry = machine()
-    forged = make_record(make_documents("A", layout="forged"))
-    honest = make_record(WEIGHTS["A"])
-    registry.register(0, forged, BOB)
-    assert registry.register(0, honest, ALICE).adopt == forged.ref
-    assert listed(registry, 0, honest, ALICE, disputes=[forged.ref.layout]) == honest
-    # A second honest origin joins the first, whatever its own layout.
-    second = make_record(make_documents("A", layout="second"))
-    answer = registry.register(0, second, ALICE, disputes=[forged.ref.layout])
-    assert answer.adopt == honest.ref.with_files_of(forged.ref)
-    for reference in ("llama", "llama:main", f"llama@{honest.ref.identity.hex()}"):
-        name, _, revision = reference.partition(":")
-        found = registry.resolve(name, revision)
-        assert records(found.sources) == [forged, honest]
-        assert found.ref == forged.ref  # which readers can't decode: they go on with the next
-    registry.deregister(1, forged.source_id, BOB)
-    assert registry.resolve("llama").ref.same_chunks(honest.ref)
-    registry.deregister(1, honest.source_id, ALICE)
-
-
-def test_layouts_are_adopted_across_revisions() -> None:
-    """Else a stranger's revision of the same weights would divide the readers by pin."""
-    registry = machine()
-    strange = make_record(WEIGHTS["A"], revision="zzz", chunk_nbytes=4 << 20)
-    registry.register(0, strange, BOB)
-    honest = make_record(WEIGHTS["A"])
-    assert registry.register(0, honest, ALICE).adopt == strange.ref
-    honest = replace(honest, ref=strange.ref)
-    assert listed(registry, 0, honest, ALICE) == replace(honest, pin_only=True)
-    found = registry.resolve(f"llama@{honest.ref.identity.hex()}")
-    assert {s.record.source_id for s in found.sources} == {strange.source_id, honest.source_id}
-
-
-def test_a_running_pull_keeps_its_layout() -> None:
-    registry = machine()
-    relay = make_record(make_documents("A", layout="old"), role=SourceRole.RELAY, held=((0, 1),))
-    origin = make_record(WEIGHTS["A"])
-    registry.register(0, origin, ALICE)
-    assert registry.register(0, relay, BOB).adopt == origin.ref
-    assert listed(registry, 0, relay, BOB, keeps_layout=True) == relay
-    found = registry.resolve("llama")
-    assert found.ref == origin.ref
-    assert records(found.sources) == [origin, relay]
+    ref = replace(first.ref, layout=b"l" * 32)
+    other = replace(make_record(WEIGHTS["A"]), ref=ref)
+    with pytest.raises(BindingError, match="another layout"):
+        registry.register(0, other, BOB)
+    assert records(registry.sources()) == [first]
 
 
 def test_the_first_origin_with_files_binds_them() -> None:
@@ -460,7 +410,7 @@ def test_a_name_that_is_taken_after_a_restart_leaves_the_pin() -> None:
     assert marked == {usurper.ref.identity: (1, False), honest.ref.identity: (1, True)}
     # Pulls of it are listed beside it, without asking for anything.
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
-    assert listed(registry, 0, relay, BOB, keeps_layout=True).pin_only
+    assert listed(registry, 0, relay, BOB).pin_only
     registry.take_changes()
     # It gets the name when that ends and its owner has not come back.
     registry.deregister(1, usurper.source_id, BOB)
@@ -519,18 +469,16 @@ def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
         registry.register(0, make_record(WEIGHTS["A"]), BOB, address="ipv4:10.0.0.66")
     honest = [make_record(WEIGHTS["A"], role=role) for role in SourceRole]
     for record in honest:
-        registry.register(0, record, ALICE, keeps_layout=True, address="ipv4:10.0.0.1")
+        registry.register(0, record, ALICE, address="ipv4:10.0.0.1")
     sources = registry.resolve("llama").sources
     found = [s.record for s in in_turn(sources)]
     assert len(found) == 302 and found.index(honest[0]) == 1
     # Relays come after all origins.
     assert found.index(honest[1]) == 301
-    # Nor do many layouts of one address.
-    forged = make_documents("A", layout="forged")
+    # Nor do many revisions of one address.
     for number in range(300):
-        size = (number + 2) << 20
-        record = make_record(forged, revision=f"r{number}", chunk_nbytes=size)
-        registry.register(0, record, BOB, keeps_layout=True, address="ipv4:10.0.0.66")
+        record = make_record(WEIGHTS["A"], revision=f"r{number}")
+        registry.register(0, record, BOB, address="ipv4:10.0.0.66")
     sources = registry.resolve(f"llama@{honest[0].ref.identity.hex()}").sources
     assert len(sources) == 602
     taken = in_turn(sources)[:256]
@@ -538,15 +486,15 @@ def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
     assert [s.record for s in in_order(taken)].index(honest[0]) <= 1
 
 
-def test_other_chunks_want_a_higher_generation() -> None:
+def test_another_layout_wants_a_higher_generation() -> None:
     registry = machine()
     first = make_record(WEIGHTS["A"])
     registry.register(0, first, ALICE)
-    larger = replace(first, ref=replace(first.ref, chunk_nbytes=2 << 20))
+    other = replace(first, ref=replace(first.ref, layout=b"l" * 32))
     with pytest.raises(StaleGenerationError, match="raise the generation"):
-        registry.register(0, larger, ALICE)
+        registry.register(0, other, ALICE)
     with pytest.raises(NotAllowedError):
-        registry.register(0, replace(larger, generation=2), BOB)
+        registry.register(0, replace(other, generation=2), BOB)
 
 
 def test_one_address_may_take_only_a_part_of_the_limits() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.answers import in_turn
-from mx.core.digest import document_digest
 from mx.core.registry import ChangeKind, Limits, Registration, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import (
@@ -31,7 +30,6 @@ GRACE_S = 20.0
 ALICE, BOB = b"a" * 16, b"b" * 16
 IDS = [f"00000000-0000-4000-8000-00000000000{i}" for i in range(5)]
 WEIGHTS = {text: make_documents(text) for text in "ABC"}
-LAYOUTS = {text: document_digest(make_documents("", layout=text)[1]) for text in ("one", "two")}
 LIMITS = Limits(models=5, sources=4)
 
 ids = st.sampled_from(IDS)
@@ -57,7 +55,7 @@ class Bundle:
 
 @dataclass
 class Bound:
-    """What a key stands for, or what contests it. Groups are [layout, sources], oldest first."""
+    """What a key stands for, or what contests it."""
 
     key: ModelKey
     identity: bytes
@@ -65,18 +63,12 @@ class Bound:
     contests: bool
     files: bytes
     fixed: bool = False
-    groups: list[Group] = field(default_factory=list)
+    number: int = 0
+    sources: list[str] = field(default_factory=list)
 
     @property
     def used(self) -> bool:
-        return any(group.sources for group in self.groups)
-
-
-@dataclass
-class Group:
-    layout: bytes
-    number: int
-    sources: list[str] = field(default_factory=list)
+        return bool(self.sources)
 
 
 @dataclass
@@ -159,20 +151,16 @@ class Model:
         if len(self.buried) >= LIMITS.sources:
             del self.buried[next(iter(self.buried))]
         self.buried[source_id] = (source.owner, source.record.generation, until)
-        b, group = self.place_of(source_id)
         relay = source.record.role is SourceRole.RELAY
-        self.leave(b, group, source_id, by=source.owner if willingly and not relay else b"")
+        by = source.owner if willingly and not relay else b""
+        self.leave(self.place_of(source_id), source_id, by=by)
 
-    def place_of(self, source_id: str) -> tuple[Bound, Group]:
-        ((found, group),) = [
-            (b, group) for b in self.all for group in b.groups if source_id in group.sources
-        ]
-        return found, group
+    def place_of(self, source_id: str) -> Bound:
+        (found,) = [b for b in self.all if source_id in b.sources]
+        return found
 
-    def leave(self, b: Bound, group: Group, source_id: str, *, by: bytes) -> None:
-        group.sources.remove(source_id)
-        if not group.sources and b.used:
-            b.groups.remove(group)
+    def leave(self, b: Bound, source_id: str, *, by: bytes) -> None:
+        b.sources.remove(source_id)
         key = b.key
         if b.contests and not b.used:
             self.all.remove(b)
@@ -187,7 +175,7 @@ class Model:
             self.bundles[key.name, key.revision].lapses_at = self.now + GRACE_S
 
     def pass_time(self) -> None:
-        # In this order, which decides which of two layouts is left.
+        # In this order, which decides which of two bindings is left.
         for source_id, source in sorted(self.sources.items(), key=lambda each: each[1].renewed):
             if source.until <= self.now:
                 self.lose(source_id, willingly=False)
@@ -215,25 +203,15 @@ class Model:
             return NotAllowedError
         if record.generation < generation:
             return StaleGenerationError
-        if known and not known.record.ref.same_chunks(record.ref):
+        if known and not known.record.ref.same_weights(record.ref):
             return StaleGenerationError if record.generation == generation else None
         return None if known or len(self.sources) < LIMITS.sources else CapacityError
 
-    def alike(self, key: ModelKey, identity: bytes) -> list[Group]:
-        """The groups of these weights in all revisions, oldest first."""
-        groups = [
-            group
-            for b in self.all
-            if (b.key.name, b.key.variant, b.identity) == (key.name, key.variant, identity)
-            for group in b.groups
-        ]
-        return sorted(groups, key=lambda group: group.number)
-
     def place(
         self, record: SourceRecord, secret: bytes, flags: Flags
-    ) -> tuple[str, bool] | bytes | type[MxError]:
-        """Return the revision that it is listed under and whether it contests it, the layout that
-        it should adopt, or the error that refuses it."""
+    ) -> tuple[str, bool] | type[MxError]:
+        """Return the revision that it is listed under and whether it contests it, or the error that
+        refuses it."""
         key, ref = record.model, record.ref
         owner = b"" if record.role is SourceRole.RELAY else secret
         theirs = self.owner_of(key.name)
@@ -256,14 +234,7 @@ class Model:
             strange = owner and theirs not in (None, owner)
             if bound is None and not flags.keeps_pin and not strange:
                 return BindingError
-        if not flags.keeps_layout:
-            for group in self.alike(key, ref.identity):
-                if group.layout == ref.layout:
-                    break
-                if group.layout not in flags.disputes:
-                    return group.layout
-        known = bound is not None and any(group.layout == ref.layout for group in bound.groups)
-        if not known and sum(len(b.groups) for b in self.all) >= LIMITS.models:
+        if bound is None and len(self.all) >= LIMITS.models:
             return CapacityError
         return key.revision, refused
 
@@ -300,32 +271,27 @@ class Model:
                 b.contests = False
             b = self.bound(key)
         if b is None:
-            b = Bound(key, ref.identity, owner, contests, ref.packaging)
+            self.numbers += 1
+            b = Bound(key, ref.identity, owner, contests, ref.packaging, number=self.numbers)
             self.all.append(b)
         b.owner = b.owner or owner
         theirs = b"" if b.contests else self.owners[key.name]
         may_bind = record.role is SourceRole.ORIGIN and theirs in (b"", owner)
         if may_bind and ref.packaging and not b.fixed:
             b.files, b.fixed = ref.packaging, True
-        group = next((g for g in b.groups if g.layout == ref.layout), None)
-        if group is None:
-            b.groups = [g for g in b.groups if g.sources]
-            self.numbers += 1
-            group = Group(ref.layout, self.numbers)
-            b.groups.append(group)
-        if source_id not in group.sources:
-            group.sources.append(source_id)
+        if source_id not in b.sources:
+            b.sources.append(source_id)
         self.buried.pop(source_id, None)
         self.renewals += 1
         until, renewed = self.now + LEASE_S, (False, self.renewals)
         self.sources[source_id] = Source(record, secret, until, renewed)
-        if was is not None and was[1] is not group:
-            self.leave(*was, source_id, by=owner)  # this may have freed the name for it
+        if was is not None and was is not b:
+            self.leave(was, source_id, by=owner)  # this may have freed the name for it
         return self.records()[source_id]
 
     def records(self) -> dict[str, SourceRecord]:
         return {
-            source_id: replace(s.record, pin_only=self.place_of(source_id)[0].contests)
+            source_id: replace(s.record, pin_only=self.place_of(source_id).contests)
             for source_id, s in self.sources.items()
         }
 
@@ -334,16 +300,12 @@ class Model:
 class Flags:
     replaces: str
     keeps_pin: bool
-    keeps_layout: bool
-    disputes: tuple[bytes, ...]
 
 
 flags = st.builds(
     Flags,
     st.sampled_from(["", "", "", "main", "main", "main.2", "main.3"]),
     st.sampled_from([False, False, True]),
-    st.sampled_from([False, False, True]),
-    st.sampled_from([(), (), (LAYOUTS["one"],), (LAYOUTS["two"],), tuple(LAYOUTS.values())]),
 )
 
 
@@ -363,7 +325,6 @@ class Machine(RuleBasedStateMachine):
         source_id=ids,
         own=owns,
         weights=st.sampled_from(["A", "A", "B", "C"]),
-        layout=st.sampled_from(["one", "one", "two"]),
         files=st.sampled_from(["", "these", "those"]),
         name=st.sampled_from(["x", "x", "y"]),
         revision=st.sampled_from(["main", "main", "main.2", "main.3"]),
@@ -378,7 +339,6 @@ class Machine(RuleBasedStateMachine):
         source_id: str,
         own: bool,
         weights: str,
-        layout: str,
         files: str,
         name: str,
         revision: str,
@@ -389,7 +349,7 @@ class Machine(RuleBasedStateMachine):
         flags: Flags,
     ) -> None:
         record = make_record(
-            make_documents(weights, layout=layout, files=files),
+            make_documents(weights, files=files),
             source_id=source_id,
             name=name,
             revision=revision,
@@ -413,18 +373,11 @@ class Machine(RuleBasedStateMachine):
                 secret,
                 replaces=flags.replaces,
                 keeps_pin=flags.keeps_pin,
-                keeps_layout=flags.keeps_layout,
-                disputes=flags.disputes,
             )
 
         if isinstance(expected, SourceRecord):
             listed = register().record
-            assert listed is not None and plain(listed) == expected
-        elif isinstance(expected, bytes):
-            answer = register()
-            assert answer.record is None and answer.adopt is not None
-            assert answer.adopt.identity == record.ref.identity
-            assert answer.adopt.layout == expected
+            assert plain(listed) == expected
         else:
             with pytest.raises(expected):
                 register()
@@ -552,14 +505,8 @@ class Machine(RuleBasedStateMachine):
         assert found.ref.identity == identity
         serving = self.serving(identity=identity, key=key, revision="")
         assert {s.record.source_id for s in found.sources} == serving
-        # The first layout that is served, in the order in which sources adopt layouts.
-        served = [g for g in self.model.alike(key, identity) if serving & {*g.sources}]
-        if served:
-            assert found.ref.layout == served[0].layout
-        layouts = [s.record.ref.layout for s in found.sources]
-        numbers = [self.model.place_of(s.record.source_id)[1].number for s in found.sources]
-        assert layouts[:1] == [g.layout for g in served[:1]]
-        assert numbers == sorted(numbers) == [s.group for s in found.sources]
+        numbers = [self.model.place_of(s.record.source_id).number for s in found.sources]
+        assert numbers == sorted(numbers) == [s.binding for s in found.sources]
         assert {*map(id, in_turn(found.sources))} == {*map(id, found.sources)}
 
     def newest_served(self, name: str) -> None:

@@ -17,6 +17,7 @@ from mx.storage.reader import fill_from_tensors
 from mx.target import prefill
 from mx.views import host_view
 from tests.support.checkpoints import make_arena
+from tests.support.manifests import in_chunks
 
 #: Whole blocks, of which a tensor has some, and ends of tensors.
 BLOCKS = [bytes([fill]) * BLOCK_BYTES for fill in range(3)]
@@ -41,8 +42,8 @@ class Weights:
         self.arena = make_arena(layout)
         views = {name: memoryview(data) for name, data in tensors.items()}
         filled = fill_from_tensors(views, layout, self.arena)
-        self.manifest = encode(
-            layout, Packaging(), filled.roots, chunk_nbytes=chunk_blocks * BLOCK_BYTES
+        self.manifest = in_chunks(
+            encode(layout, Packaging(), filled.roots), chunk_blocks * BLOCK_BYTES
         )
         self.pages = Pages.whole(self.manifest, filled.pages)
 

@@ -132,20 +132,20 @@ def test_a_slice_of_what_is_not_selected_is_refused() -> None:
 
 
 def test_an_alias_brings_its_tensor_or_takes_its_place() -> None:
-    assert names(Selection(HEAD)) == [HEAD]  # all of the tensor, under its own name
-    assert names(Selection(ROW)) == [EMBED, ROW]  # a part of it
-    assert names(Selection([HEAD, ROW])) == [EMBED, HEAD, ROW]
+    assert names(Selection(EMBED)) == [EMBED]  # all of the tensor, under its own name
+    assert names(Selection(ROW)) == [HEAD, ROW]  # a part of it
+    assert names(Selection([EMBED, ROW])) == [HEAD, EMBED, ROW]
     subset = Selection([HEAD, EMBED]).of(layout_of())
     (alias,) = subset.layout.aliases
-    assert (alias.name, alias.target, subset.own_nbytes) == (HEAD, EMBED, 256_000)
+    assert (alias.name, alias.target, subset.own_nbytes) == (EMBED, HEAD, 256_000)
 
 
 def test_ties_are_sliced_together() -> None:
     subset = Selection([HEAD, EMBED], {HEAD: Shard(0, 1, 2), EMBED: Shard(0, 1, 2)}).of(layout_of())
     (tensor,), (alias,) = subset.layout.tensors, subset.layout.aliases
     assert tensor.shape == alias.shape == (500, 64)
-    assert (alias.target, alias.offset_bytes, alias.stride) == (EMBED, 0, (64, 1))
-    assert names(Selection(HEAD, {HEAD: (1, 0, 8)})) == [HEAD]
+    assert (alias.target, alias.offset_bytes, alias.stride) == (HEAD, 0, (64, 1))
+    assert names(Selection(EMBED, {EMBED: (1, 0, 8)})) == [EMBED]
     assert "slice neither or both alike" in refused([HEAD, EMBED], {HEAD: Shard(0, 1, 2)})
 
 

@@ -34,7 +34,7 @@ def manifest_of_three_layers() -> Manifest:
     ]
     layout = manifests.plan_layout(specs)
     roots = {spec.name: root_of(BYTES[n * MIB : (n + 1) * MIB]) for n, spec in enumerate(specs)}
-    return manifests.encode(layout, Packaging(), roots, chunk_nbytes=MIB)
+    return manifests.encode(layout, Packaging(), roots)
 
 
 def transfer_of(manifest: Manifest, arena: bytearray) -> Transfer:

@@ -31,7 +31,7 @@ SHORTCUTS = b"".join(shortcut_digest(BYTES[at : at + MIB]) for at in range(0, le
 
 def manifest_of_three_chunks() -> Manifest:
     layout = manifests.plan_layout([manifests.TensorSpec("model.weight", "U8", (len(BYTES),))])
-    return manifests.encode(layout, Packaging(), {"model.weight": root_of(BYTES)}, chunk_nbytes=MIB)
+    return manifests.encode(layout, Packaging(), {"model.weight": root_of(BYTES)})
 
 
 class HeldSession:

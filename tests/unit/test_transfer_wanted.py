@@ -223,7 +223,7 @@ class Setting:
         for tensor in layout.tensors:
             self.model[tensor.offset : tensor.offset + tensor.nbytes] = WIDE.tobytes()
         roots = roots_of(layout, memoryview(self.model))
-        manifest = manifests.encode(layout, Packaging(), roots, chunk_nbytes=MIB)
+        manifest = manifests.encode(layout, Packaging(), roots)
         self.pages = pages_of(layout, memoryview(self.model))
         self.shortcuts = shortcuts_of(layout, memoryview(self.model))
         slices = {"*columns": (1, 700, 800), "*rows": (0, 1500, 3000)}

@@ -11,7 +11,7 @@ from mx.core.layout import TensorSpec, plan_layout
 from mx.core.types import Layer, Layout, ManifestRef, Tensor
 
 LAYERS = [Layer(0, "part.0", 1, 0, ((0, 1),), 0)]
-REF = ManifestRef(b"\xab" * 32, b"l" * 32, 1 << 20, b"p" * 32, (3, 5, 7))
+REF = ManifestRef(b"\xab" * 32, b"l" * 32, b"p" * 32, (3, 5, 7))
 
 
 def test_tensors_are_made_once_and_when_asked_for() -> None:

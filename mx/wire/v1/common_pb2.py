@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mx/wire/v1/common.proto\x12\nmx.wire.v1\";\n\x08ModelKey\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07variant\x18\x03 \x01(\t\"\xa3\x01\n\x0bManifestRef\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12\'\n\x06layout\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12*\n\tpackaging\x18\x04 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12\x14\n\x0c\x63hunk_nbytes\x18\x05 \x01(\x04\"-\n\x0b\x44ocumentRef\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"D\n\x04Page\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1f\n\x0c\x46\x65tchRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\xa0\x01\n\x0c\x41\x64\x64ressTable\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12#\n\x07regions\x18\x02 \x03(\x0b\x32\x12.mx.wire.v1.Region\x12\x1f\n\x04held\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\"h\n\x06Region\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\x12!\n\x06layers\x18\x05 \x01(\x0b\x32\x11.mx.wire.v1.Range\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"a\n\tTableRows\x12\r\n\x05layer\x18\x01 \x03(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x03(\x04\x12\x0e\n\x06region\x18\x04 \x03(\r\x12\x15\n\rregion_offset\x18\x05 \x03(\x04\x32\x42\n\tDocuments\x12\x35\n\x05\x46\x65tch\x12\x18.mx.wire.v1.FetchRequest\x1a\x10.mx.wire.v1.Page0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mx/wire/v1/common.proto\x12\nmx.wire.v1\";\n\x08ModelKey\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07variant\x18\x03 \x01(\t\"\x93\x01\n\x0bManifestRef\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12\'\n\x06layout\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12*\n\tpackaging\x18\x04 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRefJ\x04\x08\x05\x10\x06\"-\n\x0b\x44ocumentRef\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"D\n\x04Page\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1f\n\x0c\x46\x65tchRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\xa0\x01\n\x0c\x41\x64\x64ressTable\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12#\n\x07regions\x18\x02 \x03(\x0b\x32\x12.mx.wire.v1.Region\x12\x1f\n\x04held\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\"h\n\x06Region\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\x12!\n\x06layers\x18\x05 \x01(\x0b\x32\x11.mx.wire.v1.Range\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"a\n\tTableRows\x12\r\n\x05layer\x18\x01 \x03(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x03(\x04\x12\x0e\n\x06region\x18\x04 \x03(\r\x12\x15\n\rregion_offset\x18\x05 \x03(\x04\x32\x42\n\tDocuments\x12\x35\n\x05\x46\x65tch\x12\x18.mx.wire.v1.FetchRequest\x1a\x10.mx.wire.v1.Page0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELKEY']._serialized_start=39
   _globals['_MODELKEY']._serialized_end=98
   _globals['_MANIFESTREF']._serialized_start=101
-  _globals['_MANIFESTREF']._serialized_end=264
-  _globals['_DOCUMENTREF']._serialized_start=266
-  _globals['_DOCUMENTREF']._serialized_end=311
-  _globals['_PAGE']._serialized_start=313
-  _globals['_PAGE']._serialized_end=381
-  _globals['_FETCHREQUEST']._serialized_start=383
-  _globals['_FETCHREQUEST']._serialized_end=414
-  _globals['_ADDRESSTABLE']._serialized_start=417
-  _globals['_ADDRESSTABLE']._serialized_end=577
-  _globals['_REGION']._serialized_start=579
-  _globals['_REGION']._serialized_end=683
-  _globals['_RANGE']._serialized_start=685
-  _globals['_RANGE']._serialized_end=720
-  _globals['_TABLEROWS']._serialized_start=722
-  _globals['_TABLEROWS']._serialized_end=819
-  _globals['_DOCUMENTS']._serialized_start=821
-  _globals['_DOCUMENTS']._serialized_end=887
+  _globals['_MANIFESTREF']._serialized_end=248
+  _globals['_DOCUMENTREF']._serialized_start=250
+  _globals['_DOCUMENTREF']._serialized_end=295
+  _globals['_PAGE']._serialized_start=297
+  _globals['_PAGE']._serialized_end=365
+  _globals['_FETCHREQUEST']._serialized_start=367
+  _globals['_FETCHREQUEST']._serialized_end=398
+  _globals['_ADDRESSTABLE']._serialized_start=401
+  _globals['_ADDRESSTABLE']._serialized_end=561
+  _globals['_REGION']._serialized_start=563
+  _globals['_REGION']._serialized_end=667
+  _globals['_RANGE']._serialized_start=669
+  _globals['_RANGE']._serialized_end=704
+  _globals['_TABLEROWS']._serialized_start=706
+  _globals['_TABLEROWS']._serialized_end=803
+  _globals['_DOCUMENTS']._serialized_start=805
+  _globals['_DOCUMENTS']._serialized_end=871
 # @@protoc_insertion_point(module_scope)

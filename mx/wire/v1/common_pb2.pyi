@@ -16,16 +16,14 @@ class ModelKey(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ...) -> None: ...
 
 class ManifestRef(_message.Message):
-    __slots__ = ("identity", "layout", "packaging", "chunk_nbytes")
+    __slots__ = ("identity", "layout", "packaging")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PACKAGING_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_NBYTES_FIELD_NUMBER: _ClassVar[int]
     identity: DocumentRef
     layout: DocumentRef
     packaging: DocumentRef
-    chunk_nbytes: int
-    def __init__(self, identity: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout: _Optional[_Union[DocumentRef, _Mapping]] = ..., packaging: _Optional[_Union[DocumentRef, _Mapping]] = ..., chunk_nbytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout: _Optional[_Union[DocumentRef, _Mapping]] = ..., packaging: _Optional[_Union[DocumentRef, _Mapping]] = ...) -> None: ...
 
 class DocumentRef(_message.Message):
     __slots__ = ("digest", "nbytes")

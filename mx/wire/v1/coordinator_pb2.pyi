@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "disputes", "keeps_layout", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -39,8 +39,6 @@ class Source(_message.Message):
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_SECRET_FIELD_NUMBER: _ClassVar[int]
     KEEPS_PIN_FIELD_NUMBER: _ClassVar[int]
-    DISPUTES_FIELD_NUMBER: _ClassVar[int]
-    KEEPS_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
@@ -63,8 +61,6 @@ class Source(_message.Message):
     source_id: str
     source_secret: bytes
     keeps_pin: bool
-    disputes: _containers.RepeatedScalarFieldContainer[bytes]
-    keeps_layout: bool
     pin_only: bool
     requests_port: int
     commitment: bytes
@@ -75,7 +71,7 @@ class Source(_message.Message):
     replaces: str
     receipt: bytes
     variant_fields: str
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")
@@ -88,22 +84,20 @@ class RegisterRequest(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., rows: _Optional[_Union[_common_pb2.TableRows, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "adopt", "pin_only", "receipt")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    ADOPT_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
     model: _common_pb2.ModelKey
-    adopt: _common_pb2.ManifestRef
     pin_only: bool
     receipt: bytes
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., adopt: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class MissingRequest(_message.Message):
     __slots__ = ("digests",)
