@@ -18,7 +18,7 @@ from mx.source.served import Served
 from mx.swarm.stream import PeerStream
 from mx.wire.pages import PIECE_BYTES
 from mx.wire.rows import rows_to_wire
-from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
+from mx.wire.v1 import common_pb2, peer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MAX_GONE = 64
 
 
-class PeerServicer(peer_pb2_grpc.PeerServicer):
+class PeerServicer:
     """The Peer service of one process, on the loop. `models` maps source ids to served models."""
 
     def __init__(

@@ -31,7 +31,6 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.v1 import coordinator_pb2_grpc as rpc
 from tests.integration.conftest import (
     Run,
     commands,
@@ -42,6 +41,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.replica import PORT
 from tests.integration.test_versions import NEWER, RunOther, other_coordinator, run_other
+from tests.support.stubs import blocking_stub
 
 pytestmark = pytest.mark.integration
 
@@ -435,7 +435,7 @@ def test_hostile_reports_are_refused(site: str, field: dict[str, Any]) -> None:
         **field,
     )
     with grpc.insecure_channel(site) as channel:
-        stub = rpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        stub = blocking_stub(channel, pb.DESCRIPTOR.services_by_name["Coordinator"])
         with pytest.raises(grpc.RpcError) as caught:
             stub.Progress(
                 iter([pb.ProgressRequest(pull=report)]),
@@ -462,7 +462,7 @@ def test_no_other_process_speaks_for_a_pull_that_reports(
             requests_port=6666,
         )
         with grpc.insecure_channel(site) as channel:
-            stub = rpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+            stub = blocking_stub(channel, pb.DESCRIPTOR.services_by_name["Coordinator"])
             with pytest.raises(grpc.RpcError):
                 stub.Progress(
                     iter([pb.ProgressRequest(pull=lie)]),
