@@ -20,24 +20,10 @@ from mx.errors import ConfigError
 from mx.runtime import in_thread
 from mx.target.paths import path_or_reason
 from mx.target.resolver import describe
-from mx.transport import Path, TlsFiles, Unavailable
+from mx.transport import Path, Unavailable
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
-from mx.wire.locate import Locator
-
-
-@dataclass(frozen=True)
-class _Where:
-    """Where the manifest is looked up; see `mx.wire.locate.Where`."""
-
-    name: str
-    revision: str
-    variant: str
-    coordinator: str | None
-    tls: TlsFiles | None
-    insecure: bool
-    connect_timeout_s: float
-    peer: str | None = None
+from mx.wire.locate import Locator, Where
 
 
 @dataclass(frozen=True)
@@ -101,14 +87,14 @@ async def _facts(
     wanted: ModelReference,
     allow: AllowedHosts | None,
 ) -> _Facts:
-    where = _Where(
+    where = Where(
         wanted.pinned_name,
         wanted.revision,
         wanted.variant,
         coordinator,
-        tls_of(settings),
-        settings.insecure,
-        settings.connect_timeout_s,
+        tls=tls_of(settings),
+        insecure=settings.insecure,
+        connect_timeout_s=settings.connect_timeout_s,
     )
     locator = Locator(where)
     try:
