@@ -24,6 +24,7 @@ from mx.transport import Path, Unavailable
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 from mx.wire.locate import Locator, Where
+from mx.wire.place import place_from_json
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _place(host: str | Place, here: Place, listed: Sequence[SourceRecord]) -> _A
 
 def _read(text: str) -> Place:
     try:
-        return Place.from_json(text)
+        return place_from_json(text)
     except ValueError as error:
         raise ConfigError(f"`at` is no place: {error}", hint="give a Place's JSON") from None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mx.errors import PeerProtocolError
 
 #: Calls and their messages, tickets, and what is said before data moves.
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 #: The order and the places of tensors, and how they are cut into chunks.
 LAYOUT_VERSION = 2
 #: What is hashed, by what, and how digests make an identity.

@@ -4,6 +4,7 @@ die and stop, over a coordinator that is killed and comes back, and what hostile
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -333,7 +335,7 @@ def test_estimates_rest_on_what_pulls_have_measured(
     assert found.costs[0].endpoint == endpoint and found.costs[0].nbytes == found.size.nbytes
     # A host elsewhere does not reach what listens on loopback.
     place = mx.topology().topology.place
-    there = place.to_json().replace(place.boot_id, str(uuid.uuid4()))
+    there = json.dumps(asdict(place)).replace(place.boot_id, str(uuid.uuid4()))
     ranked = router.place("m", [there, "", endpoint])
     assert [each.attaches for each in ranked] == [True, True, False]
     assert not ranked[-1].paths and "does not reach" in ranked[-1].why_none

@@ -23,6 +23,7 @@ from mx.source.model import HeldModel, hold_tensors
 from mx.source.served import Served
 from mx.source.service import PeerServicer
 from mx.swarm.stream import PeerStream
+from mx.wire.place import place_to_wire
 from mx.wire.v1 import peer_pb2
 from tests.support.clock import ManualClock
 from tests.support.places import nvlink_host
@@ -138,7 +139,7 @@ class Source:
             identity=held.manifest.ref.identity,
             generation=held.generation,
             reader_id=READER,
-            place=nvlink_host().to_json(),
+            place=place_to_wire(nvlink_host()),
         )
 
     async def requests(self, *renewals: peer_pb2.OpenRequest) -> AsyncIterator[Any]:
