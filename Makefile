@@ -119,7 +119,7 @@ lint: $(READY)
 
 proto: $(PROTO_READY)
 	.venv-proto/bin/python -m grpc_tools.protoc -I proto --python_out=$(PROTO_OUT) \
-	  --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) $(PROTOS)
+	  --pyi_out=$(PROTO_OUT) $(PROTOS)
 
 proto-check: $(PROTO_READY)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from mx.errors import ClosedError
 from mx.tasks import in_thread, uncut
@@ -16,13 +16,6 @@ from mx.tasks import in_thread, uncut
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Closes(Protocol):
-    """A result that is closed if it is not taken."""
-
-    def close(self) -> None:
-        """Close it. Blocks."""
 
 
 class Waiter:
@@ -148,8 +141,8 @@ class Call(Generic[T]):
 _closes: set[asyncio.Task[None]] = set()
 
 
-async def _close(result: object) -> None:
+async def _close(result: Any) -> None:
     try:
-        await uncut(in_thread(cast(Closes, result).close))
+        await uncut(in_thread(result.close))
     except Exception as error:  # noqa: BLE001 - there is no caller
         log.warning("closing what an interrupted call has made failed: %s", str(error))

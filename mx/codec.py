@@ -6,13 +6,11 @@ a server answers it with INVALID_ARGUMENT. Every `*_to_wire` trusts its argument
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
 from mx.core.ownership import COMMITMENT_BYTES, MAX_RECEIPT_BYTES, SIGNATURE_BYTES
-from mx.core.topology import Place
 from mx.core.types import (
     NAME_CHARS,
     AddressTable,
@@ -27,6 +25,7 @@ from mx.core.variant import FIELDS, members_of, membership, note_document, why_n
 from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
+from mx.wire.place import place_from_wire, place_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
 
@@ -45,9 +44,6 @@ MAX_PORT = 65_535
 #: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
 MAX_ROWS = 2_000_000
-# Eight GPUs with all their peers and eight interfaces take 11,300 characters; a registered place,
-# with at most one GPU, takes 2,500 to 3,700.
-_MAX_PLACE_CHARS = 16_384
 _MAX_TRANSPORTS = 16
 _U64 = 1 << 64
 
@@ -334,7 +330,7 @@ def source_to_wire(
         model=key_to_wire(record.model),
         manifest=ref_to_wire(record.ref),
         endpoint=record.endpoint,
-        place=record.place.to_json(),
+        place=place_to_wire(record.place),
         generation=record.generation,
         role=_ROLES[record.role],
         state=_STATES[record.state],
@@ -391,17 +387,6 @@ def port_from_wire(port: int) -> int:
     if port > MAX_PORT:
         raise _refuse(f"requests_port: {port}")
     return port
-
-
-@functools.lru_cache(maxsize=64)  # the same few places arrive again and again
-def place_from_wire(text: str) -> Place:
-    """Return the place that JSON describes."""
-    if len(text) > _MAX_PLACE_CHARS:
-        raise _refuse(f"place: more than {_MAX_PLACE_CHARS} characters")
-    try:
-        return Place.from_json(text)
-    except (ValueError, RecursionError) as error:
-        raise _refuse(f"place: {error}") from error
 
 
 def transports_from_wire(names: Sequence[str]) -> tuple[str, ...]:

@@ -49,12 +49,6 @@ _GRPC_ENDS_WITHIN_S = 3.0
 _GRPC_THREADS = ("event_engine", "grpc_global_tim", "lifeguard", "timer_manager")
 
 
-class Stoppable(Protocol):
-    """A server of gRPC."""
-
-    def stop(self, grace: float | None) -> Coroutine[Any, Any, None]: ...
-
-
 class Embedded(Protocol):
     """A user of the loop: a pull or a source, until it is closed."""
 
@@ -68,7 +62,7 @@ class Embedded(Protocol):
 
 E = TypeVar("E", bound=Embedded)
 
-_servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+_servers: weakref.WeakSet[grpc.aio.Server] = weakref.WeakSet()
 _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
 _libraries: set[str] = set()
 
@@ -393,7 +387,7 @@ def closed(user: Embedded) -> None:
     _open.discard(user)
 
 
-def stop_at_exit(server: Stoppable) -> None:
+def stop_at_exit(server: grpc.aio.Server) -> None:
     """Stop this server at the interpreter's end, if it is still alive: otherwise it would log that
     its loop is gone. Call this on the loop. It keeps only a weak reference."""
     if _current is not None and asyncio.get_running_loop() is _current.loop:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 Clock = Callable[[], float]
 Kind = Literal["started", "completed", "failed"]
@@ -59,29 +59,16 @@ class Event:
 Listener = Callable[[Event], None]
 
 
-class Span(Protocol):
-    """What `span()` returns: a context manager that takes more attributes while it is open."""
+class Span:
+    """What `span()` returns: a context manager that takes more attributes while it is open.
 
-    def set(self, **attributes: object) -> None:
-        """Add attributes to the span's later events."""
-
-    def __enter__(self) -> Span: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class _NullSpan:
-    """The span of a process without listeners."""
+    This one is that of a process without listeners.
+    """
 
     __slots__ = ()
 
     def set(self, **attributes: object) -> None:
-        pass
+        """Add attributes to the span's later events."""
 
     def __enter__(self) -> Span:
         return self
@@ -95,7 +82,7 @@ class _NullSpan:
         pass
 
 
-class _ReportedSpan:
+class _ReportedSpan(Span):
     """A span that reports to the listeners of the moment at which it was made."""
 
     __slots__ = ("_attributes", "_id", "_listeners", "_name", "_started_s")
@@ -135,7 +122,7 @@ class _ReportedSpan:
             listener(Event(outcome, self._name, self._id, now, now - start, attributes, error))
 
 
-_NULL_SPAN = _NullSpan()
+_NULL_SPAN = Span()
 _ids = itertools.count(1)
 _lock = threading.Lock()
 #: Replaced, never changed in place, so that `span` reads it without a lock.

@@ -20,24 +20,11 @@ from mx.errors import ConfigError
 from mx.runtime import in_thread
 from mx.target.paths import path_or_reason
 from mx.target.resolver import describe
-from mx.transport import Path, TlsFiles, Unavailable
+from mx.transport import Path, Unavailable
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
-from mx.wire.locate import Locator
-
-
-@dataclass(frozen=True)
-class _Where:
-    """Where the manifest is looked up; see `mx.wire.locate.Where`."""
-
-    name: str
-    revision: str
-    variant: str
-    coordinator: str | None
-    tls: TlsFiles | None
-    insecure: bool
-    connect_timeout_s: float
-    peer: str | None = None
+from mx.wire.locate import Locator, Where
+from mx.wire.place import place_from_json
 
 
 @dataclass(frozen=True)
@@ -101,14 +88,14 @@ async def _facts(
     wanted: ModelReference,
     allow: AllowedHosts | None,
 ) -> _Facts:
-    where = _Where(
+    where = Where(
         wanted.pinned_name,
         wanted.revision,
         wanted.variant,
         coordinator,
-        tls_of(settings),
-        settings.insecure,
-        settings.connect_timeout_s,
+        tls=tls_of(settings),
+        insecure=settings.insecure,
+        connect_timeout_s=settings.connect_timeout_s,
     )
     locator = Locator(where)
     try:
@@ -213,7 +200,7 @@ def _place(host: str | Place, here: Place, listed: Sequence[SourceRecord]) -> _A
 
 def _read(text: str) -> Place:
     try:
-        return Place.from_json(text)
+        return place_from_json(text)
     except ValueError as error:
         raise ConfigError(f"`at` is no place: {error}", hint="give a Place's JSON") from None
 

@@ -15,8 +15,6 @@ class ReaderLease:
 
     grant_id: str
     source_id: str
-    generation: int
-    reader: str
     ends_at_s: float
 
 
@@ -37,28 +35,16 @@ class LeaseBook:
         """Return the number of running leases."""
         return len(self._leases)
 
-    def open(
-        self, grant_id: str, source_id: str, generation: int, reader: str, now_s: float
-    ) -> ReaderLease:
-        """Begin a lease.
-
-        Args:
-            grant_id: The grant that it belongs to.
-            source_id: The source that is read.
-            generation: The generation of that source's memory.
-            reader: The reader's name in logs.
-            now_s: The time.
+    def open(self, grant_id: str, source_id: str, now_s: float) -> None:
+        """Begin a lease of a grant on a source.
 
         Raises:
             ValueError: The grant has a lease already.
         """
         if grant_id in self._leases:
             raise ValueError(f"grant {grant_id} is open already")
-        lease = ReaderLease(
-            grant_id, source_id, generation, reader, now_s + self.lease_s + MARGIN_S
-        )
-        self._leases[grant_id] = lease
-        return lease
+        ends_at_s = now_s + self.lease_s + MARGIN_S
+        self._leases[grant_id] = ReaderLease(grant_id, source_id, ends_at_s)
 
     def renew(self, grant_id: str, now_s: float) -> bool:
         """Extend a lease. Return False if it does not run; the reader has to open another."""
@@ -67,10 +53,6 @@ class LeaseBook:
             return False
         lease.ends_at_s = now_s + self.lease_s + MARGIN_S
         return True
-
-    def find(self, grant_id: str) -> ReaderLease | None:
-        """Return the running lease of a grant, or None."""
-        return self._leases.get(grant_id)
 
     def close(self, grant_id: str) -> bool:
         """End a lease that its reader has returned: the reader trusts no later read of it.

@@ -1,24 +1,13 @@
 """The place of a process and its memory: what decides which paths reach it, and how fast.
 
 A `Place` is registered with every source and sent with every request for a grant. Transports'
-`reach` compares two places without any IO. Places come from other machines too, so `from_json`
+`reach` compares two places without any IO. Places come from other machines too: `mx.wire.place`
 checks every field.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-from mx.core.json_bounds import check_json
-
-_T = TypeVar("_T")
-_MAX_ITEMS = 1024
-_MAX_INT = 1 << 63
-_MAX_QUANTITY = 1e9
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,65 +114,3 @@ class Place:
         """The GPU that `device` names, or None if it is not one of `gpus`."""
         uuid = self.device.removeprefix("cuda:")
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
-
-    def to_json(self) -> str:
-        """Return the place as JSON without spaces and without the fields at their defaults."""
-        return json.dumps(_known(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Place:
-        """Read a place that `to_json` wrote. Unknown keys are ignored.
-
-        Raises:
-            ValueError: It is malformed: a number is not finite, below -1 or beyond 64 bits, a text
-                is not printable, a list is too long, or a value has the wrong type.
-        """
-        check_json(text.encode())
-        return _read(cls, json.loads(text or "{}"), "a place")
-
-
-def _known(value: Any) -> Any:
-    """Return the JSON form: dataclasses become objects, without the fields at their defaults."""
-    if is_dataclass(value):
-        items = ((item, getattr(value, item.name)) for item in fields(value))
-        return {item.name: _known(found) for item, found in items if found != item.default}
-    return [_known(each) for each in value] if isinstance(value, tuple) else value
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _read(kind: type[_T], data: object, what: str) -> _T:
-    """Return an instance of a dataclass from JSON. Each field has its annotated type; absent
-    fields get their defaults."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{what} must be a JSON object")
-    hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
-    values: dict[str, Any] = {}
-    for item in fields(kind):  # type: ignore[arg-type]
-        if item.name in data:
-            values[item.name] = _value(hints[item.name], data[item.name], item.name)
-    return kind(**values)
-
-
-def _value(hint: Any, value: object, name: str) -> object:
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list) or len(value) > _MAX_ITEMS:
-            raise ValueError(f"{name} must be a list of at most {_MAX_ITEMS}")
-        (kind, _) = get_args(hint)
-        return tuple(_value(kind, item, name) for item in value)
-    if hint in (Nic, Gpu, GpuPeer, NumaNode):
-        return _read(hint, value, name)
-    if hint is float and type(value) is int and abs(value) < _MAX_INT:
-        value = float(value)
-    if type(value) is not hint:
-        raise ValueError(f"{name} has the wrong type")
-    if isinstance(value, str) and not value.isprintable():
-        raise ValueError(f"{name} has characters that can't be printed")
-    if isinstance(value, float) and not 0 <= value <= _MAX_QUANTITY:  # refuses NaN too
-        raise ValueError(f"{name} is not a quantity")
-    if type(value) is int and not -1 <= value < _MAX_INT:
-        raise ValueError(f"{name} is out of range")
-    return value

@@ -11,9 +11,9 @@ import ctypes
 import uuid
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
-from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, PointerInfo
+from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, Driver, PointerInfo
 from mx.cuda.errors import CudaError, CudaUnavailableError, cuda_error
 from mx.cuda.library import import_driver
 from mx.units import format_bytes
@@ -24,8 +24,9 @@ _NAME_BYTES = 256
 _OLDEST_DRIVER = 12000
 
 
-class BindingsDriver:
-    """Implements `mx.cuda.driver.Driver`. Raises CudaUnavailableError if CUDA can't be used."""
+@final
+class BindingsDriver(Driver):
+    """Raises CudaUnavailableError if CUDA can't be used."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
         self._d: Any = module or import_driver()

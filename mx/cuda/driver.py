@@ -1,4 +1,4 @@
-"""The interface to CUDA: the driver calls that mx uses, as a Protocol over plain ints.
+"""The interface to CUDA: the driver calls that mx uses, over plain ints.
 
 Addresses, contexts, streams, events and allocation handles are ints; devices are ordinals of this
 process (after CUDA_VISIBLE_DEVICES); lengths are bytes. Calls that need a current context are
@@ -55,7 +55,8 @@ class PointerInfo:
 
 
 class Driver(Protocol):
-    """The driver calls that mx uses."""
+    """The driver calls that mx uses. What makes them is a final class that derives from this one: a
+    missing method is a type error there."""
 
     # -- what there is; no context needed ----------------------------------------------------------
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mx.transport import Sending
+if TYPE_CHECKING:
+    from mx.source.grants import Grant
 
 #: The most readers without grants whose totals are kept.
 _MOST_ENDED = 4096
 
 #: A source id, and the id that a reader of it gives itself.
 _Key = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    key: _Key
-    address: str
-    exposures: Sequence[Sending]  # those that send; none if the reader fetches for itself
-
-    def sent(self, grant_id: str) -> int:
-        return sum(exposure.sent_to(grant_id) for exposure in self.exposures)
 
 
 class ReadCounts:
@@ -32,37 +22,26 @@ class ReadCounts:
     """
 
     def __init__(self) -> None:
-        self._grants: dict[str, _Grant] = {}
-        self._of: dict[_Key, set[str]] = {}  # a reader's grants
+        self._of: dict[_Key, set[Grant]] = {}  # a reader's grants
         self._ended: dict[_Key, Counter[str]] = {}  # bytes sent on ended grants, by address
 
-    def opened(
-        self, grant_id: str, source_id: str, address: str, name: str, exposures: Sequence[Sending]
-    ) -> None:
-        """Begin to count a grant.
+    def opened(self, grant: Grant) -> None:
+        """Begin to count a grant, unless its reader has no id."""
+        if grant.principal.reader_id:
+            self._of.setdefault(_key(grant), set()).add(grant)
 
-        Args:
-            grant_id: The grant.
-            source_id: The source that it reads.
-            address: The reader's address.
-            name: The reader's id.
-            exposures: The exposures of the grant that send.
-        """
-        grant = self._grants[grant_id] = _Grant((source_id, name), address, exposures)
-        self._of.setdefault(grant.key, set()).add(grant_id)
-
-    def closed(self, grant_id: str) -> None:
-        """End a grant. Call this before its tickets are revoked. Idempotent."""
-        grant = self._grants.pop(grant_id, None)
-        if grant is None:
+    def closed(self, grant: Grant) -> None:
+        """End a grant. Call this once, before its tickets are revoked."""
+        if not grant.principal.reader_id:
             return
-        self._of[grant.key].remove(grant_id)
-        if not self._of[grant.key]:
-            del self._of[grant.key]
-        if sent := grant.sent(grant_id):
-            ended = self._ended.pop(grant.key, Counter())  # moves the entry to the end
-            ended[grant.address] += sent
-            self._ended[grant.key] = ended
+        key, address = _key(grant), grant.principal.address
+        self._of[key].remove(grant)
+        if not self._of[key]:
+            del self._of[key]
+        if sent := grant.sent():
+            ended = self._ended.pop(key, Counter())  # moves the entry to the end
+            ended[address] += sent
+            self._ended[key] = ended
             while len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
 
@@ -79,10 +58,13 @@ class ReadCounts:
         """
         ended = self._ended.get((source_id, name), Counter())
         total = ended[address] if address else ended.total()
-        for grant_id in self._of.get((source_id, name), ()):
-            grant = self._grants[grant_id]
-            if address in ("", grant.address):
-                if not grant.exposures:
+        for grant in self._of.get((source_id, name), ()):
+            if address in ("", grant.principal.address):
+                if not grant.sending:
                     return None
-                total += grant.sent(grant_id)
+                total += grant.sent()
         return total
+
+
+def _key(grant: Grant) -> _Key:
+    return grant.source_id, grant.principal.reader_id

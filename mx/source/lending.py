@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mx.core.lending import Lent, LentEvent, LentState
 from mx.core.types import SourceRole
@@ -22,12 +22,14 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.log import event
-from mx.memory.live import LiveMemory, Memory
+from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut, unexpected
 from mx.source.changes import Change
 from mx.source.model import HeldModel, hashed_again
-from mx.source.registrar import Registrar
 from mx.source.served import Found
+
+if TYPE_CHECKING:
+    from mx.source.server import SourceServer
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +45,6 @@ INTERRUPTED = "`changing` was interrupted"
 FAILED = "`changing` ended with an error"
 
 
-class Server(Protocol):
-    """What lending needs of `mx.source.server.SourceServer`."""
-
-    @property
-    def registrar(self) -> Registrar | None: ...
-    async def offer(self, held: HeldModel) -> None: ...
-    async def retire(self, source_id: str, grace_s: float) -> bool: ...
-    async def retire_memory(
-        self,
-        memory: Memory,
-        grace_s: float,
-        hurry: Callable[[], bool] = ...,
-        *,
-        changed: bool = False,
-    ) -> None: ...
-
-
 class Lending:
     """One lent model; on the loop. `held` is what is lent, or was before it was withdrawn.
 
@@ -67,7 +52,7 @@ class Lending:
     thread whose change it is only tells it what it wants.
     """
 
-    def __init__(self, server: Server, held: HeldModel) -> None:
+    def __init__(self, server: SourceServer, held: HeldModel) -> None:
         self.held = held
         self._state = LentState()
         self._listed = held.manifest.ref.identity  # under `held.key`

@@ -46,11 +46,12 @@ class SendLimiter(RateLimiter):
         self._parts = parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Grant:
     source_id: str
     principal: Principal
     sent: bool  # the source sends over at least one of the granted transports
+    reported_nbytes: int = 0  # as its reader says
 
 
 class SourceLimits:
@@ -79,7 +80,6 @@ class SourceLimits:
         self._retries = Retries()
         self._book = GrantBook(grant_bounds(), bounds.max_readers)
         self._grants: dict[str, _Grant] = {}
-        self._read_bytes: dict[str, int] = {}  # by grant, as its reader reports
         self._meters: dict[str, Meter] = {}
         rate = bounds.max_bytes_per_s
         self.limiter = SendLimiter(rate, clock) if rate else None
@@ -118,9 +118,10 @@ class SourceLimits:
         The rate includes them only if the source does not send on this grant.
         """
         grant = self._grants.get(grant_id)
-        if grant is not None:
-            self._read_bytes[grant_id] = nbytes
-        if grant is not None and not grant.sent:
+        if grant is None:
+            return
+        grant.reported_nbytes = nbytes
+        if not grant.sent:
             self._meter(grant.source_id).reported(grant_id, nbytes, self._clock())
 
     def seen(self, grant_id: str, sent_nbytes: int, *, fetches: bool) -> None:
@@ -131,7 +132,7 @@ class SourceLimits:
             sent_nbytes: The bytes that the source has sent on it.
             fetches: Its reader is connected so that it fetches for itself: its own reports count.
         """
-        fetched_nbytes = self._read_bytes.get(grant_id, 0) if fetches else 0
+        fetched_nbytes = self._grants[grant_id].reported_nbytes if fetches else 0
         self._book.moved(grant_id, max(sent_nbytes, fetched_nbytes), self._clock())
 
     def idle(self) -> list[str]:
@@ -143,7 +144,6 @@ class SourceLimits:
         grant = self._grants.pop(grant_id, None)
         if grant is not None:
             self._book.close(grant_id)
-            self._read_bytes.pop(grant_id, None)
             self._meter(grant.source_id).closed(grant_id)
             self._share_out()
 

@@ -11,6 +11,7 @@ from mx.core.grants import Principal
 from mx.core.topology import Place
 from mx.errors import PeerProtocolError
 from mx.wire.address import address_of_peer
+from mx.wire.place import place_from_wire
 from mx.wire.v1 import peer_pb2
 
 #: A stream ends if its first message does not come within this time, or if the other end does not
@@ -44,7 +45,7 @@ def check_open(request: peer_pb2.OpenRequest) -> Place:
             codec.source_id_from_wire(request.reader_id)
         except PeerProtocolError:
             raise PeerProtocolError("reader_id must be a UUID in lower case") from None
-    return codec.place_from_wire(request.place)
+    return place_from_wire(request.place)
 
 
 async def first_message(requests: AsyncIterator[Any]) -> Any:

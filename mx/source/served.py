@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mx.core.types import SourceRecord
 from mx.source.model import HeldModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
 from mx.wire.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from mx.source.lending import Lending
 
 
 class Participant(Protocol):
@@ -65,28 +68,6 @@ class Found:
     wrong: str = ""
 
 
-class Watchman(Protocol):
-    """Looks after memory that is lent: `mx.source.lending.Lending`."""
-
-    @property
-    def lends(self) -> bool:
-        """True while the memory is lent."""
-
-    async def check(self) -> bool:
-        """Return True if the memory is lent, and what was registered, as far as can be seen."""
-
-    async def doubt(self, look: Callable[[], Found]) -> bool:
-        """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
-        if that is not what was registered.
-
-        Args:
-            look: Hashes it, on a thread.
-
-        Returns:
-            True if it is right.
-        """
-
-
 @dataclass
 class Served:
     """A held model with its exposures, by transport name."""
@@ -107,7 +88,7 @@ class Served:
     #: The rows of its table as they are sent, once a reader has asked for them.
     row_pages: list[common_pb2.TableRows] | None = None
     #: Looks after the memory if it is lent.
-    watchman: Watchman | None = None
+    watchman: Lending | None = None
 
     @property
     def transports(self) -> tuple[str, ...]:

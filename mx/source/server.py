@@ -22,6 +22,7 @@ from mx.runtime import in_thread, uncut
 from mx.source.doubts import Doubts, looked_at
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
+from mx.source.grants import Grants
 from mx.source.lending import Lending
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
@@ -89,9 +90,8 @@ class SourceServer:
         self._transports = transports
         self._limits = SourceLimits(options.bounds, report_s=options.reader_lease_s / 4)
         self._doubts = Doubts(self._is_right)
-        self._servicer = PeerServicer(
-            self._record, self._doubts, lease_s=options.reader_lease_s, limits=self._limits
-        )
+        self._grants = Grants(options.reader_lease_s, self._limits)
+        self._servicer = PeerServicer(self._record, self._doubts, self._grants)
         #: Why a source that lends nothing is given to no reader any more; "" while it is.
         self.withdrawn = ""
         #: Looks after live memory, if this process lends any.
@@ -120,7 +120,7 @@ class SourceServer:
         """Return the number of readers, and the state."""
         registrar, servicer = self.registrar, self._servicer
         return SourceStats(
-            len(servicer.leases),
+            len(self._grants.leases),
             registrar is not None and registrar.registered,
             servicer.state,
             any(served.pin_only for served in servicer.models.values()),
@@ -142,9 +142,7 @@ class SourceServer:
         if advertise:
             # Its own addresses and interfaces are of no use to readers.
             self._place = replace(self._place, addresses=(self._host,), nics=())
-        self._tasks.append(
-            asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
-        )
+        self._tasks.append(asyncio.create_task(self._grants.expire(), name="mx-lease-expiry"))
         self._tasks.append(asyncio.create_task(self._doubts.run(), name="mx-doubts"))
 
     async def _listen(self) -> None:
@@ -181,7 +179,7 @@ class SourceServer:
             grid = held.manifest.grid
             served = Served(held, exposures, participant or Origin(len(grid), grid.chunk_nbytes))
             served.watchman = self._look_after(held)
-            counts, source_id = self._servicer.counts, held.source_id
+            counts, source_id = self._grants.counts, held.source_id
             served.participant.watch(
                 lambda name, address: counts.nbytes(source_id, name, address),
                 lambda name, change: self._limits.trades(Principal("", "", name), change),
@@ -263,7 +261,7 @@ class SourceServer:
             insecure=self.options.insecure,
             timeout_s=self.options.connect_timeout_s,
         )
-        models, limits, leases = self._servicer.models, self._limits, self._servicer.leases
+        models, limits, leases = self._servicer.models, self._limits, self._grants.leases
         return Registrar(
             client,
             models,
@@ -282,7 +280,7 @@ class SourceServer:
         """
         before = self._servicer.models[held.source_id]
         was = before.held = replace(held)
-        idle = not self._servicer.leases.of_source(was.source_id)
+        idle = not self._grants.leases.of_source(was.source_id)
         if idle:  # at once, since the ports for data may be few
             self._servicer.supersede(was.source_id, was.generation + 1, 0.0)
             self._servicer.remove(was.source_id)
@@ -382,13 +380,13 @@ class SourceServer:
         if self.registrar is not None:
             # Live memory comes back under its name.
             await self.registrar.unlist(served.held, keeps_name=served.held.live)
-        leases = self._servicer.leases
+        leases = self._grants.leases
         await self._until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
         finished = not leases.of_source(source_id)
         self._servicer.cut(source_id)
         # No lease is renewed any more, so all have ended by then.
         longest_s = leases.lease_s + MARGIN_S
-        await self._until(lambda: not self._servicer.has_unexpired(source_id), longest_s)
+        await self._until(lambda: not self._grants.has_unexpired(source_id), longest_s)
         if self._servicer.remove(source_id) is not None:
             await self._free(served)
         return finished
@@ -509,9 +507,9 @@ class SourceServer:
             False if `grace_s` passed first.
         """
         self._servicer.drain(grace_s)
-        readers = len(self._servicer.leases)
+        readers = len(self._grants.leases)
         event(log, "source.draining", endpoint=self.endpoint, readers=readers, grace_s=grace_s)
-        if not await self._until(lambda: not len(self._servicer.leases), grace_s):
+        if not await self._until(lambda: not len(self._grants.leases), grace_s):
             return False
         # A stream without a lease has nothing to finish.
         for served in self._servicer.models.values():

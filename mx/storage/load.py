@@ -6,30 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
+from mx.memory.live import Memory
 from mx.memory.subset import SubsetMemory
 from mx.storage.disk_file import Stamp
 from mx.storage.reader import fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
-from mx.views import DeviceView, HostView, View
+from mx.views import DeviceView, HostView
 
-
-class FillableArena(Protocol):
-    """An arena of `mx.memory`: host memory, or GPU memory that can be filled from the host."""
-
-    @property
-    def view(self) -> View: ...
-    @property
-    def memfd(self) -> int | None: ...
-    def release(self) -> None: ...
-
-
-A = TypeVar("A", bound=FillableArena)
+A = TypeVar("A", bound=Memory | SubsetMemory)
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class Loaded(Generic[A]):
 
 
 @contextlib.contextmanager
-def destination(arena: FillableArena, layout: Layout) -> Iterator[Destination]:
+def destination(arena: Memory | SubsetMemory, layout: Layout) -> Iterator[Destination]:
     """Give the host memory to fill an arena through, for the length of the block.
 
     For host memory it is the arena itself. For GPU memory it is a window, whose `on_layer` copies

@@ -20,10 +20,11 @@ from mx.storage.stores import Store
 from mx.swarm.sharing import MakeHost
 from mx.target.report import StepReport
 from mx.transport import TlsFiles
+from mx.wire.locate import Where
 
 
 @dataclass(frozen=True)
-class PullOptions:
+class PullOptions(Where):
     """Made by the API from its arguments and the settings.
 
     `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it, and
@@ -44,11 +45,6 @@ class PullOptions:
     only over networks.
     """
 
-    name: str
-    revision: str = ""
-    variant: str = ""
-    coordinator: str | None = None
-    peer: str | None = None
     from_sources: bool = True
     stores: tuple[Store, ...] = ()
     bound: bool = False
@@ -66,12 +62,9 @@ class PullOptions:
     transport: str | None = None
     strong: bool = False
     attach: bool = True
-    tls: TlsFiles | None = None
     data_tls: TlsFiles | None = None
-    insecure: bool = False
     streams: int = 2
     stall_timeout_s: float = 4.0
-    connect_timeout_s: float = 3.0
     wait_s: float = 0.0
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ from mx.errors import (
 from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, translate
 from mx.wire.pacing import Pacer
+from mx.wire.place import place_to_wire
 from mx.wire.rpc import Malformed, Stub
 from mx.wire.tls import diagnose
 from mx.wire.v1 import peer_pb2
@@ -128,7 +129,7 @@ class Lease:
             identity=self._source.ref.identity,
             generation=self._source.generation,
             transports=transports,
-            place=place.to_json(),
+            place=place_to_wire(place),
             reader_id=self._reader_id,
         )
         try:

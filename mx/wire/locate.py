@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import grpc.aio
 
@@ -36,25 +35,19 @@ from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2
 
 
-class Where(Protocol):
-    """The part of a pull's options that says where to look."""
+@dataclass(frozen=True)
+class Where:
+    """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
+    coordinator."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def revision(self) -> str: ...
-    @property
-    def variant(self) -> str: ...
-    @property
-    def coordinator(self) -> str | None: ...
-    @property
-    def peer(self) -> str | None: ...
-    @property
-    def tls(self) -> TlsFiles | None: ...
-    @property
-    def insecure(self) -> bool: ...
-    @property
-    def connect_timeout_s(self) -> float: ...
+    name: str
+    revision: str = ""
+    variant: str = ""
+    coordinator: str | None = None
+    peer: str | None = None
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    connect_timeout_s: float = 3.0
 
 
 @dataclass(frozen=True)

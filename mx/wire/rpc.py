@@ -97,7 +97,7 @@ class Call:
 
 
 class Stub:
-    """A client stub, as the generated ones: a callable per method.
+    """A client stub: a callable per method.
 
     The calls are `Call`s: an answer in other versions is an error. An answer that does not parse
     raises an error on first use.

@@ -20,10 +20,11 @@ from typing import Any
 
 import grpc
 
-from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
 from mx_transports.tcp.wire import MAGIC
 from mx_transports.toolkit import framing
+from tests.support.stubs import blocking_stub
 
 RENEW_S = 1.0
 
@@ -47,7 +48,7 @@ class Hog:
     def stub(self) -> Any:
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channels.append(grpc.insecure_channel(self._endpoint, options=options))
-        return peer_pb2_grpc.PeerStub(self._channels[-1])  # type: ignore[no-untyped-call]
+        return blocking_stub(self._channels[-1], peer_pb2.DESCRIPTOR.services_by_name["Peer"])
 
     def open(self, stub: Any, **fields: Any) -> Any:
         """A lease's stream; renewed, with a claim of more and more bytes, until the end."""

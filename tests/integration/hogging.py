@@ -21,7 +21,6 @@ from typing import Any
 import grpc.aio
 
 from mx import codec
-from mx.core.topology import Place
 from mx.core.types import AddressTable, SourceRecord, SourceRole
 from mx.errors import MxError
 from mx.wire.channel import Remote, Role, dial
@@ -71,7 +70,6 @@ class Hog:
                     source_id=record.source_id,
                     identity=record.ref.identity,
                     generation=record.generation,
-                    place=Place().to_json(),
                     reader_id=self.own_id,
                 )
                 while True:

@@ -26,12 +26,13 @@ from mx.errors import (
     PeerProtocolError,
     PeerTimeoutError,
 )
+from mx.source.service import PeerServicer
 from mx.target.options import PullOptions
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
 from mx.wire.locate import Locator
 from mx.wire.server import Service, listen
-from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
 from tests.integration.conftest import Run, error_of, free_port, serve
 from tests.integration.lying import held_model, offering
@@ -172,7 +173,7 @@ def test_into_may_be_any_writable_buffer_and_nothing_else(
 # -- sources that answer nonsense -----------------------------------------------------------------
 
 
-class OddPeer(peer_pb2_grpc.PeerServicer):
+class OddPeer(PeerServicer):
     """Answers `Open` with the events it was made with, then stays silent."""
 
     def __init__(self, *events: peer_pb2.OpenEvent, forever: peer_pb2.OpenEvent | None = None):

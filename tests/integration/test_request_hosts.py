@@ -20,10 +20,10 @@ from mx.testing.certificates import certificates
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.v1 import coordinator_pb2_grpc as rpc
 from tests.integration.test_bounds import until
 from tests.integration.test_router_example import Router
 from tests.support.daemon import daemon
+from tests.support.stubs import blocking_stub
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -86,7 +86,7 @@ def reporting(coordinator: str, host: str, port: int, tls: TlsFiles | None = Non
                 return
 
     with dialled(coordinator, tls) as channel:
-        stub = rpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        stub = blocking_stub(channel, pb.DESCRIPTOR.services_by_name["Coordinator"])
         call = stub.Progress.future(messages(), metadata=(("mx-versions", own().encode()),))
         try:
             yield pull_id

@@ -4,6 +4,7 @@ die and stop, over a coordinator that is killed and comes back, and what hostile
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.v1 import coordinator_pb2_grpc as rpc
 from tests.integration.conftest import (
     Run,
     commands,
@@ -42,6 +43,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.replica import PORT
 from tests.integration.test_versions import NEWER, RunOther, other_coordinator, run_other
+from tests.support.stubs import blocking_stub
 
 pytestmark = pytest.mark.integration
 
@@ -333,7 +335,7 @@ def test_estimates_rest_on_what_pulls_have_measured(
     assert found.costs[0].endpoint == endpoint and found.costs[0].nbytes == found.size.nbytes
     # A host elsewhere does not reach what listens on loopback.
     place = mx.topology().topology.place
-    there = place.to_json().replace(place.boot_id, str(uuid.uuid4()))
+    there = json.dumps(asdict(place)).replace(place.boot_id, str(uuid.uuid4()))
     ranked = router.place("m", [there, "", endpoint])
     assert [each.attaches for each in ranked] == [True, True, False]
     assert not ranked[-1].paths and "does not reach" in ranked[-1].why_none
@@ -435,7 +437,7 @@ def test_hostile_reports_are_refused(site: str, field: dict[str, Any]) -> None:
         **field,
     )
     with grpc.insecure_channel(site) as channel:
-        stub = rpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        stub = blocking_stub(channel, pb.DESCRIPTOR.services_by_name["Coordinator"])
         with pytest.raises(grpc.RpcError) as caught:
             stub.Progress(
                 iter([pb.ProgressRequest(pull=report)]),
@@ -462,7 +464,7 @@ def test_no_other_process_speaks_for_a_pull_that_reports(
             requests_port=6666,
         )
         with grpc.insecure_channel(site) as channel:
-            stub = rpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+            stub = blocking_stub(channel, pb.DESCRIPTOR.services_by_name["Coordinator"])
             with pytest.raises(grpc.RpcError):
                 stub.Progress(
                     iter([pb.ProgressRequest(pull=lie)]),

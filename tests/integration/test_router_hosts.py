@@ -14,8 +14,8 @@ import pytest
 import mx
 from benchmarks.hosts import Hosts
 from mx import config
-from mx.core.topology import Place
 from mx.errors import MxError, NotAllowedError
+from mx.wire.place import place_from_json
 from tests.integration.conftest import Run, RunIn, environment, serve
 from tests.integration.replica import PORT
 from tests.integration.test_tls import Folder
@@ -91,7 +91,7 @@ def test_a_replica_elsewhere_is_reached_at_an_address_of_its_host(
     daemon.until(lambda: "listens" in daemon.err, "listening")
     run_in("near", "serve", str(checkpoint), "--model", "m", "--listen", f"{near}:0", *base).json()
     place = json.dumps(run_in("far", "topo", "--json").json()["place"])
-    assert Place.from_json(place).addresses
+    assert place_from_json(place).addresses
     router = script_in("near", "-c", ROUTER, coordinator, place)
     # One says where it is reached, the other does not: it reports from there. They are no sources,
     # or the far host would have one that a pull there attaches to.

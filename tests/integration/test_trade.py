@@ -16,6 +16,7 @@ from mx.core.types import AddressTable, SourceRecord, SourceRole
 from mx.swarm.origin import MOST_OF_READER
 from mx.swarm.stream import from_bytes
 from mx.wire.channel import Remote, Role, dial
+from mx.wire.place import place_to_wire
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
 
@@ -219,7 +220,7 @@ def test_a_lone_reader_is_notified_when_another_comes(origin: api.Source) -> Non
             source_id=record.source_id,
             identity=record.ref.identity,
             generation=record.generation,
-            place=record.place.to_json(),
+            place=place_to_wire(record.place),
             reader_id=reader_id,
         )
         await call.write(request)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import final
 
 from mx.cuda.errors import FATAL_CODES, cuda_error
 from tests.support.fake_cuda_alloc import GRANULARITY_BYTES, FakeAllocator
@@ -23,6 +24,7 @@ from tests.support.fake_kernels import KERNELS
 __all__ = ["GRANULARITY_BYTES", "FakeDriver", "fake_uuid"]
 
 
+@final
 class FakeDriver(FakeAllocator):
     """See `mx.cuda.driver.Driver` for the calls. `first_gpu` is the number of the GPU that is
     ordinal 0 here: processes may see different ones. `vmm=False` is a GPU of old; `peers=False`

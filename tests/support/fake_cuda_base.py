@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from mx.cuda.driver import DeviceAttribute
+from mx.cuda.driver import DeviceAttribute, Driver
 from mx.cuda.errors import cuda_error
 from mx.units import GIB
 from tests.support import fake_cuda_memory as memory
@@ -52,7 +52,7 @@ def driver_call(
     return call
 
 
-class FakeBase:
+class FakeBase(Driver):
     """State and devices; `tests.support.fake_cuda.FakeDriver` describes the arguments."""
 
     def __init__(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from mx.core.canonical import read_json
 from mx.core.json_bounds import MAX_DEPTH, MAX_PARSED_BYTES, check_json
-from mx.core.topology import Place
 from mx.errors import CheckpointError, ManifestError, PeerProtocolError
 from mx.storage.header import parse_header
 from mx.storage.shards import weight_map
 from mx.units import MIB
+from mx.wire.place import place_from_json
 from mx_transports.toolkit.framing import decode_ticket
 from mx_transports.ucx.wire import decode_info
 
@@ -67,7 +67,7 @@ def test_many_values_are_refused_wherever_json_is_read(unit: bytes) -> None:
     with pytest.raises(CheckpointError, match="more values"):
         weight_map(data, "model.safetensors.index.json")
     with pytest.raises(ValueError, match="more values"):
-        Place.from_json(data.decode())
+        place_from_json(data.decode())
     for decode in (decode_ticket, decode_info):
         with pytest.raises(PeerProtocolError):
             decode(large(unit, 4 * MIB), "10.0.0.1:1")
@@ -83,7 +83,7 @@ def test_deep_nesting_is_refused(opening: str) -> None:
         with pytest.raises(CheckpointError, match="deep"):
             parse_header(text.encode(), Path("a.safetensors"), 0)
         with pytest.raises(ValueError, match="deep"):
-            Place.from_json(text)
+            place_from_json(text)
 
 
 def test_what_a_large_model_needs_is_read() -> None:

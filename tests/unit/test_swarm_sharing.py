@@ -14,13 +14,14 @@ from mx.core.digest import block_digest, root_of
 from mx.core.pages import Pages
 from mx.core.types import Manifest, Packaging, SourceRecord, SourceRole
 from mx.errors import LocalError
+from mx.source.service import PeerServicer
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, StreamDialer
 from mx.target.transfer import Transfer
 from mx.units import MIB
 from mx.wire.server import Service, listen
-from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx.wire.v1 import peer_pb2
 from tests.support.records import make_documents, make_record
 from tests.unit.test_swarm_node import FakeHost, FakeNeighbour
 from tests.unit.test_transfer import BYTES, HeldSession, Listener, connection_of
@@ -140,7 +141,7 @@ def test_without_a_host_a_pull_reads_freely() -> None:
     asyncio.run(main())
 
 
-class Unwelcoming(peer_pb2_grpc.PeerServicer):
+class Unwelcoming(PeerServicer):
     """A peer that refuses every hello."""
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
@@ -11,14 +12,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx import codec, discovery, plugins
+from mx import discovery, plugins
 from mx.api.survey import Reach, SourceReach, TopologyReport, paths
 from mx.cli import topo_tables
 from mx.core.paths import Path, rails
@@ -30,10 +32,17 @@ from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
 from mx.target.paths import path_between
 from mx.transport import Unavailable, Viable
+from mx.wire.place import place_from_json, place_from_wire, place_to_wire
+from mx.wire.v1 import common_pb2 as pb
 from tests.support.places import nvlink_host, uuid
 from tests.support.records import make_documents, make_record
 
 # --- on the wire
+
+
+def sent(place: Place) -> Place:
+    return place_from_wire(pb.Place.FromString(place_to_wire(place).SerializeToString()))
+
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), max_size=8)
 _INT = st.integers(-1, (1 << 63) - 1)
@@ -71,14 +80,20 @@ _JSON = st.recursive(
 
 @given(PLACES)
 def test_places_come_back_as_they_were(place: Place) -> None:
-    text = place.to_json()
-    assert Place.from_json(text) == place
-    assert Place.from_json(Place.from_json(text).to_json()) == place
+    assert sent(place) == place
+    assert place_from_json(json.dumps(asdict(place))) == place
 
 
 def test_what_is_unknown_takes_no_room() -> None:
-    assert Place().to_json() == "{}"
-    assert json.loads(Place(nics=(Nic("eth0"),)).to_json()) == {"nics": [{"name": "eth0"}]}
+    assert place_to_wire(Place()).SerializeToString() == b""
+    assert place_to_wire(Place(nics=(Nic("eth0"),))) == pb.Place(nics=[{"name": "eth0"}])
+    assert place_from_wire(pb.Place()) == Place() and Place().uid == -1
+
+
+def test_messages_have_the_fields_of_the_classes() -> None:
+    for kind in (Place, Nic, Gpu, GpuPeer, NumaNode):
+        message = getattr(pb, kind.__name__).DESCRIPTOR
+        assert [each.name for each in message.fields] == [each.name for each in fields(kind)]
 
 
 def _spots(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -94,30 +109,45 @@ def _spots(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | i
 _HOST = nvlink_host(gpus=2, nics=1)
 
 
-@given(st.sampled_from(list(_spots(json.loads(_HOST.to_json())))), _JSON)
+@given(st.sampled_from(list(_spots(json.loads(json.dumps(asdict(_HOST)))))), _JSON)
 def test_a_place_with_anything_in_any_spot_is_read_or_refused(
     spot: tuple[str | int, ...], value: Any
 ) -> None:
-    document: Any = json.loads(_HOST.to_json())
+    document: Any = json.loads(json.dumps(asdict(_HOST)))
     inner = document
     for key in spot[:-1]:
         inner = inner[key]
     inner[spot[-1]] = value
     try:
-        found = Place.from_json(json.dumps(document))
+        found = place_from_json(json.dumps(document))
     except ValueError:
         return
-    assert Place.from_json(found.to_json()) == found
+    assert sent(found) == found
+    rails(found, _HOST)
+
+
+_SENT = place_to_wire(_HOST).SerializeToString()
+
+
+@given(st.integers(0, len(_SENT)), st.integers(0, 8), st.binary(max_size=8))
+def test_a_message_with_anything_in_any_spot_is_read_or_refused(
+    at: int, gone: int, new: bytes
+) -> None:
+    try:
+        found = place_from_wire(pb.Place.FromString(_SENT[:at] + new + _SENT[at + gone :]))
+    except (DecodeError, PeerProtocolError):
+        return
+    assert sent(found) == found
     rails(found, _HOST)
 
 
 @given(st.text() | _JSON.map(json.dumps))
 def test_anything_else_is_read_or_refused(text: str) -> None:
     try:
-        found = codec.place_from_wire(text)
-    except PeerProtocolError:
+        found = place_from_json(text)
+    except ValueError:
         return
-    assert codec.place_from_wire(found.to_json()) == found
+    assert sent(found) == found
 
 
 @pytest.mark.parametrize(
@@ -139,17 +169,48 @@ def test_anything_else_is_read_or_refused(text: str) -> None:
 )
 def test_what_no_machine_has_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Place.from_json(text)
+        place_from_json(text)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pb.Place(gpus=[pb.Gpu(nvlink_gb_per_s=math.nan)]),
+        pb.Place(gpus=[pb.Gpu(nvlink_gb_per_s=math.inf)]),
+        pb.Place(gpus=[pb.Gpu(nvlink_gb_per_s=-1.5)]),
+        pb.Place(gpus=[pb.Gpu(nvlink_gb_per_s=1e10)]),
+        pb.Place(gpus=[pb.Gpu(peers=[pb.GpuPeer(nvlinks=-2)])]),
+        pb.Place(gpus=[pb.Gpu(pcie_width=-16)]),
+        pb.Place(pid=-(1 << 63)),
+        pb.Place(numa_nodes=[pb.NumaNode(distances=[10, -2])]),
+        pb.Place(hostname="\x1b[2J"),
+        pb.Place(nics=[pb.Nic(name="a\nb")]),
+        pb.Place(addresses=["10.0.0.1", "\x07"]),
+        pb.Place(addresses=[""] * 1025),
+        pb.Place(nics=[pb.Nic()] * 1025),
+        pb.Place(driver="x" * 16_384),
+    ],
+)
+def test_what_no_machine_sends_is_refused(place: pb.Place) -> None:
+    with pytest.raises(PeerProtocolError, match="place"):
+        place_from_wire(place)
+
+
+def test_what_a_newer_machine_sends_besides_is_ignored_but_counted() -> None:
+    unknown = b"\xfa\x7f" + bytes([100]) + b"x" * 100
+    assert place_from_wire(pb.Place.FromString(_SENT + unknown)) == _HOST
+    with pytest.raises(PeerProtocolError, match="more than"):
+        place_from_wire(pb.Place.FromString(_SENT + unknown * 160))
 
 
 def test_large_hosts_fit_into_a_message() -> None:
     whole = nvlink_host(gpus=8, nics=8)
-    assert codec.place_from_wire(whole.to_json()) == whole
+    assert sent(whole) == whole
     # As registered: one GPU, however many peers, and as many interfaces as discovery allows.
     widest = nvlink_host(gpus=16, nics=discovery._MAX_NICS, addresses=discovery._MAX_ADDRESSES)
     addresses = tuple(a.partition("/")[0] for nic in widest.nics for a in nic.addresses)
     widest = replace(widest, gpus=widest.gpus[:1], addresses=addresses)
-    assert codec.place_from_wire(widest.to_json()) == widest
+    assert sent(widest) == widest
 
 
 # --- this process
@@ -160,7 +221,7 @@ def test_this_process_knows_where_it_is() -> None:
     assert (place.pid, place.uid, place.device) == (os.getpid(), os.getuid(), "cpu")
     assert place.ipc_namespace == os.stat("/proc/self/ns/ipc").st_ino
     assert place.gpus == ()
-    assert Place.from_json(place.to_json()) == place
+    assert sent(place) == place
     assert all(nic.addresses for nic in place.nics)
 
 
@@ -185,7 +246,7 @@ def test_a_host_of_containers_keeps_to_its_bounds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(discovery, "read_interfaces", lambda: interfaces)
     place = discovery.here(nics=["eth0"])
     assert place.addresses == tuple(f"10.0.{i}.1" for i in range(4))
-    assert codec.place_from_wire(discovery.here().to_json()).nics
+    assert sent(discovery.here()).nics
     assert len(discovery.topology({}).place.nics) == 501
 
 

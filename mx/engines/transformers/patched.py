@@ -43,7 +43,7 @@ _AUTO = (
 _NEEDED = ("cached_files", "list_repo_templates", "resolve_revision", "has_file")
 
 _lock = threading.RLock()
-_patched: _Patched | None = None
+_patched: Patched | None = None
 
 
 class _Here(threading.local):
@@ -57,7 +57,7 @@ class _Here(threading.local):
         self.from_disk = ""
 
 
-class _Patched:
+class Patched:
     """The replaced functions, and what they share."""
 
     def __init__(self, settings: config.Settings, coordinator: str) -> None:
@@ -187,7 +187,7 @@ def patch(*, coordinator: str | None = None, settings: config.Settings | None = 
                     hint="call unpatch() first",
                 )
             return
-        made = _Patched(settings, address)
+        made = Patched(settings, address)
         try:
             _install(made)
             _preload()
@@ -216,7 +216,7 @@ def unpatch() -> None:
             made.undo()
 
 
-def _install(made: _Patched) -> None:
+def _install(made: Patched) -> None:
     try:
         import safetensors.torch
         import transformers
@@ -274,7 +274,7 @@ def _install(made: _Patched) -> None:
 # -- files -------------------------------------------------------------------------------------
 
 
-def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _cached_files(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
         revision, why = kwargs.get("revision"), ""
@@ -302,7 +302,7 @@ def _has_code(filenames: Any) -> bool:
     return any(str(name).endswith(".py") for name in names)
 
 
-def _list_repo_templates(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _list_repo_templates(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def list_repo_templates(repo_id: Any, *args: Any, **kwargs: Any) -> Any:
         found = made.find(repo_id, kwargs.get("revision"))
@@ -314,7 +314,7 @@ def _list_repo_templates(made: _Patched, original: Callable[..., Any]) -> Callab
     return list_repo_templates
 
 
-def _resolve_revision(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _resolve_revision(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **kwargs: Any) -> Any:
         found = made.resolved(path_or_repo_id, revision)
@@ -323,7 +323,7 @@ def _resolve_revision(made: _Patched, original: Callable[..., Any]) -> Callable[
     return resolve_revision
 
 
-def _has_file(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _has_file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def has_file(path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         revision = args[0] if args else kwargs.get("revision")
@@ -335,7 +335,7 @@ def _has_file(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any
     return has_file
 
 
-def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _auto(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     """A class method that reads a configuration, and what belongs to it. It may run code which that
     names: then it is not a peer's."""
 
@@ -348,7 +348,7 @@ def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def _pipeline(made: _Patched, module: Any) -> None:
+def _pipeline(made: Patched, module: Any) -> None:
     """Replace `transformers.pipeline`, which gives a configuration to the model that it makes."""
     original = module.pipeline
 
@@ -374,7 +374,7 @@ _FILES = {
 }
 
 
-def _tokenizer(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _tokenizer(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
@@ -391,7 +391,7 @@ def _tokenizer(made: _Patched, original: Callable[..., Any]) -> Callable[..., An
 # -- weights -----------------------------------------------------------------------------------
 
 
-def _safe_open(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _safe_open(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
         found = made.lookup.of_path(filename)
@@ -408,7 +408,7 @@ def _safe_open(made: _Patched, original: Callable[..., Any]) -> Callable[..., An
     return safe_open
 
 
-def _conversions(made: _Patched, modeling_utils: Any) -> Callable[..., Any]:
+def _conversions(made: Patched, modeling_utils: Any) -> Callable[..., Any]:
     original = modeling_utils.get_model_conversion_mapping
 
     @functools.wraps(original)
@@ -422,7 +422,7 @@ def _conversions(made: _Patched, modeling_utils: Any) -> Callable[..., Any]:
 
 
 def _from_pretrained(
-    made: _Patched, original: Callable[..., Any], version: str
+    made: Patched, original: Callable[..., Any], version: str
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(
@@ -469,7 +469,7 @@ def _from_pretrained(
 
 
 def _from_disk(
-    made: _Patched,
+    made: Patched,
     name: object,
     call: Callable[[], Any],
     reason: str,

@@ -11,13 +11,15 @@ import importlib.machinery
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mx.engines.transformers.counters import served
-from mx.engines.transformers.loads import LeftToDiskError, Load
-from mx.engines.transformers.lookup import Lookup, Served, say_why_not
+from mx.engines.transformers.loads import LeftToDiskError
+from mx.engines.transformers.lookup import Served, say_why_not
+
+if TYPE_CHECKING:
+    from mx.engines.transformers.patched import Patched
 
 log = logging.getLogger(__name__)
 
@@ -41,40 +43,13 @@ _OTHER_FILES = (
 )
 
 
-class Here(Protocol):
-    """What this thread loads."""
-
-    #: The weights that were opened for the pipeline or model of diffusers; None: there is none.
-    loads: list[Load] | None
-
-
-class Patched(Protocol):
-    """What `mx.engines.transformers.patched` shares with this."""
-
-    @property
-    def here(self) -> Here: ...
-    @property
-    def lookup(self) -> Lookup: ...
-    def find(self, name: object, revision: str | None) -> Served | None: ...
-    def why_not(self, name: object, revision: str | None) -> str: ...
-    def from_disk(self, why: str) -> AbstractContextManager[None]: ...
-    def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None: ...
-    def when_undone(self, undo: Callable[[], None]) -> None: ...
-
-
 def install(made: Patched) -> None:
     """Patch diffusers now, as far as it is imported, and the rest when it is."""
     for name in sorted({module for module, _, _ in _METHODS}):
         when_imported(made, name, functools.partial(_replace, made))
 
 
-class Undone(Protocol):
-    """What calls functions when everything is put back."""
-
-    def when_undone(self, undo: Callable[[], None]) -> None: ...
-
-
-def when_imported(made: Undone, name: str, then: Callable[[ModuleType], None]) -> None:
+def when_imported(made: Patched, name: str, then: Callable[[ModuleType], None]) -> None:
     """Call `then` with a module: now, if it is imported, or when it is.
 
     Args:

@@ -10,25 +10,19 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from mx.engines.transformers.lookup import WEIGHTS, Served
+from mx.engines.transformers.lookup import WEIGHTS
 from mx.engines.transformers.pipelines import when_imported
+
+if TYPE_CHECKING:
+    from mx.engines.transformers.patched import Patched
 
 _MODULE = "sentence_transformers.util.file_io"
 #: The module of the class whose constructor loads a model.
 _MODELS = "sentence_transformers.base.model"
 #: Suffixes of weights, of which a source has only those in the model's own folder.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".xml", ".h5", ".msgpack")
-
-
-class Patched(Protocol):
-    """What `mx.engines.transformers.patched` shares with this."""
-
-    def find(self, name: object, revision: str | None) -> Served | None: ...
-    def resolved(self, name: object, revision: str | None) -> str | None: ...
-    def whole(self, name: object, call: Callable[[], Any], *, code: object = False) -> Any: ...
-    def when_undone(self, undo: Callable[[], None]) -> None: ...
 
 
 def install(made: Patched) -> None:

@@ -102,3 +102,115 @@ class TableRows(_message.Message):
     region: _containers.RepeatedScalarFieldContainer[int]
     region_offset: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, layer: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., nbytes: _Optional[_Iterable[int]] = ..., region: _Optional[_Iterable[int]] = ..., region_offset: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ("boot_id", "hostname", "uid", "pid", "pid_start_ticks", "pid_namespace", "net_namespace", "user_namespace", "ipc_namespace", "device", "addresses", "driver", "nics", "gpus", "numa_nodes")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PID_START_TICKS_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    NET_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    USER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    IPC_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    NICS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    hostname: str
+    uid: int
+    pid: int
+    pid_start_ticks: int
+    pid_namespace: int
+    net_namespace: int
+    user_namespace: int
+    ipc_namespace: int
+    device: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    driver: str
+    nics: _containers.RepeatedCompositeFieldContainer[Nic]
+    gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
+    numa_nodes: _containers.RepeatedCompositeFieldContainer[NumaNode]
+    def __init__(self, boot_id: _Optional[str] = ..., hostname: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., pid_namespace: _Optional[int] = ..., net_namespace: _Optional[int] = ..., user_namespace: _Optional[int] = ..., ipc_namespace: _Optional[int] = ..., device: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., driver: _Optional[str] = ..., nics: _Optional[_Iterable[_Union[Nic, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., numa_nodes: _Optional[_Iterable[_Union[NumaNode, _Mapping]]] = ...) -> None: ...
+
+class Nic(_message.Message):
+    __slots__ = ("name", "state", "addresses", "speed_mbit_per_s", "mtu", "numa_node", "pci_address", "rdma_device", "rdma_port", "link_layer")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    SPEED_MBIT_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MTU_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    PCI_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    RDMA_PORT_FIELD_NUMBER: _ClassVar[int]
+    LINK_LAYER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    speed_mbit_per_s: int
+    mtu: int
+    numa_node: int
+    pci_address: str
+    rdma_device: str
+    rdma_port: int
+    link_layer: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., speed_mbit_per_s: _Optional[int] = ..., mtu: _Optional[int] = ..., numa_node: _Optional[int] = ..., pci_address: _Optional[str] = ..., rdma_device: _Optional[str] = ..., rdma_port: _Optional[int] = ..., link_layer: _Optional[str] = ...) -> None: ...
+
+class Gpu(_message.Message):
+    __slots__ = ("uuid", "index", "name", "compute_capability", "memory_nbytes", "pci_address", "numa_node", "pcie_generation", "pcie_width", "nvlinks", "nvlink_gb_per_s", "peers")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PCI_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    PCIE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PCIE_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NVLINKS_FIELD_NUMBER: _ClassVar[int]
+    NVLINK_GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    index: int
+    name: str
+    compute_capability: str
+    memory_nbytes: int
+    pci_address: str
+    numa_node: int
+    pcie_generation: int
+    pcie_width: int
+    nvlinks: int
+    nvlink_gb_per_s: float
+    peers: _containers.RepeatedCompositeFieldContainer[GpuPeer]
+    def __init__(self, uuid: _Optional[str] = ..., index: _Optional[int] = ..., name: _Optional[str] = ..., compute_capability: _Optional[str] = ..., memory_nbytes: _Optional[int] = ..., pci_address: _Optional[str] = ..., numa_node: _Optional[int] = ..., pcie_generation: _Optional[int] = ..., pcie_width: _Optional[int] = ..., nvlinks: _Optional[int] = ..., nvlink_gb_per_s: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[GpuPeer, _Mapping]]] = ...) -> None: ...
+
+class GpuPeer(_message.Message):
+    __slots__ = ("uuid", "nvlinks", "p2p_read", "p2p_write", "relation")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NVLINKS_FIELD_NUMBER: _ClassVar[int]
+    P2P_READ_FIELD_NUMBER: _ClassVar[int]
+    P2P_WRITE_FIELD_NUMBER: _ClassVar[int]
+    RELATION_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    nvlinks: int
+    p2p_read: bool
+    p2p_write: bool
+    relation: str
+    def __init__(self, uuid: _Optional[str] = ..., nvlinks: _Optional[int] = ..., p2p_read: bool = ..., p2p_write: bool = ..., relation: _Optional[str] = ...) -> None: ...
+
+class NumaNode(_message.Message):
+    __slots__ = ("index", "cpus", "memory_nbytes", "distances")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DISTANCES_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    cpus: str
+    memory_nbytes: int
+    distances: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., cpus: _Optional[str] = ..., memory_nbytes: _Optional[int] = ..., distances: _Optional[_Iterable[int]] = ...) -> None: ...

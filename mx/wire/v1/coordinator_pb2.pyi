@@ -52,7 +52,7 @@ class Source(_message.Message):
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
-    place: str
+    place: _common_pb2.Place
     generation: int
     role: SourceRole
     state: SourceState
@@ -71,7 +71,7 @@ class Source(_message.Message):
     replaces: str
     receipt: bytes
     variant_fields: str
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")

@@ -33,11 +33,11 @@ class OpenRequest(_message.Message):
     identity: bytes
     generation: int
     transports: _containers.RepeatedScalarFieldContainer[str]
-    place: str
+    place: _common_pb2.Place
     reader_id: str
     read_bytes: int
     wrong_chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
     __slots__ = ("granted", "renewed", "draining", "stale", "busy", "coordinated", "checked")
