@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
 import os
 import re
 import threading
@@ -20,7 +19,6 @@ from typing import Any
 
 from mx import config_values as values
 from mx.errors import ConfigError
-from mx.units import parse_rate, parse_seconds
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -29,68 +27,62 @@ DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def _setting(default: object, help_text: str, read: Callable[[object], object]) -> Any:
-    return field(default=default, metadata={"help": help_text, "read": read})
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
+
+    `read` returns the checked value, or raises a ValueError. `verbs` are those that take its flag,
+    by name, `metavar` is what the flag wants, `group` where the help shows it. Names of other
+    settings and of arguments are in backquotes in `help` and `unset`, which says what the default
+    means where its value does not.
+    """
+
+    default: object
+    read: Callable[[object], object]
+    help: str
+    verbs: tuple[str, ...]
+    metavar: str
+    group: str
+    flag: str
+    unset: str
+
+    @property
+    def text(self) -> str:
+        """What it means, and its default."""
+        default = self.unset
+        if not (default or self.default is False or self.default in ("", ())):
+            default = format_value(self.default)
+        return f"{self.help} (default: {default})" if default else self.help
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError('must be a string, like "text"')
-    if "\0" in value:
-        raise ValueError("must be without NUL characters")
-    return value
+def _setting(
+    default: object,
+    read: Callable[[object], object],
+    help: str,
+    verbs: str = "",
+    metavar: str = "",
+    *,
+    group: str = "",
+    flag: str = "",
+    unset: str = "",
+) -> Any:
+    """Return the field of a setting; its flag is its name, unless `flag` is given."""
+    about = Description(default, read, help, tuple(verbs.split()), metavar, group, flag, unset)
+    return field(default=default, metadata={"about": about})
 
 
-def _seconds(low: float, high: float) -> Callable[[object], float]:
-    def read(value: object) -> float:
-        wrong = ValueError(f"must be a time from {low:g} to {high:g} s, like 90, 500ms or 1m")
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise wrong
-        try:
-            number = parse_seconds(value) if isinstance(value, str) else float(value)
-        except (ValueError, OverflowError):
-            raise wrong from None
-        if not (math.isfinite(number) and low <= number <= high):
-            raise wrong
-        return number
+# The settings are a table: a formatter would give each word a line.
+# fmt: off
 
-    return read
-
-
-def _count(low: int, high: int) -> Callable[[object], int]:
-    def read(value: object) -> int:
-        wrong = ValueError(f"must be a whole number from {low} to {high}")
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise wrong
-        text = str(value).strip()
-        if not re.fullmatch(r"[0-9]{1,12}", text) or not low <= int(text) <= high:
-            raise wrong
-        return int(text)
-
-    return read
-
-
-def _rate(value: object) -> int:
-    wrong = ValueError("must be a rate of at least 1MB/s, like 500MB/s or 2Gbit/s, or 0 for none")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise wrong
-    try:
-        bytes_per_s = parse_rate(str(value))
-    except ValueError:
-        raise wrong from None
-    if bytes_per_s and not 10**6 <= bytes_per_s <= 10**15:
-        raise wrong
-    return bytes_per_s
-
-
-def _state(value: object) -> str:
-    text = _text(value)
-    if text != "memory":
-        raise ValueError("must be memory (nothing else is built yet)")
-    return text
+#: Verbs of `mx`, and `coordinator` for mx-coordinator.
+_SERVE_PULL = "serve pull"
+_PLANNING = f"{_SERVE_PULL} plan topo"
+_ASKING = f"{_PLANNING} models sources top show"
+#: Groups of settings.
+CONNECTION, STORES, COMMON = "connection", "stores", "common"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,107 +90,159 @@ class Settings:
     """All settings, validated. `origins` maps names to where their values came from."""
 
     coordinator: str = _setting(
-        "127.0.0.1:7600", "where the coordinator is (HOST:PORT)", values.address
+        "127.0.0.1:7600", values.address, "Where the coordinator is.",
+        _ASKING, "HOST:PORT", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
-        "127.0.0.1:7600", "where mx-coordinator listens (HOST:PORT)", values.address
+        "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",
+        "coordinator", "HOST:PORT", flag="listen",
     )
     listen: str = _setting(
-        "127.0.0.1:0",
-        "where serve and pull listen (HOST:PORT; port 0 takes a free one)",
-        values.address,
+        "127.0.0.1:0", values.address, "Where this process listens; port 0 takes a free one.",
+        f"{_SERVE_PULL} show", "HOST:PORT", group=CONNECTION,
     )
     advertise: str = _setting(
-        "",
-        "the address that serve and pull register in place of the one they listen on",
-        values.address_or_none,
+        "", values.address_or_none,
+        "What others dial in place of `listen`, behind address translation or in a container; "
+        "port 0 is the one listened on.",
+        _SERVE_PULL, "HOST:PORT", group=CONNECTION,
     )
     data_ports: str = _setting(
-        "", "ports that tcp listens on for weights, like 7602-7609 (any free one)", values.ports
+        "", values.ports,
+        "Ports for the weights over tcp, to be published as they are where `advertise` is given, "
+        "like 7602-7605.",
+        _SERVE_PULL, "FIRST-LAST", group=CONNECTION, unset="any free ones",
     )
-    state: str = _setting("memory", "where mx-coordinator keeps its state", _state)
-    tls_cert: str = _setting("", "PEM file: this process's certificate", _text)
-    tls_key: str = _setting("", "PEM file: its private key", _text)
-    tls_ca: str = _setting("", "PEM file: the authority of its peers", _text)
-    insecure: bool = _setting(False, "allow plain text beyond this machine", values.flag)
+    state: str = _setting(
+        "memory", values.state, "Where to keep what is registered.", "coordinator", "memory"
+    )
+    tls_cert: str = _setting(
+        "", values.text, "PEM file with this process's certificate.",
+        f"{_ASKING} coordinator", "FILE", group=CONNECTION,
+    )
+    tls_key: str = _setting(
+        "", values.text, "PEM file with its private key.",
+        f"{_ASKING} coordinator", "FILE", group=CONNECTION,
+    )
+    tls_ca: str = _setting(
+        "", values.text, "PEM file with the authority that signed the peers' certificates.",
+        f"{_ASKING} coordinator", "FILE", group=CONNECTION,
+    )
+    insecure: bool = _setting(
+        False, values.flag, "Allow plain text beyond this machine.",
+        f"{_ASKING} coordinator", group=CONNECTION,
+    )
     name_key: str = _setting(
-        "",
-        "file with the key whose holders own the names that they bind (made at first use)",
-        _text,
+        "", values.text,
+        "The key whose holders own the names that they bind, and may update them; `mx keygen` "
+        "makes one.",
+        "serve", "FILE", group=CONNECTION,
+        unset="~/.local/state/mx/name.key, made at first use",
     )
     receipt_key: str = _setting(
-        "",
-        "file with the key by which a coordinator that was restarted knows its bindings again",
-        _text,
+        "", values.text,
+        "The key by which a coordinator knows names and their owners again after a restart; made "
+        "at first use.",
+        "coordinator", "FILE", unset="~/.local/state/mx/receipt.key",
     )
     data_plaintext: bool = _setting(
-        False, "send weights without TLS although control uses it", values.flag
+        False, values.flag, "Send the weights without TLS although control uses it.",
+        _SERVE_PULL, group=CONNECTION,
     )
     trusted_fabric: bool = _setting(
-        False, "let transports that enforce no bounds (ucx) work beyond this machine", values.flag
+        False, values.flag,
+        "Use ucx beyond this machine, and trust every host that reaches that network.",
+        _PLANNING, group=CONNECTION,
     )
     nics: tuple[str, ...] = _setting(
-        (), "network interfaces for weights (all that are up, if none is named)", values.names
+        (), values.names, "Network interfaces for the weights, like eth0,eth1.",
+        _PLANNING, "NAMES", group=CONNECTION, unset="all that are up",
     )
     lease_s: float = _setting(
-        5.0, "how long a source stays listed without a heartbeat", _seconds(0.5, 3600)
+        5.0, values.seconds(0.5, 3600), "How long a source stays listed without a heartbeat.",
+        "coordinator", "TIME",
     )
     reader_lease_s: float = _setting(
-        6.0, "how long a reader may read without renewing", _seconds(1, 3600)
+        6.0, values.seconds(1, 3600), "How long a reader may read without renewing."
     )
     connect_timeout_s: float = _setting(
-        3.0, "how long to wait for a connection", _seconds(0.1, 600)
+        3.0, values.seconds(0.1, 600), "How long to wait for a connection."
     )
     stall_timeout_s: float = _setting(
-        4.0, "how long a source may send nothing before it is given up", _seconds(0.1, 600)
+        4.0, values.seconds(0.1, 600), "Give a source up that sends nothing for so long.",
+        "pull", "TIME",
     )
     wait_s: float = _setting(
-        0.0, "how long a pull waits for a source when there is none", _seconds(0, 7 * 86400)
+        0.0, values.seconds(0, 7 * 86400),
+        "Wait so long for a source when there is none (any more), or in serve for the coordinator "
+        "that was named: 90 (seconds), 1m.",
+        _SERVE_PULL, "TIME", flag="wait",
     )
     checkpoint_root: str = _setting(
-        "", "folder with a checkpoint for each model's name, read if peers don't give it", _text
+        "", values.text,
+        "Folder with a checkpoint for each model, in a folder of the model's name.",
+        "pull", "DIR", group=STORES,
     )
     hub_id: str = _setting(
-        "",
-        "the model's id on the Hugging Face hub, ORG/MODEL[@REVISION]; {name} is its name",
-        _text,
+        "", values.text,
+        "The model on the Hugging Face hub, or in its cache; {name} stands for its name.",
+        "pull", "ORG/MODEL[@REVISION]", group=STORES,
     )
     object_url: str = _setting(
-        "", "its folder in an object store, like s3://BUCKET/{name} (also gs, az, file)", _text
+        "", values.text,
+        "Its folder in an object store: s3://BUCKET/{name}, gs://, az:// or file://.",
+        "pull", "URL", group=STORES,
     )
     store_timeout_s: float = _setting(
-        30.0, "how long one request to an object store or the hub may take", _seconds(0.1, 3600)
+        30.0, values.seconds(0.1, 3600),
+        "How long one request to the hub or an object store may take.",
+        "pull", "TIME", group=STORES,
     )
     max_readers: int = _setting(
-        0, "how many pulls may read from a source at a time (0: any number)", _count(0, 100_000)
+        0, values.count(0, 100_000),
+        "How many may read from here at a time; others go elsewhere, or wait.",
+        _SERVE_PULL, "N", unset="any number",
     )
     max_bandwidth: int = _setting(
-        0, "bytes per second that a source sends at most, over all readers (0: no limit)", _rate
+        0, values.rate,
+        "What is given at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per second.",
+        _SERVE_PULL, "RATE", unset="no limit",
     )
     drain_grace_s: float = _setting(
-        10.0, "how long running reads may take to finish when a source stops", _seconds(0, 3600)
+        10.0, values.seconds(0, 3600), "How long running reads may take to finish.",
+        "serve", "TIME",
     )
     cache_socket: str = _setting(
-        "auto",
-        "where this host's cache is: auto (in the user's folder), off, or the path of its socket",
-        values.cache_socket,
+        "auto", values.cache_socket,
+        "Where this host's cache is: in the user's folder (auto), nowhere, or at this socket.",
+        f"{_SERVE_PULL} cache", "auto|off|PATH",
     )
     cache_memory: int = _setting(
-        0, "bytes that a cache holds at most (0: half of what is free at its start)", values.size
+        0, values.size, "With `cache`: what all models together may have, like 64GB.",
+        "serve", "SIZE", flag="memory", unset="half of what is free",
     )
     coordinated_reading: str = _setting(
-        "auto",
-        "when pulls of one model coordinate their reads: auto (over networks) or always",
-        values.choice("auto", "always"),
+        "auto", values.choice("auto", "always"),
+        "When pulls of one model coordinate their reads: over networks (auto), or always.",
     )
-    streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))
+    streams: int = _setting(
+        2, values.count(1, 64), "TCP connections for the weights.", "pull", "N"
+    )
     log_level: str = _setting(
-        "warning",
-        f"how much to log: {', '.join(LOG_LEVELS)} (info if not set, for servers)",
-        values.choice(*LOG_LEVELS),
+        "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
+        f"{_SERVE_PULL} top keygen coordinator", "|".join(_LOG_LEVELS), group=COMMON,
+        unset="info for servers, else warning",
     )
-    log_format: str = _setting("text", "how to log: text or json", values.choice("text", "json"))
-    trace: str = _setting("", "write a JSON line per traced step to this file", _text)
+    log_format: str = _setting(
+        "text", values.choice("text", "json"), "How to log.",
+        f"{_SERVE_PULL} top keygen coordinator", "text|json", group=COMMON,
+        unset="text, and json with `json`",
+    )
+    trace: str = _setting(
+        "", values.text, "Append a JSON line for each step that starts, completes or fails.",
+        _SERVE_PULL, "FILE", group=COMMON,
+    )
+    # fmt: on
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def origin(self, name: str) -> str:
@@ -210,18 +254,12 @@ class Settings:
         return name in self.origins
 
 
-def setting_names() -> list[str]:
-    """Return the settings' names in the order of display."""
-    return [item.name for item in fields(Settings) if item.name != "origins"]
-
-
-def describe(name: str) -> str:
-    """Return one line on what a setting means."""
-    return str(_metadata(name)["help"])
-
-
-def _metadata(name: str) -> Mapping[str, Any]:
-    return next(item.metadata for item in fields(Settings) if item.name == name)
+#: All settings by name, in the order of display.
+DESCRIPTIONS: Mapping[str, Description] = {
+    item.name: replace(about, flag=f"--{about.flag or item.name.replace('_', '-')}")
+    for item in fields(Settings)
+    if (about := item.metadata.get("about"))
+}
 
 
 def format_value(value: object) -> str:
@@ -298,7 +336,7 @@ def load(
     *,
     file: str | None = None,
     environ: Mapping[str, str] | None = None,
-    flag_names: Mapping[str, str] | None = None,
+    typed: bool = False,
 ) -> Settings:
     """Read all settings.
 
@@ -307,7 +345,7 @@ def load(
         file: The configuration file, by default `MX_PEER_CONFIG`, else `default_file`. A named file
             must exist; the default one need not.
         environ: The environment, by default this process's.
-        flag_names: The spelling of each flag, for errors; by default flags are named as arguments.
+        typed: Whether errors name `flags` as they are typed, else as arguments.
 
     Raises:
         ConfigError: A value is not valid. The message names the flag, the variable, or the file
@@ -319,7 +357,7 @@ def load(
 
     def take(name: str, raw: object, origin: str) -> None:
         try:
-            values[name] = _metadata(name)["read"](raw)
+            values[name] = DESCRIPTIONS[name].read(raw)
         except ValueError as error:
             raise ConfigError(f"{origin}: {name} = {raw!r}: it {error}") from None
         origins[name] = origin
@@ -332,8 +370,7 @@ def load(
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
         if given is not None:
-            flag = (flag_names or {}).get(name)
-            take(name, given, f"flag {flag}" if flag else f"`{name}`")
+            take(name, given, f"flag {DESCRIPTIONS[name].flag}" if typed else f"`{name}`")
     if _has_home(environ):
         folder = state_folder(environ)
         for name in ("name_key", "receipt_key"):
@@ -353,7 +390,7 @@ def given(settings: Settings, **arguments: object) -> Settings:
     for name, raw in arguments.items():
         if raw is not None:
             try:
-                values[name] = _metadata(name)["read"](raw)
+                values[name] = DESCRIPTIONS[name].read(raw)
             except ValueError as error:
                 raise ConfigError(f"{name} = {raw!r}: it {error}") from None
     origins = {**settings.origins, **dict.fromkeys(values, "argument")}
@@ -367,7 +404,7 @@ def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in setting_names()}
+    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in DESCRIPTIONS}
     found = {}
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
@@ -402,8 +439,8 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
     for name, value in table.items():
         pattern = re.compile(rf"""\s*\[*["']?{re.escape(name)}["']?\s*[=.\]]""")
         line = next((n for n, at in enumerate(lines, 1) if pattern.match(at)), 0)
-        if name not in setting_names():
-            raise _unknown(f"{path}, line {line}" if line else str(path), name, setting_names())
+        if name not in DESCRIPTIONS:
+            raise _unknown(f"{path}, line {line}" if line else str(path), name, [*DESCRIPTIONS])
         found[name] = (value, line)
     return found
 

@@ -2,10 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
-from mx.units import parse_bytes, parse_ports
+from mx.units import parse_bytes, parse_ports, parse_rate, parse_seconds
+
+_Value = TypeVar("_Value")
+
+
+def _parsed(
+    right: str,
+    kinds: type | tuple[type, ...],
+    parse: Callable[[str], _Value],
+    holds: Callable[[_Value], bool] = lambda _: True,
+) -> Callable[[object], _Value]:
+    """Return a reader.
+
+    Args:
+        right: What an error says.
+        kinds: What a value must be an instance of; never a bool.
+        parse: Reads its text, or raises ValueError or OverflowError.
+        holds: Returns True for a value that is allowed.
+    """
+
+    def read(value: object) -> _Value:
+        if isinstance(value, kinds) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):
+                found = parse(str(value))
+                if holds(found):
+                    return found
+        raise ValueError(f"must be {right}")
+
+    return read
+
+
+def seconds(low: float, high: float) -> Callable[[object], float]:
+    """Return a reader of a time within these bounds."""
+    return _parsed(
+        f"a time from {low:g} to {high:g} s, like 90, 500ms or 1m",
+        (str, int, float),
+        parse_seconds,
+        lambda found: math.isfinite(found) and low <= found <= high,
+    )
+
+
+def count(low: int, high: int) -> Callable[[object], int]:
+    """Return a reader of a whole number within these bounds."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,12}", text.strip()):
+            raise ValueError
+        return int(text)
+
+    right = f"a whole number from {low} to {high}"
+    return _parsed(right, (str, int), parse, lambda found: low <= found <= high)
+
+
+#: Reads a number of bytes, or 0.
+size = _parsed("a size, like 64GB or 512MiB", (str, int), parse_bytes)
+
+#: Reads bytes per second, or 0.
+rate = _parsed(
+    "a rate of at least 1MB/s, like 500MB/s or 2Gbit/s, or 0 for none",
+    (str, int),
+    parse_rate,
+    lambda found: found == 0 or 10**6 <= found <= 10**15,
+)
+
+
+def text(value: object) -> str:
+    """Read a text."""
+    if not isinstance(value, str):
+        raise ValueError('must be a string, like "text"')
+    if "\0" in value:
+        raise ValueError("must be without NUL characters")
+    return value
+
+
+def state(value: object) -> str:
+    """Read where a coordinator keeps its state."""
+    if text(value) != "memory":
+        raise ValueError("must be memory (nothing else is built yet)")
+    return "memory"
 
 
 def address(value: object) -> str:
@@ -26,13 +107,7 @@ def address_or_none(value: object) -> str:
 
 def ports(value: object) -> str:
     """Read a port or a range of them, as `mx.units.parse_ports` does, or "" for none."""
-    wrong = ValueError("must be a port or a range of ports, like 7602-7609")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise wrong
-    try:
-        parse_ports(str(value))
-    except ValueError:
-        raise wrong from None
+    _parsed("a port or a range of ports, like 7602-7609", (str, int), parse_ports)(value)
     return str(value)
 
 
@@ -78,14 +153,3 @@ def cache_socket(value: object) -> str:
     if not isinstance(value, str) or not (value in ("auto", "off") or value.startswith("/")):
         raise ValueError("must be auto, off, or the path of a socket, from the root")
     return value
-
-
-def size(value: object) -> int:
-    """Read a number of bytes, or 0."""
-    wrong = ValueError("must be a size, like 64GB or 512MiB")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise wrong
-    try:
-        return parse_bytes(str(value))
-    except ValueError:
-        raise wrong from None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mx import config, discovery
+from mx.api.arguments import PullArguments
 from mx.api.common import transports
 from mx.api.options import pull_options
 from mx.api.pulling import begin
@@ -164,17 +165,12 @@ class Keeper:
             raise ConfigError(
                 f"it asks the coordinator at {self._coordinator}, not at {wanted.coordinator}"
             )
-        options = pull_options(
-            wanted.name,
-            self._settings,
-            peer=wanted.offered_at or None,
-            revision=wanted.revision,
-            variant=wanted.variant,
-            coordinator=None if offered else self._coordinator,
-            transport=None,
-            wait_s=0.0 if offered else None,
-            hold=True,
-        )
+        asked = PullArguments(revision=wanted.revision, variant=wanted.variant, hold=True)
+        if offered:
+            asked |= {"peer": wanted.offered_at, "wait_s": 0.0}
+        else:
+            asked["coordinator"] = self._coordinator
+        options = pull_options(wanted.name, self._settings, asked)
         locator = Locator(options)
         try:
             located, manifest = await describe(locator)

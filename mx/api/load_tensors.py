@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
+from mx.api.arguments import PullArguments, takes
 from mx.api.common import check_type
 from mx.api.pulling import pull
 from mx.errors import ConfigError
@@ -12,14 +13,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def load(model: str, **options: Any) -> dict[str, torch.Tensor]:
+@takes(PullArguments)
+def load(model: str, **arguments: Unpack[PullArguments]) -> dict[str, torch.Tensor]:
     """Pull a model and return its tensors by name, in execution order.
 
     One line in place of `safetensors.torch.load_file`. Blocks until every layer is verified.
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
-        options: The options of `pull`, except `hold`, which needs the `Pull` itself, and
+        arguments: Those of `pull`, except `hold`, which needs the `Pull` itself, and
             `files_only`.
 
     Returns:
@@ -31,15 +33,15 @@ def load(model: str, **options: Any) -> dict[str, torch.Tensor]:
         MxError: The error that ended the pull, see `pull`.
     """
     check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
-    if options.get("hold"):
+    if arguments.get("hold"):
         raise ConfigError(
             "`load` can't hold a model for others", hint="call mx.pull with `hold=True`"
         )
-    if options.get("files_only"):
+    if arguments.get("files_only"):
         raise ConfigError(
             "`files_only` pulls no tensors", hint="mx.pull(...).files() has the files"
         )
     import mx.memory.tensors  # noqa: F401  # fails before the pull if torch is missing
 
-    with pull(model, **options) as running:
+    with pull(model, **arguments) as running:
         return running.state_dict()

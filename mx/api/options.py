@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mx import config
-from mx.api.chain import chain_of
-from mx.api.common import check_type, tls_of, transports, variant_text
+from mx.api.arguments import PlanArguments, PullArguments
+from mx.api.chain import PEERS, chain_of
+from mx.api.common import check_type, resolve_device, tls_of, transports, variant_text
+from mx.api.reuse import held_by
 from mx.api.serving import source_options
 from mx.api.tensors import in_place, is_module
 from mx.core.local_ranks import LocalRanks
@@ -31,39 +33,27 @@ from mx.wire.private import socket_in_use
 log = logging.getLogger(__name__)
 
 
-def pull_options(
-    model: str,
-    settings: config.Settings,
-    *,
-    source: str = "peers",
-    peer: str | None = None,
-    path: str | Path | None = None,
-    fallback: str | Path | None = None,
-    out: str | Path | None = None,
-    revision: str,
-    variant: object,
-    transport: str | None,
-    wait_s: float | None = None,
-    only: str | Collection[str] | None = None,
-    slices: Mapping[str, Slice] | None = None,
-    files_only: bool | Collection[str] = False,
-    **rest: Any,
-) -> PullOptions:
+def settings_of(arguments: PlanArguments) -> config.Settings:
+    """Return the settings of a call, and add their coordinator to the arguments if those have none.
+
+    Raises:
+        ConfigError: They are of a wrong type, or one of them has a wrong value.
+    """
+    settings = arguments.get("settings")
+    if settings is not None:
+        check_type("settings", settings, config.Settings, "make them by `mx.config.load({...})`")
+    settings = settings or config.load()
+    arguments["coordinator"] = arguments.get("coordinator") or settings.coordinator
+    return settings
+
+
+def pull_options(model: str, settings: config.Settings, asked: PullArguments) -> PullOptions:
     """Check the arguments of `pull` and `plan`.
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
         settings: What is not given as an argument.
-        source: "auto" for all steps of the chain, "peers" for those that are named.
-        peer, path, fallback: Where to pull from; at most one of them.
-        out: The folder to write a checkpoint to.
-        revision: The revision's label, "" for the one that `model` means.
-        variant: The variant, text or a `ProcessingKey`; "" for the one that `model` means.
-        transport: The only one to use; None for all.
-        wait_s: Seconds to wait for a source, or text like "1m"; None for the settings' value.
-        only, slices: Which tensors to pull, and which slices of them.
-        files_only: Whether to pull only side files, and which.
-        rest: Further fields of `PullOptions`.
+        asked: The arguments; without a coordinator none is asked.
 
     Returns:
         The options of the pull.
@@ -71,46 +61,51 @@ def pull_options(
     Raises:
         ConfigError: An argument is of a wrong type or has a wrong value; it is named.
     """
-    variant = variant_text(variant)
-    rest["files_only"], files = _files(files_only)
-    _check_types(
-        model=model, peer=peer, path=path, fallback=fallback, out=out, revision=revision,
-        transport=transport, **rest,
-    )  # fmt: skip
-    settings = config.given(settings, wait_s=wait_s)
-    reference = parse_reference(model, revision=revision, variant=variant)
-    known = transports()
+    device = resolve_device(asked.get("device", "cpu"))
+    if asked.get("into") is not None and device != "cpu":
+        raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
+    verify = asked.get("verify", "chunks")
+    if verify not in ("chunks", "strong"):
+        raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
+    into, reuse = destination(asked.get("into")), held_by(asked.get("reuse", ()), device)
+    variant = variant_text(asked.get("variant", ""))
+    files_only, files = _files(asked.get("files_only", False))
+    _check_types({**asked, "model": model})
+    settings = config.given(settings, wait_s=asked.get("wait_s"))
+    reference = parse_reference(model, revision=asked.get("revision", ""), variant=variant)
+    transport, known = asked.get("transport"), transports()
     if transport is not None and transport not in known:
         raise ConfigError(
             f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
         )
+    peer, path, fallback = asked.get("peer"), asked.get("path"), asked.get("fallback")
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
-    if rest.get("follow"):
-        auto = None if source == "peers" else source
-        _check_follow(
-            reference, path=path, fallback=fallback, source=auto, out=out,
-            device=rest.get("device"),
-        )  # fmt: skip
-    selection = _selection(only, slices)
-    if selection is not None:
-        _check_subset(out=out, **rest)
-    _check_ranks(rest.get("local_ranks"), selection, strong=rest.get("strong", False))
-    if rest.get("files_only"):
-        _check_files_only(model, path, rest)
-    tls = tls_of(settings)
-    in_place = isinstance(rest.get("into"), InPlace)
-    host, alone_because = _host(settings, peer, rest.get("coordinator"), live=in_place)
-    if rest.get("hold") and rest.get("coordinator"):
-        dialled_host(settings.listen, settings.advertise, rest["coordinator"])
-    return PullOptions(
+    coordinator, out, tls = asked.get("coordinator"), asked.get("out"), tls_of(settings)
+    if asked.get("follow"):
+        _check_follow(reference, asked, device)
+    in_place = isinstance(into, InPlace)
+    host, alone_because = _host(settings, peer, coordinator, live=in_place)
+    options = PullOptions(
         name=reference.pinned_name,
         revision=reference.revision,
         variant=reference.variant,
+        coordinator=coordinator,
         peer=peer,
         from_sources=path is None,
-        **chain_of(source, settings, reference, path, fallback),
+        **chain_of(asked.get("source", PEERS), settings, reference, path, fallback),
         out=None if out is None else Path(out),
+        resume=asked.get("resume", True),
+        files_only=files_only,
+        files=files,
+        device=device,
+        hold=asked.get("hold", False),
+        into=into,
+        reuse=reuse,
+        follow=asked.get("follow", False),
+        transport=transport,
+        strong=verify == "strong",
+        attach=asked.get("attach", True),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
         trusted_fabric=settings.trusted_fabric,
@@ -120,15 +115,18 @@ def pull_options(
         connect_timeout_s=settings.connect_timeout_s,
         wait_s=settings.wait_s,
         nics=settings.nics,
-        transport=transport,
         host=host,
         coordinate_always=settings.coordinated_reading == "always",
         alone_because=alone_because,
-        selection=selection,
-        files=files,
-        cache=_cache(settings, selection, peer=peer, path=path, transport=transport, **rest),
-        **rest,
+        selection=_selection(asked.get("only"), asked.get("slices")),
+        local_ranks=asked.get("local_ranks"),
     )
+    _check_subset(options)
+    _check_ranks(options)
+    _check_files_only(options)
+    if options.hold and coordinator:
+        dialled_host(settings.listen, settings.advertise, coordinator)
+    return replace(options, cache=_cache(options, settings))
 
 
 def _files(files_only: object) -> tuple[bool, tuple[str, ...] | None]:
@@ -145,23 +143,15 @@ def _files(files_only: object) -> tuple[bool, tuple[str, ...] | None]:
     return True, tuple(files_only)
 
 
-def _cache(
-    settings: config.Settings,
-    selection: Selection | None,
-    *,
-    peer: str | None,
-    path: str | Path | None,
-    transport: str | None,
-    **rest: Any,
-) -> str:
-    """Return the socket of the cache that a pull with these arguments asks; "" for none.
+def _cache(options: PullOptions, settings: config.Settings) -> str:
+    """Return the socket of the cache that a pull with these options asks; "" for none.
 
     Only pulls ask that can attach to what the cache holds.
     """
-    elsewhere = peer is not None or path is not None or not rest.get("coordinator")
-    of_its_own = any(rest.get(name) for name in ("hold", "reuse", "follow", "files_only"))
-    attaches = rest.get("attach", True) and rest.get("into") is None and selection is None
-    on_cpu = rest.get("device", "cpu") == "cpu" and transport in (None, "shm")
+    elsewhere = options.peer is not None or not options.from_sources or not options.coordinator
+    of_its_own = options.hold or options.reuse or options.follow or options.files_only
+    attaches = options.attach and options.into is None and options.selection is None
+    on_cpu = options.device == "cpu" and options.transport in (None, "shm")
     if elsewhere or of_its_own or not attaches or not on_cpu:
         return ""
     try:
@@ -183,44 +173,50 @@ def _selection(
     return None if selection.everything else selection
 
 
-def _check_subset(**others: object) -> None:
-    """Raise ConfigError for arguments that a pull of some tensors can't have."""
-    others["device"] = "" if others.get("device") == "cpu" else others.get("device")
+def _check_subset(options: PullOptions) -> None:
+    """Raise ConfigError for options that a pull of some tensors can't have."""
     for name in ("out", "hold", "reuse", "follow", "device", "files_only"):
-        if others.get(name):
+        if options.selection is not None and getattr(options, name) not in _UNUSED:
             raise ConfigError(
                 f"a pull with `only` or `slices` can't have `{name}` in this version",
                 hint="pull all tensors, or leave that out",
             )
 
 
-def _check_ranks(ranks: object, selection: Selection | None, *, strong: bool) -> None:
-    """Raise ConfigError if pulls with these arguments can't share what they read."""
-    if ranks is None:
+def _check_ranks(options: PullOptions) -> None:
+    """Raise ConfigError if pulls with these options can't share what they read."""
+    if options.local_ranks is None:
         return
-    check_type("local_ranks", ranks, LocalRanks, "it is mx.LocalRanks(rank, size)")
-    if selection is None:
+    check_type("local_ranks", options.local_ranks, LocalRanks, "it is mx.LocalRanks(rank, size)")
+    if options.selection is None:
         raise ConfigError(
             "`local_ranks` share parts of a model: give `only` or `slices`",
             hint="pulls of whole models on one host share memory, or what they read, by themselves",
         )
-    if strong:
+    if options.strong:
         raise ConfigError(
             "`local_ranks` take each other's word, and `verify=strong` takes none",
             hint="leave out one of them",
         )
 
 
-def _check_follow(reference: ModelReference, **others: object) -> None:
+def _check_follow(reference: ModelReference, asked: PullArguments, device: str) -> None:
     """Raise ConfigError if a pull with these arguments can't follow its model."""
-    others["device"] = None if others["device"] == "cpu" else others["device"]
-    for name, value in others.items():
-        if value is not None:
+    for name, given in (
+        ("path", asked.get("path") is not None),
+        ("fallback", asked.get("fallback") is not None),
+        ("source", asked.get("source", PEERS) != PEERS),
+        ("out", asked.get("out") is not None),
+        ("device", device != "cpu"),
+    ):
+        if given:
             raise ConfigError(f"a pull with `{name}` can't `follow` its model")
     if reference.pin or reference.revision:
         raise ConfigError("a pinned revision never changes", hint="leave out `follow`")
 
 
+#: Values of an option that a pull does without.
+_UNUSED: tuple[object, ...] = (None, False, [], "cpu")
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
 _TEXTS = ("model", "revision", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
@@ -228,7 +224,7 @@ _FLAGS = ("hold", "attach", "resume", "follow")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
 
 
-def _check_types(**given: object) -> None:
+def _check_types(given: Mapping[str, object]) -> None:
     """Raise ConfigError for an argument of a wrong type, which would else fail deep inside."""
     for name, value in given.items():
         if value is None and name in _OPTIONAL:
@@ -241,22 +237,17 @@ def _check_types(**given: object) -> None:
             check_type(name, value, bool, "it is True or False")
 
 
-def _check_files_only(model: str, path: str | Path | None, rest: Mapping[str, Any]) -> None:
+def _check_files_only(options: PullOptions) -> None:
     """Raise ConfigError for what a pull of files only can't do."""
-    given = {
-        "hold": rest.get("hold"),
-        "into": rest.get("into") is not None,
-        "reuse": rest.get("reuse"),
-        "follow": rest.get("follow"),
-        "device": rest.get("device", "cpu") != "cpu",
-    }
-    for name, wanted in given.items():
-        if wanted:
+    if not options.files_only:
+        return
+    for name in ("hold", "into", "reuse", "follow", "device"):
+        if getattr(options, name) not in _UNUSED:
             raise ConfigError(
                 f"`files_only` pulls no weights, so `{name}` has nothing to work on",
                 hint=f"leave out `files_only` or `{name}`",
             )
-    if path is not None and "@" in model:
+    if options.pin and not options.from_sources:
         raise ConfigError(
             "only the weights prove a pin, and `files_only` does not read those in `path`",
             hint="leave out the pin, or pull from a source, whose files the pin can prove",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Unpack, cast
 
-from mx import config, runtime
+from mx import runtime
+from mx.api.arguments import PlanArguments, PullArguments, takes
 from mx.api.common import transports
-from mx.api.options import pull_options
+from mx.api.options import pull_options, settings_of
 from mx.core.planner import Plan
-from mx.core.selection import Slice, Subset
+from mx.core.selection import Subset
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey
-from mx.core.variant import ProcessingKey
 from mx.runtime import in_thread
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
@@ -77,19 +78,8 @@ async def plan_pull(
     )
 
 
-def plan(
-    model: str,
-    *,
-    peer: str | None = None,
-    revision: str = "",
-    variant: str | ProcessingKey = "",
-    coordinator: str | None = None,
-    transport: str | None = None,
-    attach: bool = True,
-    only: str | Collection[str] | None = None,
-    slices: Mapping[str, Slice] | None = None,
-    settings: config.Settings | None = None,
-) -> PlannedPull:
+@takes(PlanArguments)
+def plan(model: str, **arguments: Unpack[PlanArguments]) -> PlannedPull:
     """Return the paths from the sources of `model` to this process, without moving weights.
 
     The plan says which paths a `pull` with the same arguments would use, what each should carry,
@@ -114,18 +104,6 @@ def plan(
         CoordinatorError: The coordinator does not answer.
         SourceError: The source at `peer` can't be used.
     """
-    settings = settings or config.load()
-    options = pull_options(
-        model,
-        settings,
-        peer=peer,
-        revision=revision,
-        variant=variant,
-        coordinator=coordinator or settings.coordinator,
-        transport=transport,
-        attach=attach,
-        only=only,
-        slices=slices,
-    )
+    options = pull_options(model, settings_of(arguments), cast(PullArguments, arguments))
     place, known = target_place(options), transports()
     return runtime.run(lambda: plan_pull(options, place, known))

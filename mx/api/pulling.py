@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from mx import config, runtime
-from mx.api.common import check_type, resolve_device
-from mx.api.options import destination, pull_options
-from mx.api.reuse import Holder, held_by
+from mx.api.arguments import PullArguments, takes
+from mx.api.options import pull_options, settings_of
 from mx.api.target import Pull
-from mx.core.local_ranks import LocalRanks
-from mx.core.selection import Slice
-from mx.core.variant import ProcessingKey
-from mx.errors import ConfigError
 from mx.target.options import PullOptions
 
 
-def pull(
-    model: str,
-    *,
-    source: str = "peers",
-    peer: str | None = None,
-    path: str | Path | None = None,
-    fallback: str | Path | None = None,
-    revision: str = "",
-    variant: str | ProcessingKey = "",
-    coordinator: str | None = None,
-    device: str = "cpu",
-    out: str | Path | None = None,
-    hold: bool = False,
-    transport: str | None = None,
-    verify: str = "chunks",
-    attach: bool = True,
-    into: Any = None,
-    reuse: Holder | Sequence[Holder] = (),
-    follow: bool = False,
-    only: str | Collection[str] | None = None,
-    slices: Mapping[str, Slice] | None = None,
-    local_ranks: LocalRanks | None = None,
-    wait_s: float | None = None,
-    resume: bool = True,
-    files_only: bool | Collection[str] = False,
-    settings: config.Settings | None = None,
-) -> Pull:
+@takes(PullArguments)
+def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
     """Start to pull `model`, and return at once.
 
     The weights come from the sources that the coordinator lists, unless `peer`, `path` or
@@ -54,10 +22,10 @@ def pull(
     Args:
         model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is its newest
             revision; a pin accepts its weights in any revision.
-        source: "auto" goes on with the settings' stores where sources do not give everything: a
-            disk (`checkpoint_root`, or `fallback`), the Hugging Face hub (`hub_id`), an object
-            store (`object_url`). What a source, the coordinator or a pin says of the weights holds
-            for them. The report has `steps`.
+        source: "peers" (the default), or "auto" to go on with the settings' stores where sources do
+            not give everything: a disk (`checkpoint_root`, or `fallback`), the Hugging Face hub
+            (`hub_id`), an object store (`object_url`). What a source, the coordinator or a pin says
+            of the weights holds for them. The report has `steps`.
         peer: HOST:PORT of the one source to read from, without a coordinator.
         path: A checkpoint on disk to read, instead of sources.
         fallback: A checkpoint on disk to read what sources do not give. Without `source="auto"` it
@@ -66,12 +34,13 @@ def pull(
         variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or
             the only one that is listed.
         coordinator: HOST:PORT; None takes the address in the settings.
-        device: "cpu", or "cuda:N" for that GPU's memory, which `out` and `verify="strong"` copy
-            back to the host.
+        device: "cpu" (the default), or "cuda:N" for that GPU's memory, which `out` and
+            `verify="strong"` copy back to the host.
         out: A folder to write a checkpoint to.
         hold: Keep the memory in a form that others can read, and allow `Pull.hold`.
         transport: The name of the only transport to use.
-        verify: "chunks", or "strong" to compare every tensor with the model's identity as well.
+        verify: "chunks" (the default), or "strong" to compare every tensor with the model's
+            identity as well.
         attach: False copies even where memory could be shared.
         into: What to fill instead of new memory: a `torch.nn.Module` or a state dict, whose own
             tensors are filled where they are; or a writable, contiguous buffer of at least
@@ -125,41 +94,8 @@ def pull(
             CapacityError, OutputError.
     """
     started_s = time.monotonic()
-    where = resolve_device(device)
-    if into is not None and where != "cpu":
-        raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
-    if settings is not None:
-        check_type("settings", settings, config.Settings, "make them by `mx.config.load({...})`")
-    settings = settings or config.load()
-    if verify not in ("chunks", "strong"):
-        raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
-    options = pull_options(
-        model,
-        settings,
-        source=source,
-        peer=peer,
-        path=path,
-        fallback=fallback,
-        out=out,
-        revision=revision,
-        variant=variant,
-        coordinator=coordinator or settings.coordinator,
-        device=where,
-        hold=hold,
-        transport=transport,
-        strong=verify == "strong",
-        attach=attach,
-        into=destination(into),
-        reuse=held_by(reuse, where),
-        wait_s=wait_s,
-        resume=resume,
-        follow=follow,
-        only=only,
-        slices=slices,
-        local_ranks=local_ranks,
-        files_only=files_only,
-    )
-    return begin(options, settings, started_s)
+    settings = settings_of(arguments)
+    return begin(pull_options(model, settings, arguments), settings, started_s)
 
 
 def begin(options: PullOptions, settings: config.Settings, started_s: float) -> Pull:

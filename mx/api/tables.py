@@ -65,14 +65,7 @@ def list_tables(
         SourceError: No source gives the model's layout.
     """
     settings = settings or config.load()
-    options = pull_options(
-        model,
-        settings,
-        revision="",
-        variant="",
-        transport=None,
-        coordinator=coordinator or settings.coordinator,
-    )
+    options = pull_options(model, settings, {"coordinator": coordinator or settings.coordinator})
 
     async def ask() -> list[SourceTable]:
         locator = Locator(options)

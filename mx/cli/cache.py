@@ -66,12 +66,11 @@ def _announce(cache: Cache, *, as_json: bool) -> None:
     )
 
 
+@options.takes_settings
 def cache(
     context: typer.Context,
-    cache_socket: options.CacheSocket = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """Show what this host's cache holds, the least recently used first.
 

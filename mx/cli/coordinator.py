@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from mx.cli import options, outcome
@@ -19,44 +17,11 @@ app = typer.Typer(
 
 
 @app.command(cls=Command)
+@options.takes_settings
 def coordinator(
     context: typer.Context,
-    coordinator_listen: Annotated[
-        str | None,
-        typer.Option(
-            "--listen",
-            help="Where to listen; port 0 takes a free one. (default: 127.0.0.1:7600)",
-            metavar="HOST:PORT",
-        ),
-    ] = None,
-    state: Annotated[
-        str | None,
-        typer.Option(help="Where to keep what is registered. (default: memory)", metavar="memory"),
-    ] = None,
-    lease_s: Annotated[
-        str | None,
-        typer.Option(
-            help="How long a source stays listed without a heartbeat. (default: 5)",
-            metavar="TIME",
-        ),
-    ] = None,
-    receipt_key: Annotated[
-        str | None,
-        typer.Option(
-            help="The key by which it knows names and their owners again after a restart; made at "
-            "first use. (default: ~/.local/state/mx/receipt.key)",
-            metavar="FILE",
-        ),
-    ] = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
     version: options.Version = False,
 ) -> None:
     """List which source holds which layers of which model.

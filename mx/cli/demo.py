@@ -11,6 +11,7 @@ from rich.console import Console
 from mx.cli import options, outcome
 
 
+@options.takes_settings
 def demo(
     context: typer.Context,
     checkpoint: Annotated[
@@ -21,9 +22,8 @@ def demo(
             metavar="DIR",
         ),
     ] = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """Serve, coordinate and pull a real model between real processes on this machine.
 

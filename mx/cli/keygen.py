@@ -12,6 +12,7 @@ from mx.cli import options, outcome
 from mx.errors import ConfigError
 
 
+@options.takes_settings
 def keygen(
     context: typer.Context,
     file: Annotated[
@@ -20,11 +21,8 @@ def keygen(
             help="Where to keep it. (default: the file that `name_key` names)", metavar="FILE"
         ),
     ] = "",
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """Make a name key: who has it owns the names that are bound with it, and may update them.
 

@@ -22,16 +22,11 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 8
 
 
+@options.takes_settings
 def models(
     context: typer.Context,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """List the models that can be pulled, and the pin of each.
 
@@ -97,20 +92,15 @@ def models(
         outcome.write(f"{entry.pinned}  {outcome.pin_covers(entry.ref.packaging)}")
 
 
+@options.takes_settings
 def sources(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="MODEL")] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")
     ] = False,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """List who serves what, where, and how long they stay listed.
 

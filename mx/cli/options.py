@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, TypedDict
 
@@ -16,164 +19,13 @@ from mx.core.selection import Shard, Slice
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
 
-_CONNECTION = "Coordinator and security"
-_COMMON = "Common"
-
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the coordinator is. (default: 127.0.0.1:7600)",
-        metavar="HOST:PORT",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-TlsCert = Annotated[
-    str | None,
-    typer.Option(
-        help="PEM file with this process's certificate.",
-        metavar="FILE",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-TlsKey = Annotated[
-    str | None,
-    typer.Option(
-        help="PEM file with its private key.", metavar="FILE", rich_help_panel=_CONNECTION
-    ),
-]
-TlsCa = Annotated[
-    str | None,
-    typer.Option(
-        help="PEM file with the authority that signed the peers' certificates.",
-        metavar="FILE",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-Insecure = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure",
-        help="Allow plain text beyond this machine.",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-NameKey = Annotated[
-    str | None,
-    typer.Option(
-        help="The key whose holders own the names that they bind, and may update them; `mx keygen` "
-        "makes one. (default: ~/.local/state/mx/name.key, made at first use)",
-        metavar="FILE",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-DataPlaintext = Annotated[
-    bool | None,
-    typer.Option(
-        "--data-plaintext",
-        help="Send the weights without TLS although control uses it.",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-TrustedFabric = Annotated[
-    bool | None,
-    typer.Option(
-        "--trusted-fabric",
-        help="Use ucx beyond this machine, and trust every host that reaches that network.",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-Nics = Annotated[
-    str | None,
-    typer.Option(
-        help="Network interfaces for the weights, like eth0,eth1. (default: all that are up)",
-        metavar="NAMES",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-Listen = Annotated[
-    str | None,
-    typer.Option(
-        help="Where this process listens; port 0 takes a free one. (default: 127.0.0.1:0)",
-        metavar="HOST:PORT",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-Advertise = Annotated[
-    str | None,
-    typer.Option(
-        help="What others dial in place of --listen, behind address translation or in a "
-        "container; port 0 is the one listened on.",
-        metavar="HOST:PORT",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-DataPorts = Annotated[
-    str | None,
-    typer.Option(
-        help="Ports for the weights over tcp, to be published as they are where --advertise is "
-        "given, like 7602-7605. (default: any free ones)",
-        metavar="FIRST-LAST",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-CacheSocket = Annotated[
-    str | None,
-    typer.Option(
-        help="Where this host's cache is: in the user's folder (auto), nowhere, or at this socket. "
-        "(default: auto)",
-        metavar="auto|off|PATH",
-    ),
-]
-MaxReaders = Annotated[
-    int | None,
-    typer.Option(
-        help="How many may read from here at a time; others go elsewhere, or wait. "
-        "(default: any number)",
-        metavar="N",
-    ),
-]
-MaxBandwidth = Annotated[
-    str | None,
-    typer.Option(
-        help="What is given at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per "
-        "second. (default: no limit)",
-        metavar="RATE",
-    ),
-]
-
-_STORES = "What peers don't give (--from auto)"
-CheckpointRoot = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder with a checkpoint for each model, in a folder of the model's name.",
-        metavar="DIR",
-        rich_help_panel=_STORES,
-    ),
-]
-HubId = Annotated[
-    str | None,
-    typer.Option(
-        help="The model on the Hugging Face hub, or in its cache; {name} stands for its name.",
-        metavar="ORG/MODEL[@REVISION]",
-        rich_help_panel=_STORES,
-    ),
-]
-ObjectUrl = Annotated[
-    str | None,
-    typer.Option(
-        help="Its folder in an object store: s3://BUCKET/{name}, gs://, az:// or file://.",
-        metavar="URL",
-        rich_help_panel=_STORES,
-    ),
-]
-StoreTimeout = Annotated[
-    str | None,
-    typer.Option(
-        help="How long one request to the hub or an object store may take. (default: 30)",
-        metavar="TIME",
-        rich_help_panel=_STORES,
-    ),
-]
+#: Titles of the groups of settings in the help.
+_PANELS = {
+    config.CONNECTION: "Coordinator and security",
+    config.STORES: "What peers don't give (--from auto)",
+    config.COMMON: "Common",
+}
+_COMMON = _PANELS[config.COMMON]
 
 
 def _transport_names() -> list[str]:
@@ -214,14 +66,6 @@ Slices = Annotated[
         metavar="PATTERN=DIM:R/N|DIM:BEGIN-END",
     ),
 ]
-ConfigFile = Annotated[
-    str | None,
-    typer.Option(
-        help="Settings in TOML. (default: ~/.config/mx/config.toml, if there is one)",
-        metavar="FILE",
-        rich_help_panel=_COMMON,
-    ),
-]
 Json = Annotated[
     bool,
     typer.Option(
@@ -230,31 +74,14 @@ Json = Annotated[
         rich_help_panel=_COMMON,
     ),
 ]
-LogLevel = Annotated[
-    str | None,
-    typer.Option(
-        help="How much to log on standard error. (default: info for servers, else warning)",
-        metavar="debug|info|warning|error",
-        rich_help_panel=_COMMON,
-    ),
-]
-LogFormat = Annotated[
-    str | None,
-    typer.Option(
-        help="How to log. (default: text, and json with --json)",
-        metavar="text|json",
-        rich_help_panel=_COMMON,
-    ),
-]
 Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show tracebacks and the debug log.", rich_help_panel=_COMMON),
 ]
-Trace = Annotated[
+_ConfigFile = Annotated[
     str | None,
     typer.Option(
-        "--trace",
-        help="Append a JSON line for each step that starts, completes or fails.",
+        help="Settings in TOML. (default: ~/.config/mx/config.toml, if there is one)",
         metavar="FILE",
         rich_help_panel=_COMMON,
     ),
@@ -281,6 +108,52 @@ Version = Annotated[
 ]
 
 
+def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Return a verb with the flags of the settings that name it, and `--config`, `--json` and
+    `--debug`. It gets `as_json`; `settings_of` has the others."""
+    own = inspect.signature(verb, eval_str=True).parameters
+    settings = {
+        n: _option(each) for n, each in config.DESCRIPTIONS.items() if verb.__name__ in each.verbs
+    }
+    added = {"config": _ConfigFile, "as_json": Json} | settings | {"debug": Debug}
+    parameters = [each for name, each in own.items() if name not in added] + [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=kind,
+            default=False if kind in (Json, Debug) else None,
+        )
+        for name, kind in added.items()
+    ]
+
+    @functools.wraps(verb)
+    def run(**given: Any) -> None:
+        verb(**{name: value for name, value in given.items() if name in own})
+
+    parameters.sort(key=_is_common)  # a panel of the help is where its first flag is
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _is_common(parameter: inspect.Parameter) -> bool:
+    found = getattr(parameter.annotation, "__metadata__", ())
+    return any(option.rich_help_panel == _COMMON for option in found)
+
+
+def _option(about: config.Description) -> Any:
+    """Return the type of a setting's flag for typer; the setting reads the text itself."""
+    kind = bool if about.default is False else int if about.metavar == "N" else str
+    return Annotated[
+        kind | None,
+        typer.Option(
+            about.flag,
+            help=in_flags(about.text),
+            metavar=about.metavar or None,
+            rich_help_panel=_PANELS.get(about.group),
+        ),
+    ]
+
+
 def settings_of(context: typer.Context, *, runs_long: bool = False, level: str = "") -> Settings:
     """Return the settings for a verb, and set up logging on standard error.
 
@@ -293,15 +166,8 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     Raises:
         ConfigError: A setting is wrong.
     """
-    known = set(config.setting_names())
-    given: dict[str, Any] = {n: v for n, v in context.params.items() if n in known}
-    settings = config.load(
-        given,
-        file=context.params.get("config") or context.params.get("config_file"),
-        flag_names={
-            option.name: option.opts[0] for option in context.command.params if option.name
-        },
-    )
+    given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
+    settings = config.load(given, file=context.params.get("config"), typed=True)
     if settings.is_set("log_level") or not level:
         level = settings.log_level
     style = settings.log_format

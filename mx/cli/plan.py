@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mx.core.selection import Subset
 
 
+@options.takes_settings
 def plan(
     context: typer.Context,
     model: Annotated[
@@ -46,16 +47,8 @@ def plan(
     ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    trusted_fabric: options.TrustedFabric = None,
-    nics: options.Nics = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """Show which paths a pull of MODEL to this machine would take, and why.
 

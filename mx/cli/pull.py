@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mx.target.report import FilesReport, StepReport
 
 
+@options.takes_settings
 def pull(
     context: typer.Context,
     model: Annotated[
@@ -83,48 +84,8 @@ def pull(
     device: Annotated[
         str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
-    listen: options.Listen = None,
-    advertise: options.Advertise = None,
-    data_ports: options.DataPorts = None,
-    streams: Annotated[
-        int | None, typer.Option(help="TCP connections for the weights. (default: 2)", metavar="N")
-    ] = None,
-    stall_timeout_s: Annotated[
-        str | None,
-        typer.Option(
-            help="Give a source up that sends nothing for so long. (default: 4)", metavar="TIME"
-        ),
-    ] = None,
-    wait_s: Annotated[
-        str | None,
-        typer.Option(
-            "--wait",
-            help="Wait so long for a source when there is none (any more): 90 (seconds), 1m. "
-            "(default: 0)",
-            metavar="TIME",
-        ),
-    ] = None,
-    checkpoint_root: options.CheckpointRoot = None,
-    hub_id: options.HubId = None,
-    object_url: options.ObjectUrl = None,
-    store_timeout_s: options.StoreTimeout = None,
-    cache_socket: options.CacheSocket = None,
-    max_readers: options.MaxReaders = None,
-    max_bandwidth: options.MaxBandwidth = None,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    data_plaintext: options.DataPlaintext = None,
-    trusted_fabric: options.TrustedFabric = None,
-    nics: options.Nics = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    debug: options.Debug = False,
-    trace: options.Trace = None,
+    *,
+    as_json: bool,
 ) -> None:
     """Get a model from the processes that hold it, layer by layer, each verified.
 
@@ -141,14 +102,7 @@ def pull(
 
     - `mx pull llama-8b --from auto --checkpoint-root /mnt/models --object-url s3://models/llama-8b`
     """
-    _check_stores(
-        source,
-        {
-            "--checkpoint-root": checkpoint_root,
-            "--hub-id": hub_id,
-            "--object-url": object_url,
-        },
-    )
+    _check_stores(source, context.params)
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
     if hold:
         raise_limit()
@@ -193,21 +147,22 @@ def pull(
                 held.drain(settings.drain_grace_s)
 
 
-def _check_stores(source: str, given: Mapping[str, str | None]) -> None:
+def _check_stores(source: str, given: Mapping[str, object]) -> None:
     """Refuse flags that `--from` makes useless. In a file they are meant for some of the pulls.
 
     Raises:
         ConfigError: One of them was given.
     """
-    named = [flag for flag, value in given.items() if value is not None]
+    places = ("checkpoint_root", "hub_id", "object_url")
+    named = [f"`{name}`" for name in places if given[name] is not None]
     if named and source.partition("=")[0] != "auto":
         raise ConfigError(
             f"{' and '.join(named)} would not be used: --from {source} reads no store",
             hint="add --from auto, or leave that out",
         )
-    if given["--checkpoint-root"] is not None and source.startswith("auto="):
+    if given["checkpoint_root"] is not None and source.startswith("auto="):
         raise ConfigError(
-            f"--checkpoint-root would not be used: --from {source} names the disk",
+            f"`checkpoint_root` would not be used: --from {source} names the disk",
             hint="give --from auto, or leave that out",
         )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mx.api import Source
 
 
+@options.takes_settings
 def serve(
     context: typer.Context,
     checkpoint: Annotated[
@@ -30,16 +31,6 @@ def serve(
             help="Serve no checkpoint: hold what this host pulls, for all its processes to share.",
         ),
     ] = False,
-    cache_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            help="With --cache: what all models together may have, like 64GB. "
-            "(default: half of what is free)",
-            metavar="SIZE",
-        ),
-    ] = None,
-    cache_socket: options.CacheSocket = None,
     model: Annotated[
         str,
         typer.Option(
@@ -69,41 +60,8 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
-    name_key: options.NameKey = None,
-    listen: options.Listen = None,
-    advertise: options.Advertise = None,
-    data_ports: options.DataPorts = None,
-    wait_s: Annotated[
-        str | None,
-        typer.Option(
-            "--wait",
-            help="Wait so long for the coordinator that was named, if it does not answer yet. "
-            "(default: 0)",
-            metavar="TIME",
-        ),
-    ] = None,
-    max_readers: options.MaxReaders = None,
-    max_bandwidth: options.MaxBandwidth = None,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    data_plaintext: options.DataPlaintext = None,
-    trusted_fabric: options.TrustedFabric = None,
-    nics: options.Nics = None,
-    drain_grace_s: Annotated[
-        str | None,
-        typer.Option(
-            help="How long running reads may take to finish. (default: 10)", metavar="TIME"
-        ),
-    ] = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    debug: options.Debug = False,
-    trace: options.Trace = None,
+    *,
+    as_json: bool,
 ) -> None:
     """Hold a checkpoint in memory and let others pull it.
 
@@ -134,7 +92,7 @@ def serve(
         return
     if not checkpoint:
         raise ConfigError("Missing argument 'CHECKPOINT'", hint="name a folder, or give --cache")
-    if cache_memory is not None:
+    if context.params["cache_memory"] is not None:
         raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()

@@ -33,22 +33,15 @@ _ASCII_SIGNS = ("#", "+", ".")
 _STYLES = {"complete": "green", "failed": "red"}
 
 
+@options.takes_settings
 def top(
     context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Only what concerns this one.", metavar="MODEL")
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """Watch pulls and sources, until q or Ctrl-C.
 

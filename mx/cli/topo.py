@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mx.transport import Path, Unavailable, Viable
 
 
+@options.takes_settings
 def topo(
     context: typer.Context,
     model: Annotated[
@@ -23,16 +24,8 @@ def topo(
         bool,
         typer.Option("--sources", help="Also the paths from what the coordinator lists."),
     ] = False,
-    coordinator: options.Coordinator = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: options.Insecure = None,
-    trusted_fabric: options.TrustedFabric = None,
-    nics: options.Nics = None,
-    config: options.ConfigFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    *,
+    as_json: bool,
 ) -> None:
     """Show this machine as mx sees it, and what reaches what.
 

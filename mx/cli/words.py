@@ -11,32 +11,22 @@ import re
 from mx import config
 
 _QUOTED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
-#: Those whose flag is not their name.
-_FLAGS = {
-    "attach": "--no-attach",
-    "cache_memory": "--memory",
-    "coordinator_listen": "--listen",
-    "fallback": "--from auto",
-    "path": "--from disk",
-    "peer": "--from peer",
-    "resume": "--no-resume",
-    "slices": "--slice",
-    "source": "--from",
-    "wait_s": "--wait",
-}
 _ARGUMENTS = (
-    "checkpoint",
-    "device",
-    "files_only",
-    "hold",
-    "model",
-    "only",
-    "out",
-    "revision",
-    "transport",
-    "update",
-    "variant",
-    "verify",
+    "cache checkpoint device files_only hold json model only out revision transport update "
+    "variant verify"
+)
+_FLAGS = (
+    {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS.split()}
+    | {name: about.flag for name, about in config.DESCRIPTIONS.items() if about.verbs}
+    | {
+        "attach": "--no-attach",
+        "fallback": "--from auto",
+        "path": "--from disk",
+        "peer": "--from peer",
+        "resume": "--no-resume",
+        "slices": "--slice",
+        "source": "--from",
+    }
 )
 
 
@@ -54,9 +44,9 @@ def in_flags(text: str) -> str:
 
 def _flag(match: re.Match[str]) -> str:
     name, value = match[1], match[2]
-    if name not in _FLAGS and name not in _ARGUMENTS and name not in config.setting_names():
+    flag = _FLAGS.get(name)
+    if flag is None:
         return match[0]
-    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
     if value is None or value in ("True", "False"):
         return flag
     return f"{flag}={value}" if flag.startswith("--from") else f"{flag} {value}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def check_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 
 @pytest.mark.parametrize("options", [{}, {"attach": False}, {"transport": "tcp"}])
-def test_a_module_arrives_with_its_strides(coordinator: str, options: dict[str, object]) -> None:
+def test_a_module_arrives_with_its_strides(coordinator: str, options: dict[str, Any]) -> None:
     expected = Engine().state_dict()
     with api.serve(expected, model="m", coordinator=coordinator):
         found = api.load("m", coordinator=coordinator, verify="strong", **options)

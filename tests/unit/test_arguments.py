@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -40,6 +41,19 @@ def test_a_wrong_argument_of_pull_is_named(name: str, value: object) -> None:
     wrong: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=name):
         api.pull("m", settings=SETTINGS, **wrong)
+
+
+def test_an_argument_that_does_not_exist_is_refused_with_the_closest_that_does() -> None:
+    for call in (api.pull, api.plan, api.load):
+        shown = inspect.signature(call).parameters
+        assert "peer" in shown
+        assert ("out" in shown) == (call is not api.plan)
+        wrong: dict[str, Any] = {"pear": "127.0.0.1:1"}
+        with pytest.raises(TypeError, match=f"{call.__name__}.*'pear'.*'peer'"):
+            call("m", **wrong)
+    of_pull_only: dict[str, Any] = {"out": "folder"}
+    with pytest.raises(TypeError, match="'out'"):
+        api.plan("m", **of_pull_only)
 
 
 @pytest.mark.parametrize("model", [5, None, b"m"])

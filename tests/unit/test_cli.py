@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import mx.cli
+import mx.cli.app
+import mx.cli.coordinator
+from mx import config
 
 VERBS = (
     "serve",
@@ -104,6 +108,24 @@ def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
     coordinator = run_mx("--help", main=mx.cli.coordinator_main)
     assert coordinator.returncode == 0
     assert "--lease-s" in coordinator.stdout
+
+
+def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
+    group = typer.main.get_command(mx.cli.app.app)
+    coordinator = typer.main.get_command(mx.cli.coordinator.app)
+    verbs = {**vars(group)["commands"], "coordinator": coordinator}
+    verbs |= vars(verbs.pop("config"))["commands"]
+    taken = {
+        (option.name, verb, option.opts[0])
+        for verb, command in verbs.items()
+        for option in command.params
+        if option.name in config.DESCRIPTIONS
+    }
+    assert taken == {
+        (name, verb, about.flag)
+        for name, about in config.DESCRIPTIONS.items()
+        for verb in about.verbs
+    }
 
 
 @pytest.mark.parametrize(

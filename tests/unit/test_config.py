@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mx import config
 from mx.errors import ConfigError
 from mx.units import parse_rate
+from tests.support import settings_page
 
 
 def load(
@@ -30,15 +31,15 @@ def toml(folder: Path, text: str) -> Path:
 def test_defaults_are_valid_and_their_origin_is_default() -> None:
     settings = load()
     assert settings == config.Settings()
-    for name in config.setting_names():
+    for name in config.DESCRIPTIONS:
         assert settings.origin(name) == "default"
         assert not settings.is_set(name)
-        assert config.describe(name)
+        assert config.DESCRIPTIONS[name].text
 
 
 def test_each_default_passes_its_own_check() -> None:
     defaults = config.Settings()
-    flags: dict[str, object] = {n: getattr(defaults, n) for n in config.setting_names()}
+    flags: dict[str, object] = {n: getattr(defaults, n) for n in config.DESCRIPTIONS}
     assert load(flags) == defaults
 
 
@@ -72,6 +73,12 @@ def test_the_default_file_follows_the_environment(tmp_path: Path) -> None:
     other = toml(tmp_path, "streams = 5\n")
     env = {"XDG_CONFIG_HOME": str(tmp_path), "MX_PEER_CONFIG": str(other)}
     assert load(env=env).streams == 5
+
+
+def test_the_page_of_settings_says_what_the_fields_say() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.page(), (
+        "write it again: python -m tests.support.settings_page"
+    )
 
 
 BAD = [
@@ -176,7 +183,7 @@ def test_lists_are_written_both_ways(tmp_path: Path) -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_is_accepted_or_raises_a_config_error(text: str) -> None:
-    for name in config.setting_names():
+    for name in config.DESCRIPTIONS:
         try:
             value = getattr(load({name: text}), name)
         except ConfigError:

@@ -53,10 +53,10 @@ class LoaderOptions:
                 options[name] = _checked(
                     name, value, str if type(known[name].default) is str else bool
                 )
-            elif name in config.setting_names():
+            elif name in config.DESCRIPTIONS:
                 settings[name] = value
             else:
-                raise _unknown(str(name), [*known, *config.setting_names()])
+                raise _unknown(str(name), [*known, *config.DESCRIPTIONS])
         if options.get("state", "auto") not in STATES:
             raise ConfigError(
                 f"`state={options['state']}` of the loader's extra configuration is unknown",
