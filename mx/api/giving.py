@@ -80,8 +80,7 @@ class Giving:
             or pages is None
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
-        node = edition.node
-        host = None if node is None else node.sharing.host
+        host = None if edition.sharing is None else edition.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
             return self._loop.run(self._settled(host, edition, arena))
         live = isinstance(arena, LiveMemory)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
+from mx.core.grid import ChunkGrid
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.commands import (
     Cancel,
@@ -29,10 +30,8 @@ from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
-from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
-from mx.transport import Medium
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
@@ -84,34 +83,27 @@ class Node:
     def __init__(
         self,
         own_id: str,
-        chunk_count: int,
-        chunk_nbytes: int,
+        grid: ChunkGrid,
         reads: Reads,
-        sharing: Sharing,
-        reaches: Callable[[SourceRecord], bool],
+        own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
+        reaches: Callable[[SourceRecord], bool],
         changed: Callable[[], None],
-        *,
-        coordinate_always: bool = False,
     ) -> None:
         """
         Args:
             own_id: The source id by which others know this pull.
-            chunk_count: How many chunks the model has.
-            chunk_nbytes: The size of a chunk.
+            grid: How the model is cut into chunks.
             reads: The pull's transfer.
-            sharing: Lets others find this pull.
-            reaches: Returns True if there is a path to a source.
+            own: Returns the record by which others find this pull; None before they can.
             dial: Opens a stream to a peer.
+            reaches: Returns True if there is a path to a source.
             changed: Called when `coordinated` or `reading_from` change.
-            coordinate_always: Coordinate on every medium (see `shared`).
         """
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
-        self.sharing = sharing
-        self.peers = Peers(own_id, self, sharing.record, dial)
-        self._own_id = own_id
-        self._chunk_count = chunk_count
+        self.peers = Peers(own_id, self, own, dial)
+        self._chunk_count = len(grid)
         self._reads: Reads | None = reads
         self._reaches = reaches
         self._changed = changed
@@ -121,10 +113,9 @@ class Node:
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
         self._receiver = Receiver(
-            chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
+            len(grid), self.holdings, width=0, free_s=free_after_s(grid.chunk_nbytes)
         )
-        self._coordinate_always = coordinate_always
-        self._uploads = Uploads(chunk_nbytes, by_address=False)
+        self._uploads = Uploads(grid.chunk_nbytes, by_address=False)
         self._patience = Patience(time.monotonic())
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[str, int] = {}
@@ -133,31 +124,14 @@ class Node:
         self._announcing: asyncio.TimerHandle | None = None
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
-    def met(self, sources: Sequence[SourceRecord]) -> None:
-        """Take note of the sources that hold the model, or parts of it, now."""
-        self.sharing.sources = sources
-        if self.sharing.begun:
-            self.peers.met(sources)
-
-    def reading_began(self) -> None:
-        """Plan to let others read here: a connection is open."""
-        self.sharing.plan(self)
-
     # -- coordinated and free reading -------------------------------------------------------------
-
-    def shared(self, medium: Medium) -> None:
-        """Act on a source's word that other pulls read there too: coordinate, where they share a
-        link with this one. Within a machine there is none, unless `coordinate_always`."""
-        if self._coordinate_always or medium is Medium.NETWORK:
-            self.coordinate()
 
     def coordinate(self) -> None:
         """From now on request chunks before reading them: others pull from the same source."""
-        if self.coordinated or not self.sharing.possible or self._reads is None:
+        if self.coordinated or self._reads is None:
             return
         self.coordinated = True
         self._patience.coordinate()
-        self.sharing.begin(self)
         self._reads.coordinate()
         self.reading_from.clear()
         self._receiver.width = WIDTH
@@ -176,16 +150,9 @@ class Node:
             self._reads.read_freely()
             self._changed()
 
-    def no_whole_source(self) -> None:
-        """Read from sources that hold parts, if any: none is left that holds everything."""
-        others = [each for each in self.sharing.sources if each.source_id != self._own_id]
-        if any(not each.whole for each in others):
-            self.coordinate()
-
     def reading_ended(self) -> None:
         """From now on only serve others: the pull's transfer is about to end."""
         self._reads = None
-        self.sharing.reading_ended()
 
     @property
     def complete(self) -> bool:
@@ -482,13 +449,11 @@ class Node:
         self.peers.end()
 
     async def close(self) -> None:
-        """Leave the swarm, and end all reading here. Idempotent."""
+        """Close every stream, and wait until all have ended. Idempotent."""
         self.reading_ended()
-        await self.sharing.stop()
         if self._announcing is not None:
             self._announcing.cancel()
         await self.peers.close()
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
-        await self.sharing.close()
         self._reaches = _unreached  # let go of what the pull's function keeps

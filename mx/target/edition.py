@@ -21,7 +21,7 @@ from mx.core.types import Layer, Layout, Manifest
 from mx.errors import ClosedError, MxError, another
 from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
-from mx.swarm.node import Node
+from mx.swarm.sharing import Sharing
 from mx.target.events import EventLog, Raised, Readiness
 from mx.target.files import SideFiles
 from mx.target.options import PullOptions
@@ -134,7 +134,7 @@ class Edition:
         self.arena: Memory | None = None
         self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
         self.early_layout: Layout | None = None  # of what is delivered before there is a manifest
-        self.node: Node | None = None  # its part in a swarm, while it has one
+        self.sharing: Sharing | None = None  # its door to a swarm, while it has one
         #: (bytes so far, bytes in total) that were read, shown while no layout is known.
         self.counted = (0, 0)
         self.lock = threading.Lock()

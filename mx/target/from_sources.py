@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from contextlib import AsyncExitStack
@@ -23,9 +24,7 @@ from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.runtime import beside, in_thread, uncut
-from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
-from mx.swarm.stream import StreamDialer
 from mx.target.attaching import Attacher
 from mx.target.attempt import Attempt, Context
 from mx.target.connections import ConnectionPool
@@ -58,7 +57,6 @@ class FromSources(Attempt):
 
     def __init__(self, context: Context, edition: Edition) -> None:
         super().__init__(context, edition)
-        self._streams = StreamDialer(context.options.tls, context.options.insecure)
         self._closing = AsyncExitStack()  # what is open until the bytes are there
         self._wanted: Wanted | None = None  # of a pull of some tensors
         self._transfer: Transfer | None = None
@@ -219,25 +217,24 @@ class FromSources(Attempt):
                 return self._deliver_attached(manifest, *mapped, delivery)
 
         arena, transfer = await self._allocate(found, delivery)
-        sources = found.located.sources
+        self.edition.sharing = sharing = self._sharing(found, arena, transfer)
+        self._closing.push_async_callback(self._end_reading, sharing)
         fetcher = PageFetcher(
             connector.channel,
             transfer,
-            lambda: sources if self.edition.node is None else self.edition.node.sharing.sources,
+            lambda: sharing.sources,
             causes,
             stall_timeout_s=options.stall_timeout_s,
         )
         if fill is not None:
             await self._prefill(fill, transfer, fetcher)
 
-        self.edition.node = node = self._join_swarm(found, arena, transfer)
-        self._closing.push_async_callback(self._end_reading, node)
         resolver = Resolver(
             locator,
             found.located,
             connections,
             plan,
-            node.met,
+            sharing.met,
             lambda: transfer.progress()[0],
             outcome,
             self._log,
@@ -250,7 +247,7 @@ class FromSources(Attempt):
             connections,
             connector,
             transfer,
-            node,
+            sharing,
             resolver,
             plan,
             outcome,
@@ -263,7 +260,7 @@ class FromSources(Attempt):
             pool.take(*unmapped)
         await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
         if stores_follow and not outcome.ended:
-            await self._complete(manifest, transfer, node)
+            await self._complete(manifest, transfer, sharing)
         if not transfer.started or outcome.failure is not None or outcome.causes is not None:
             raise self._failure(manifest, transfer)
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
@@ -301,34 +298,34 @@ class FromSources(Attempt):
         )
         return self._report(manifest, [path], by, left=self._history.left)
 
-    def _join_swarm(self, found: Found, arena: Memory, transfer: Transfer) -> Node:
+    def _sharing(self, found: Found, arena: Memory, transfer: Transfer) -> Sharing:
         manifest, options, plan = found.manifest, self._options, self._context.plan
-        host = None
-        if options.host is not None and self.edition.reader_id:
+        make, reader_id = options.host, self.edition.reader_id
+        make_host = None
+        if make is not None and reader_id:
             key, pages = self._history.key, transfer.pages
-            host = options.host(self.edition.reader_id, key, manifest, pages, arena)
+            make_host = functools.partial(make, reader_id, key, manifest, pages, arena)
         rate = found.paths.gb_per_s * 1e9
-        expected_s = manifest.layout.payload_nbytes / rate if rate else 0.0
-        node = Node(
-            self.edition.reader_id,
-            len(manifest.grid),
-            manifest.grid.chunk_nbytes,
+        sharing = Sharing(
+            reader_id,
+            manifest.grid,
             transfer,
-            Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
+            make_host,
             lambda source: source.ref.same_chunks(manifest.ref) and bool(plan([source]).paths),
-            self._streams.dial,
             self._outcome.changed.set,
+            expected_s=manifest.layout.payload_nbytes / rate if rate else 0.0,
+            alone_because=options.alone_because,
             coordinate_always=options.coordinate_always,
         )
-        node.met(found.located.sources)
-        return node
+        sharing.met(found.located.sources)
+        return sharing
 
-    async def _complete(self, manifest: Manifest, transfer: Transfer, node: Node) -> None:
+    async def _complete(self, manifest: Manifest, transfer: Transfer, sharing: Sharing) -> None:
         """Read what the sources did not give from the stores, which hold the same weights."""
         chain, outcome = self._context.chain, self._outcome
         failure = self._failure(manifest, transfer)
         chain.sources_gave(transfer.paths(), failure)
-        node.reading_ended()  # peers have no say in what is read from a store
+        sharing.reading_ended()  # peers have no say in what is read from a store
         await chain.complete(manifest, transfer.pages, transfer, outcome, self._log)
         if outcome.failure is None and outcome.causes is not None:
             raise chain.error(failure)
@@ -347,9 +344,9 @@ class FromSources(Attempt):
 
     # -- ends -------------------------------------------------------------------------------------
 
-    async def _end_reading(self, node: Node) -> None:
-        node.reading_ended()
-        if not node.sharing.begun:
+    async def _end_reading(self, sharing: Sharing) -> None:
+        sharing.reading_ended()
+        if not sharing.begun:
             await self.leave()
 
     async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
@@ -368,10 +365,9 @@ class FromSources(Attempt):
 
     async def leave(self) -> None:
         """Leave the swarm, and end all reads of this attempt's memory. Idempotent."""
-        node, self.edition.node = self.edition.node, None
-        if node is not None:
-            await node.close()
-            await self._streams.close()
+        sharing, self.edition.sharing = self.edition.sharing, None
+        if sharing is not None:
+            await sharing.close()
 
     async def discard(self) -> str:
         """See `Attempt`."""

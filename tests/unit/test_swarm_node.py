@@ -7,15 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from mx.core.grid import ChunkGrid
 from mx.core.holdings import Holdings, HoldingsListener
-from mx.core.paths import Medium
 from mx.core.swarm.neighbours import MOST
 from mx.core.types import Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
-from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, to_bytes
 from mx.units import MIB
 from mx.wire.v1 import peer_pb2
@@ -47,7 +43,8 @@ class Reads:
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
         layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),), 0)
-        self.holdings = Holdings(ChunkGrid(Layout([layer], []), MIB))
+        self.grid = ChunkGrid(Layout([layer], []), MIB)
+        self.holdings = Holdings(self.grid)
 
     def subscribe(self, listener: HoldingsListener) -> int:
         return self.holdings.subscribe(listener)
@@ -77,6 +74,9 @@ class FakeHost:
     def record(self) -> SourceRecord | None:
         return self.found
 
+    async def dial(self, record: SourceRecord) -> PeerStream:
+        raise AssertionError(f"{record.endpoint} was dialled")
+
     async def keep_listed(
         self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
     ) -> None:
@@ -92,20 +92,8 @@ def node_of(
     reads: Reads,
     dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     record: SourceRecord | None = None,
-    *,
-    coordinate_always: bool = False,
 ) -> Node:
-    return Node(
-        "own",
-        CHUNKS,
-        MIB,
-        reads,
-        Sharing(FakeHost(record)),
-        reads.reaches,
-        dial,
-        lambda: None,
-        coordinate_always=coordinate_always,
-    )
+    return Node("own", reads.grid, reads, lambda: record, dial, reads.reaches, lambda: None)
 
 
 async def _never(record: SourceRecord) -> PeerStream:
@@ -191,22 +179,6 @@ def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
         return peer.messages
 
     assert asyncio.run(run()) == ["reject 0"]
-
-
-@pytest.mark.parametrize("always", [False, True])
-@pytest.mark.parametrize("medium", Medium)
-def test_readers_of_one_source_coordinate_where_they_share_a_link(
-    medium: Medium, always: bool
-) -> None:
-    async def run() -> bool:
-        node = node_of(Reads([]), _never, coordinate_always=always)
-        try:
-            node.shared(medium)
-            return node.coordinated
-        finally:
-            await node.close()
-
-    assert asyncio.run(run()) is (always or medium is Medium.NETWORK)
 
 
 def test_neighbours_that_were_dialled_are_reported_to_the_server() -> None:
