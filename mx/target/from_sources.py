@@ -235,7 +235,7 @@ class FromSources(Attempt):
             connections,
             plan,
             sharing.met,
-            lambda: transfer.progress()[0],
+            transfer.landed_nbytes,
             outcome,
             self._log,
             causes,
@@ -338,7 +338,7 @@ class FromSources(Attempt):
         if outcome.failure is not None:
             return outcome.failure
         causes += transfer.causes if outcome.causes is None else outcome.causes
-        came, ready, wanted = transfer.progress()[0], self.edition.log.layers_ready, self._wanted
+        came, ready, wanted = transfer.landed_nbytes(), self.edition.log.layers_ready, self._wanted
         total = None if wanted is None else wanted.nbytes
         return final_error(key, manifest.layout, ready, came, causes, total)
 
