@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ class Node:
             own: Returns the record by which others find this pull; None before they can.
             dial: Opens a stream to a peer.
             reaches: Returns True if there is a path to a source.
-            changed: Called when `coordinated` or `reading_from` change.
+            changed: Called when `coordinated` or `reading_from` change, or `waits_until_s` comes
+                nearer.
         """
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
@@ -158,13 +160,13 @@ class Node:
     def complete(self) -> bool:
         return self.holdings.whole
 
-    def waits(self) -> bool:
-        """Return True while peers may still give what is missing."""
+    @property
+    def waits_until_s(self) -> float:
+        """Until when peers may give what is missing, if nothing happens before."""
         if not self.coordinated:
-            return False
+            return -math.inf
         seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
-        given = seeded or self._receiver.can_be_given
-        return self._patience.waits(time.monotonic(), given=given)
+        return self._patience.until_s(given=seeded or self._receiver.can_be_given)
 
     @property
     def held(self) -> int:
@@ -201,6 +203,7 @@ class Node:
         if number in self._peers:
             self._peers[number].stream.send(SwarmMessage(cancel=chunk))
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
+        self._changed()
 
     def lost(self, key: str, *, for_good: bool) -> None:
         """End the stream to a source to which no path is left; `for_good`: and never meet it
@@ -222,11 +225,11 @@ class Node:
         peer = self._peers[number]
         peer.readable = peer.seeds = peer.connected = False
         self._reading = {chunk: n for chunk, n in self._reading.items() if n != number}
-        if self.reading_from.pop(key, None) is not None:
-            self._changed()
+        self.reading_from.pop(key, None)
         commands = self._receiver.gone(number, time.monotonic())
         self._receiver.joined(number)
         self._do(commands)
+        self._changed()
 
     def reaches(self, record: SourceRecord) -> bool:
         """Return True if chunks can be read from the source."""
@@ -266,9 +269,9 @@ class Node:
         for chunk in [c for c, n in self._reading.items() if n == number]:
             del self._reading[chunk]
         self._uploads.gone(number)
-        if self.reading_from.pop(key, None) is not None:
-            self._changed()
+        self.reading_from.pop(key, None)
         self._do(self._receiver.gone(number, time.monotonic()))
+        self._changed()
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
         """Serve the stream of a peer that has sent a hello; returns when the stream has ended.

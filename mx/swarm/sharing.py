@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -80,7 +81,8 @@ class Sharing:
             reads: The pull's transfer.
             make_host: Makes what lets others read here; None: the pull takes no part in swarms.
             reaches: Returns True if there is a path to a source.
-            changed: Called when `coordinated` or `reading_from` change.
+            changed: Called when `coordinated` or `reading_from` change, or `waits_until_s` comes
+                nearer.
             expected_s: How many seconds the pull should take.
             alone_because: Why there is no host, to be logged where the user may not expect that.
             coordinate_always: Coordinate on every medium (see `shared`).
@@ -127,9 +129,10 @@ class Sharing:
         """The peers to read from, by key; a changed first item means to connect anew."""
         return {} if self._node is None else self._node.reading_from
 
-    def waits(self) -> bool:
-        """Return True while peers may still give what is missing."""
-        return self._node is not None and self._node.waits()
+    @property
+    def waits_until_s(self) -> float:
+        """Until when peers may give what is missing, if nothing happens before."""
+        return -math.inf if self._node is None else self._node.waits_until_s
 
     # -- how it begins ----------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
-"""Opens and closes a pull's connections. `mx.core.connections` decides over which paths."""
+"""Opens and closes a pull's connections, and looks for more sources. `mx.core.connections` decides
+over which paths."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -11,21 +13,27 @@ from typing import Protocol
 from mx.core.connections import Connections, Entry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, MxError, NoSourceError
+from mx.runtime import set_by
 from mx.target.connector import Connector
 from mx.target.events import EventLog
 from mx.target.outcome import Outcome
 from mx.target.reads import Connection
 from mx.target.report import LeftSource
+from mx.target.resolver import FIRST_S, LONGEST_S
 from mx.target.transfer import Transfer
 from mx.transport import Medium, ScatteredView
+from mx.units import format_seconds
+from mx.wire.locate import Located, Locator
 
-#: Pause between looks for connections that are too slow.
-TICK_S = 0.25
+#: Pause between look-ups while there is a source to read from,
+ORDINARY_S = 1.0
+#: longer where many are listed: each of them that still pulls looks all of them up.
+SOURCES_PER_S = 50.0
 
 
 class Swarm(Protocol):
-    """The pull's part in a swarm: `mx.swarm.node.Node`."""
+    """The pull's part in a swarm: `mx.swarm.sharing.Sharing`."""
 
     @property
     def coordinated(self) -> bool:
@@ -41,8 +49,12 @@ class Swarm(Protocol):
     def no_whole_source(self) -> None:
         """Read from sources that hold parts, if any: none is left that holds everything."""
 
-    def waits(self) -> bool:
-        """Return True while peers may still give what is missing."""
+    @property
+    def waits_until_s(self) -> float:
+        """Until when peers may give what is missing, if nothing happens before."""
+
+    def met(self, sources: Sequence[SourceRecord]) -> None:
+        """Take note of all sources of the weights, whole or not, as a look-up has found them."""
 
     def lost(self, key: str, *, for_good: bool) -> None:
         """Leave this peer: no path to it is left; `for_good`: nor will there be one."""
@@ -54,13 +66,6 @@ class Swarm(Protocol):
         """Called when a connection is open."""
 
 
-class Discovery(Protocol):
-    """Looks for sources: `mx.target.resolver.Resolver`."""
-
-    def waits(self) -> bool:
-        """Return True while a new source is worth waiting for."""
-
-
 class ConnectionPool:
     """One pull's; on the loop. `outcome.changed` wakes it."""
 
@@ -70,25 +75,29 @@ class ConnectionPool:
         connector: Connector,
         transfer: Transfer,
         swarm: Swarm,
-        discovery: Discovery,
+        locator: Locator,
+        located: Located,
         plan: Callable[[Sequence[SourceRecord]], Plan],
         outcome: Outcome,
         log: EventLog,
         causes: list[MxError],
         *,
+        wait_s: float = 0.0,
         stores_follow: bool = False,
     ) -> None:
         """
         Args:
-            connections: The states of the paths; `discovery` adds to them.
+            connections: The states of the paths; the pool adds those to new sources.
             connector: Opens and closes connections.
             transfer: Reads through them.
             swarm: Says which peers to read from.
-            discovery: Looks for more sources.
+            locator: Looks more sources up.
+            located: The model.
             plan: Finds the paths to sources.
             outcome: Says when the pull has ended, and which connections were lost.
-            log: Records when reading begins.
-            causes: Collects why paths failed.
+            log: Records when reading begins, and when a wait for a source does.
+            causes: Collects why paths failed, and which waits were in vain.
+            wait_s: How long to wait for a source while there is none.
             stores_follow: True if the transfer goes on without sources: then it does not fail for
                 want of connections.
         """
@@ -97,7 +106,8 @@ class ConnectionPool:
         self._connector = connector
         self._transfer = transfer
         self._swarm = swarm
-        self._discovery = discovery
+        self._locator = locator
+        self._located = located
         self._plan = plan
         self._outcome = outcome
         self._log = log
@@ -112,16 +122,23 @@ class ConnectionPool:
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
         self._hopeless = self._closed = False
+        self._wait_s = wait_s
+        self._until_s = -math.inf  # when the present wait for a source ends
+        self._came_then = -1  # bytes, when it began
+        self._hurry = asyncio.Event()  # to look for sources: it has begun
 
     # -- the pool's work --------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep connections open until the pull has ended, or none could be opened to begin with,
-        or none is left and stores follow.
+        or none is left and stores follow. It sleeps until something happens, or a machine is due.
         Raises errors that any other path would have too."""
         outcome = self._outcome
         while not outcome.ended:
             outcome.changed.clear()
+            now_s = time.monotonic()
+            if self._transfer.due_s <= now_s:
+                self._transfer.tick()
             while self._useless:
                 await self._connector.give_back(self._useless.pop())
             for number in sorted(outcome.lost):
@@ -135,29 +152,31 @@ class ConnectionPool:
                 raise self._fatal
             if self._connections.idle and not self._swarm.coordinated:
                 self._swarm.no_whole_source()
-            if not self._expects_more() and not self._give_up():
+            if not self._expects_more(now_s) and not self._give_up():
                 return
             if not outcome.ended:
-                await outcome.changed.wait()
+                await set_by(outcome.changed, self._due_s(now_s))
 
-    async def tick(self) -> None:
-        """Until cancelled, drop slow connections, and wake `run` where time matters."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._transfer.tick()
-            if self._connections.coordinated or not self._live:
-                self._outcome.changed.set()
+    def _due_s(self, now_s: float) -> float:
+        """Return when there is next something to do, if nothing happens before."""
+        named = (
+            self._transfer.due_s,
+            self._connections.due_s,
+            self._swarm.waits_until_s,
+            self._until_s,
+        )
+        return min((each for each in named if each > now_s), default=math.inf)
 
-    def _expects_more(self) -> bool:
+    def _expects_more(self, now_s: float) -> bool:
         """Return True while chunks are read, or may still be."""
         # In coordinated reading connections may be open, and none may read what is missing.
         if not (self._connections.idle or self._swarm.coordinated):
             return self._resume()
-        if self._swarm.waits():  # peers come first
+        if now_s < self._swarm.waits_until_s:  # peers come first
             return self._resume()
         # These waits begin at their first call, so that both are called.
-        for_new = self._discovery.waits()
-        for_busy = self._connections.waits(time.monotonic())
+        for_new = self._waits_for_new(now_s)
+        for_busy = self._connections.waits(now_s)
         return (for_new or for_busy) and self._resume()
 
     def _resume(self) -> bool:
@@ -187,6 +206,55 @@ class ConnectionPool:
         for task in opening:
             task.cancel()
         await asyncio.gather(*opening, return_exceptions=True)
+
+    # -- sources that come later ------------------------------------------------------------------
+
+    def _waits_for_new(self, now_s: float) -> bool:
+        """Return True while a new source is worth waiting for. The wait begins with the first call,
+        and anew with the first call after more bytes have come."""
+        if self._wait_s <= 0:
+            return False
+        came = self._transfer.landed_nbytes()
+        if came > self._came_then:
+            self._came_then = came
+            self._until_s = now_s + self._wait_s
+            self._hurry.set()
+            self._log.waiting()
+        if now_s < self._until_s:
+            return True
+        waited = format_seconds(self._wait_s)
+        self._causes.append(NoSourceError(f"no other source came within {waited}"))
+        return False
+
+    async def look(self) -> None:
+        """Look for sources until cancelled, more often while there is none."""
+        pause_s = ORDINARY_S
+        while True:
+            hurried = await set_by(self._hurry, time.monotonic() + pause_s)
+            self._hurry.clear()
+            idle, listed = self._connections.idle, 0
+            # A peer that the user named lists no other sources while it is read from.
+            if idle or self._locator.asks_coordinator:
+                listed = await self._look()
+            if not idle:
+                pause_s = max(ORDINARY_S, listed / SOURCES_PER_S)
+            elif hurried:
+                pause_s = FIRST_S
+            else:
+                pause_s = min(2 * pause_s, LONGEST_S)
+
+    async def _look(self) -> int:
+        """Add the paths to new sources. Returns how many sources there are."""
+        try:
+            sources = await self._locator.again(self._located)
+        except MxError:  # `look` does so again, and running reads don't depend on it
+            return 0
+        new = [each for each in sources if each.whole and self._connections.wants(each.key)]
+        if new:
+            self._connections.add(self._plan(new).paths)
+        self._swarm.met(sources)
+        self._outcome.changed.set()
+        return len(sources)
 
     # -- connections ------------------------------------------------------------------------------
 

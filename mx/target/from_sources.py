@@ -38,7 +38,7 @@ from mx.target.prefill import Fill, prefilling
 from mx.target.ranks import meet_ranks
 from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
-from mx.target.resolver import Found, Resolver, find, retry_until_found
+from mx.target.resolver import Found, find, retry_until_found
 from mx.target.transfer import Transfer
 from mx.transport import Span
 from mx.wire.locate import Located, Locator
@@ -229,36 +229,26 @@ class FromSources(Attempt):
         if fill is not None:
             await self._prefill(fill, transfer, fetcher)
 
-        resolver = Resolver(
-            locator,
-            found.located,
-            connections,
-            plan,
-            sharing.met,
-            transfer.landed_nbytes,
-            outcome,
-            self._log,
-            causes,
-            # What the name means by now is looked for anew.
-            wait_s=0.0 if options.follow else options.wait_s,
-        )
         stores_follow = bool(options.stores) and options.device == "cpu"
         pool = ConnectionPool(
             connections,
             connector,
             transfer,
             sharing,
-            resolver,
+            locator,
+            found.located,
             plan,
             outcome,
             self._log,
             causes,
+            # What the name means by now is looked for anew.
+            wait_s=0.0 if options.follow else options.wait_s,
             stores_follow=stores_follow,
         )
         self._closing.push_async_callback(pool.close)
         if unmapped is not None:
             pool.take(*unmapped)
-        await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
+        await beside(pool.run(), pool.look(), _fetch_pages(fetcher, pool))
         if stores_follow and not outcome.ended:
             await self._complete(manifest, transfer, sharing)
         if not transfer.started or outcome.failure is not None or outcome.causes is not None:

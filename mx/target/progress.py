@@ -14,6 +14,7 @@ from mx.core.progress import Progress
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import MxError
+from mx.runtime import set_by
 from mx.target.events import EventLog
 from mx.target.options import PullOptions
 from mx.wire.client import CoordinatorClient
@@ -131,9 +132,7 @@ class ProgressReporter:
 
     async def _sleep(self, seconds: float) -> None:
         """Wait so long, or until something has changed that is to be reported at once."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._woken.wait()
+        await set_by(self._woken, time.monotonic() + seconds)
         self._woken.clear()
 
     def _status(self) -> PullStatus:

@@ -316,8 +316,13 @@ class Transfer:
         """Return True if the source was excluded for good."""
         return key in self._excluded
 
+    @property
+    def due_s(self) -> float:
+        """When `tick` is to be called next."""
+        return self._call(lambda machine: machine.due_s)
+
     def tick(self) -> None:
-        """Give up connections that are too slow to wait for. To be called a few times a second."""
+        """Give up connections that are too slow to wait for."""
         with self._lock:
             landed = {part: sink.landed_nbytes for part, sink in self._in_flight.items()}
             commands = self._machine.tick(time.monotonic(), landed)
