@@ -16,8 +16,8 @@ from mx.core.types import SourceRecord
 from mx.errors import ConfigError, MxError, NoSourceError
 from mx.runtime import set_by
 from mx.target.connector import Connector
+from mx.target.edition import EditionLog
 from mx.target.events import EventLog
-from mx.target.outcome import Outcome
 from mx.target.reads import Connection
 from mx.target.report import LeftSource
 from mx.target.resolver import FIRST_S, LONGEST_S
@@ -67,7 +67,7 @@ class Swarm(Protocol):
 
 
 class ConnectionPool:
-    """One pull's; on the loop. `outcome.changed` wakes it."""
+    """One pull's; on the loop. `edition.changed` wakes it."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ConnectionPool:
         locator: Locator,
         located: Located,
         plan: Callable[[Sequence[SourceRecord]], Plan],
-        outcome: Outcome,
+        edition: EditionLog,
         log: EventLog,
         causes: list[MxError],
         *,
@@ -94,7 +94,7 @@ class ConnectionPool:
             locator: Looks more sources up.
             located: The model.
             plan: Finds the paths to sources.
-            outcome: Says when the pull has ended, and which connections were lost.
+            edition: Says when the pull has ended, and which connections were lost.
             log: Records when reading begins, and when a wait for a source does.
             causes: Collects why paths failed, and which waits were in vain.
             wait_s: How long to wait for a source while there is none.
@@ -109,7 +109,7 @@ class ConnectionPool:
         self._locator = locator
         self._located = located
         self._plan = plan
-        self._outcome = outcome
+        self._edition = edition
         self._log = log
         self._causes = causes
         #: Set once a path was opened, or could not be, or there is none.
@@ -133,16 +133,16 @@ class ConnectionPool:
         """Keep connections open until the pull has ended, or none could be opened to begin with,
         or none is left and stores follow. It sleeps until something happens, or a machine is due.
         Raises errors that any other path would have too."""
-        outcome = self._outcome
-        while not outcome.ended:
-            outcome.changed.clear()
+        edition = self._edition
+        while not edition.ended:
+            edition.changed.clear()
             now_s = time.monotonic()
             if self._transfer.due_s <= now_s:
                 self._transfer.tick()
             while self._useless:
                 await self._connector.give_back(self._useless.pop())
-            for number in sorted(outcome.lost):
-                await self._lose(number, outcome.lost.pop(number))
+            for number in sorted(edition.lost):
+                await self._lose(number, edition.lost.pop(number))
             self._check_leases()
             self._follow_swarm()
             self._open()
@@ -154,8 +154,8 @@ class ConnectionPool:
                 self._swarm.no_whole_source()
             if not self._expects_more(now_s) and not self._give_up():
                 return
-            if not outcome.ended:
-                await set_by(outcome.changed, self._due_s(now_s))
+            if not edition.ended:
+                await set_by(edition.changed, self._due_s(now_s))
 
     def _due_s(self, now_s: float) -> float:
         """Return when there is next something to do, if nothing happens before."""
@@ -253,7 +253,7 @@ class ConnectionPool:
         if new:
             self._connections.add(self._plan(new).paths)
         self._swarm.met(sources)
-        self._outcome.changed.set()
+        self._edition.changed.set()
         return len(sources)
 
     # -- connections ------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class ConnectionPool:
         if not task.cancelled() and error is None:
             try:
                 self.take(task.result(), entry)
-                self._outcome.changed.set()
+                self._edition.changed.set()
                 return
             except MxError as refused:  # such as memory that can't be registered
                 self._useless.append(task.result())
@@ -304,7 +304,7 @@ class ConnectionPool:
         elif error is not None:
             self._fatal = error
         self._report_lost(entry.key)
-        self._outcome.changed.set()
+        self._edition.changed.set()
 
     async def _lose(self, number: int, error: MxError) -> None:
         """Close a connection that the transfer gave up."""

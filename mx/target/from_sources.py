@@ -87,7 +87,7 @@ class FromSources(Attempt):
             MxError: The sources did not give it, nor the stores what was missing.
         """
         options, context, closing = self._options, self._context, self._closing
-        wake = self._outcome.changed.set
+        wake = self.edition.log.changed.set
         try:
             locator = Locator(options)
             closing.push_async_callback(locator.close)
@@ -200,7 +200,7 @@ class FromSources(Attempt):
     ) -> PullReport:
         """Attach a source's memory, or transfer over all paths that go together, and over others
         when those are lost."""
-        manifest, options, outcome = found.manifest, self._options, self._outcome
+        manifest, options, edition_log = found.manifest, self._options, self.edition.log
         causes, plan = self._history.causes, self._context.plan
         connections = Connections(options.patience_s)
         connections.add(found.paths.paths)
@@ -238,7 +238,7 @@ class FromSources(Attempt):
             locator,
             found.located,
             plan,
-            outcome,
+            edition_log,
             self._log,
             causes,
             # What the name means by now is looked for anew.
@@ -249,9 +249,13 @@ class FromSources(Attempt):
         if unmapped is not None:
             pool.take(*unmapped)
         await beside(pool.run(), pool.look(), _fetch_pages(fetcher, pool))
-        if stores_follow and not outcome.ended:
+        if stores_follow and not edition_log.ended:
             await self._complete(manifest, transfer, sharing)
-        if not transfer.started or outcome.failure is not None or outcome.causes is not None:
+        if (
+            not transfer.started
+            or edition_log.failure is not None
+            or edition_log.causes is not None
+        ):
             raise self._failure(manifest, transfer)
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")
@@ -302,7 +306,7 @@ class FromSources(Attempt):
             transfer,
             make_host,
             lambda source: source.ref.same_chunks(manifest.ref) and bool(plan([source]).paths),
-            self._outcome.changed.set,
+            self.edition.log.changed.set,
             expected_s=manifest.layout.payload_nbytes / rate if rate else 0.0,
             alone_because=options.alone_because,
             coordinate_always=options.coordinate_always,
@@ -312,22 +316,22 @@ class FromSources(Attempt):
 
     async def _complete(self, manifest: Manifest, transfer: Transfer, sharing: Sharing) -> None:
         """Read what the sources did not give from the stores, which hold the same weights."""
-        chain, outcome = self._context.chain, self._outcome
+        chain, edition_log = self._context.chain, self.edition.log
         failure = self._failure(manifest, transfer)
         chain.sources_gave(transfer.paths(), failure)
         sharing.reading_ended()  # peers have no say in what is read from a store
-        await chain.complete(manifest, transfer.pages, transfer, outcome, self._log)
-        if outcome.failure is None and outcome.causes is not None:
+        await chain.complete(manifest, transfer.pages, transfer, edition_log, self._log)
+        if edition_log.failure is None and edition_log.causes is not None:
             raise chain.error(failure)
 
     def _failure(self, manifest: Manifest, transfer: Transfer) -> MxError:
         """Return why the sources did not give everything."""
-        outcome, causes, key = self._outcome, self._history.causes, str(self._history.key)
+        edition_log, causes, key = self.edition.log, self._history.causes, str(self._history.key)
         if not transfer.started:
             return none_opened(key, causes)
-        if outcome.failure is not None:
-            return outcome.failure
-        causes += transfer.causes if outcome.causes is None else outcome.causes
+        if edition_log.failure is not None:
+            return edition_log.failure
+        causes += transfer.causes if edition_log.causes is None else edition_log.causes
         came, ready, wanted = transfer.landed_nbytes(), self.edition.log.layers_ready, self._wanted
         total = None if wanted is None else wanted.nbytes
         return final_error(key, manifest.layout, ready, came, causes, total)

@@ -30,11 +30,11 @@ from mx.errors import (
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.events import EventLog
-from mx.target.outcome import Outcome
 from mx.target.reads import Connection, ReadPath
 from mx.target.transfer import Transfer
 from mx.transport import Session
 from mx.wire.locate import Located, Locator
+from tests.support.editions import edition_log
 from tests.unit.test_planner import source
 from tests.unit.test_transfer import HeldSession, Lease, manifest_of_three_chunks
 
@@ -111,7 +111,7 @@ class Stage:
 
     def begin(self) -> None:
         """On the loop."""
-        self.outcome = Outcome()
+        self.outcome = edition_log()
         self.connections = Connections(self.patience_s)
         self.connections.add(PLAN.paths)
         self.pool = ConnectionPool(

@@ -28,10 +28,10 @@ from mx.target import connections, resolver
 from mx.target.connections import ConnectionPool, Swarm
 from mx.target.connector import Connector
 from mx.target.events import EventLog
-from mx.target.outcome import Outcome
 from mx.target.resolver import retry_until_found
 from mx.target.transfer import Transfer
 from mx.wire.locate import Located, Locator
+from tests.support.editions import edition_log
 from tests.unit.test_planner import source
 
 A, B = source("a"), source("b")
@@ -135,7 +135,7 @@ class Stage:
             cast(Locator, self.locator),
             cast(Located, None),
             self.plan,
-            Outcome(),
+            edition_log(),
             cast(EventLog, self),
             self.causes,
             wait_s=wait_s,
