@@ -25,19 +25,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import mx
 import mx_transports
+from mx import api
+from mx.swarm import sharing
 
 from .checkpoints import write_checkpoint
+from .processes import Cluster
 
-CHUNKS = 4
+MODEL, CHUNKS = "plain", 4
 #: The most classes and functions of a plain pull.
 MOST_CLASSES, MOST_FUNCTIONS = 45, 550
 
 _ROOTS = (mx.__path__[0], mx_transports.__path__[0])
 _PACKAGES = tuple(f"{package.__name__}." for package in (mx, mx_transports))
 _GENERATED = "_pb2"
+_REPOSITORY = Path(__file__).parent.parent
 
 
 class Counts:
@@ -128,47 +133,14 @@ class Counts:
             "names": names,
         }
 
-    def table(self) -> str:
-        """Return a table of the counts and their bars."""
-        rows = [
-            ("classes", len(self.classes), f"<= {MOST_CLASSES}"),
-            ("values", len(self.values), ""),
-            ("functions", len(self.functions), f"<= {MOST_FUNCTIONS}"),
-            ("files", len(self.files), ""),
-        ]
-        return "\n".join(f"{what:<10}{count:>6}  {bar}".rstrip() for what, count, bar in rows)
 
-
-@contextmanager
-def _source(folder: Path) -> Iterator[str]:
-    """Serve a checkpoint of four chunks in a process of its own; give its endpoint."""
-    checkpoint = folder / "model.safetensors"
-    shapes = {f"model.layers.{n}.weight": (1 << 10, 1 << 9) for n in range(CHUNKS)}
-    write_checkpoint(checkpoint, shapes)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mx", "serve", str(checkpoint), "--model", "plain", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        with process.stdout as lines:
-            yield json.loads(lines.readline())["endpoint"]
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def count() -> Counts:
-    """Run a plain pull, and return what it has made and entered. This process has not pulled."""
+def count(peer: str) -> Counts:
+    """Pull from this source, and return what that has made and entered. Nothing was pulled in this
+    process before."""
+    sharing.LONG_S = 3600.0  # it is plain on a busy machine, too
     counts = Counts()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _source(Path(folder)) as peer,
-        counts.counting(),
-    ):
-        pull = mx.pull("plain", peer=peer, transport="tcp")
+    with counts.counting():
+        pull = mx.pull(MODEL, peer=peer, transport="tcp")
         report = pull.wait(60)
         pull.close()
     assert pull.manifest is not None
@@ -177,19 +149,49 @@ def count() -> Counts:
     return counts
 
 
+def count_in_a_process() -> dict[str, Any]:
+    """Serve a checkpoint of four chunks, and return the counts of a new process that pulls it."""
+    cluster = Cluster()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = Path(folder) / "model.safetensors"
+            write_checkpoint(
+                checkpoint, {f"model.layers.{n}.weight": (1 << 10, 1 << 9) for n in range(CHUNKS)}
+            )
+            cluster.serve(checkpoint, MODEL)
+        (source,) = api.list_sources(MODEL, coordinator=cluster.coordinator)
+        command = [sys.executable, "-m", "benchmarks.plain_pull", "--peer", source.record.endpoint]
+        found: dict[str, Any] = json.loads(subprocess.check_output(command, cwd=_REPOSITORY))
+        return found
+    finally:
+        cluster.close()
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a table of the counts and their bars."""
+    bars = {what: f"<= {most}" for what, most in found["most"].items()}
+    return "\n".join(
+        f"{what:<10}{found[what]:>6}  {bars.get(what, '')}".rstrip() for what in found["names"]
+    )
+
+
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print one object, with all names")
     parser.add_argument("--list", action="store_true", help="print all names, too")
+    parser.add_argument("--peer", help="pull from this source, and print one object")
     options = parser.parse_args()
-    counts = count()
+    if options.peer is not None:
+        print(json.dumps(count(options.peer).to_json()))
+        return
+    found = count_in_a_process()
     if options.json:
-        print(json.dumps(counts.to_json()))
+        print(json.dumps(found))
         return
     if options.list:
-        print(*counts.classes, *counts.values, *counts.functions, sep="\n")
-    print(counts.table())
+        print(*(name for names in found["names"].values() for name in names), sep="\n")
+    print(table(found))
 
 
 if __name__ == "__main__":
