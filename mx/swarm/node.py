@@ -4,6 +4,7 @@ transfer read what they allow, and allows them to read here. `mx.core.swarm` mak
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -99,8 +100,8 @@ class Node:
             own: Returns the record by which others find this pull; None before they can.
             dial: Opens a stream to a peer.
             reaches: Returns True if there is a path to a source.
-            changed: Called when `coordinated` or `reading_from` change, or `waits_until_s` comes
-                nearer.
+            changed: Called when `coordinated` or `reading_from` change, or when `waits_until_s`
+                comes nearer, or lies ahead again.
         """
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
@@ -168,6 +169,14 @@ class Node:
         seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
         return self._patience.until_s(given=seeded or self._receiver.can_be_given)
 
+    def _news(self, record: Callable[[float], None]) -> None:
+        """Record that there is hope, and wake the pull if it has given up waiting."""
+        now_s = time.monotonic()
+        in_vain = self.coordinated and self.waits_until_s <= now_s
+        record(now_s)
+        if in_vain:
+            self._changed()
+
     @property
     def held(self) -> int:
         """The chunks that others may have from here, as a bit set."""
@@ -189,7 +198,7 @@ class Node:
     # -- on the loop ------------------------------------------------------------------------------
 
     def _landed(self, chunk: int) -> None:
-        self._patience.landed(time.monotonic())
+        self._news(self._patience.landed)
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
             self._peers[number].stream.send(SwarmMessage(finished=chunk))
@@ -248,14 +257,14 @@ class Node:
         """
         held = from_bytes(have, self._chunk_count)
         readable = self.reaches(record)
+        if readable:
+            self._news(functools.partial(self._patience.joined, record.key))
         self._count += 1
         number = self._count
         self._peers[number] = _Peer(record, stream, seeds, readable)
         self._numbers[record.key] = number
         self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
         self._uploads.joined(number, stream, Reader(stream.address, record.source_id))
-        if readable:
-            self._patience.joined(record.key, time.monotonic())
         if self.coordinated and seeds and readable and not self.complete:
             # The origin may not know it yet: so far perhaps one pull alone read from it.
             stream.send(SwarmMessage(coordinated=True))
@@ -295,7 +304,7 @@ class Node:
             case "have":
                 chunks = from_bytes(message.have, self._chunk_count)
                 if peer.readable:
-                    self._patience.announced(now_s)
+                    self._news(self._patience.announced)
                     self._do(self._receiver.announced(number, chunks, now_s))
             case "unchoke":
                 self._do(self._receiver.unchoked(number, now_s))

@@ -81,8 +81,8 @@ class Sharing:
             reads: The pull's transfer.
             make_host: Makes what lets others read here; None: the pull takes no part in swarms.
             reaches: Returns True if there is a path to a source.
-            changed: Called when `coordinated` or `reading_from` change, or `waits_until_s` comes
-                nearer.
+            changed: Called when `coordinated` or `reading_from` change, or when `waits_until_s`
+                comes nearer, or lies ahead again.
             expected_s: How many seconds the pull should take.
             alone_because: Why there is no host, to be logged where the user may not expect that.
             coordinate_always: Coordinate on every medium (see `shared`).

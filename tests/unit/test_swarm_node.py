@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -159,6 +161,46 @@ def test_a_neighbour_that_gives_no_more_is_asked_for_nothing_and_may_read_on() -
         return peer.messages[len(asked) :]
 
     assert asyncio.run(run()) == ["allow 0"]
+
+
+def test_the_pull_is_woken_by_news_once_it_has_waited_in_vain() -> None:
+    """It sleeps until an event: what revives its hope is one."""
+
+    async def run() -> list[str]:
+        woken: list[str] = []
+        reads, peer, other = Reads(["peer", "other"]), FakeNeighbour("peer"), FakeNeighbour("other")
+        node = Node(
+            "own",
+            reads.grid,
+            reads,
+            lambda: None,
+            _never,
+            reads.reaches,
+            lambda: woken.append(now),
+        )
+        try:
+            now = "free"
+            number = node.joined(peer.record, peer.stream, b"", seeds=False)
+            assert not woken and node.waits_until_s == -math.inf
+            now = "coordinated"
+            node.coordinate()
+            now = "hopes"
+            node.heard(number, peer_pb2.SwarmMessage(have=to_bytes(0)))
+            for now in ("news", "a peer"):
+                node._patience._news_at_s = -1000.0
+                assert node.waits_until_s < time.monotonic()
+                if now == "news":
+                    node.heard(number, peer_pb2.SwarmMessage(have=to_bytes(0)))
+                else:
+                    node.joined(other.record, other.stream, b"", seeds=False)
+                assert node.waits_until_s > time.monotonic()
+            return woken
+        finally:
+            peer.stream.close()
+            other.stream.close()
+            await node.close()
+
+    assert asyncio.run(run()) == ["coordinated", "news", "a peer"]
 
 
 def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
