@@ -7,14 +7,14 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from mx.core.connections import Connections, Entry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
 from mx.errors import ConfigError, MxError, NoSourceError
 from mx.runtime import set_by
+from mx.swarm.sharing import Sharing
 from mx.target.connector import Connector
 from mx.target.edition import EditionLog
 from mx.target.events import EventLog
@@ -22,7 +22,7 @@ from mx.target.reads import Connection
 from mx.target.report import LeftSource
 from mx.target.resolver import FIRST_S, LONGEST_S
 from mx.target.transfer import Transfer
-from mx.transport import Medium, ScatteredView
+from mx.transport import ScatteredView
 from mx.units import format_seconds
 from mx.wire.locate import Located, Locator
 
@@ -30,40 +30,6 @@ from mx.wire.locate import Located, Locator
 ORDINARY_S = 1.0
 #: longer where many are listed: each of them that still pulls looks all of them up.
 SOURCES_PER_S = 50.0
-
-
-class Swarm(Protocol):
-    """The pull's part in a swarm: `mx.swarm.sharing.Sharing`."""
-
-    @property
-    def coordinated(self) -> bool:
-        """True while chunks are read only from peers that allow them."""
-
-    @property
-    def reading_from(self) -> Mapping[str, tuple[object, SourceRecord]]:
-        """The peers to read from, by key; a changed first item means to connect anew."""
-
-    def shared(self, medium: Medium) -> None:
-        """Act on a source's word that other pulls read there too. Repeated while it holds."""
-
-    def no_whole_source(self) -> None:
-        """Read from sources that hold parts, if any: none is left that holds everything."""
-
-    @property
-    def waits_until_s(self) -> float:
-        """Until when peers may give what is missing, if nothing happens before."""
-
-    def met(self, sources: Sequence[SourceRecord]) -> None:
-        """Take note of all sources of the weights, whole or not, as a look-up has found them."""
-
-    def lost(self, key: str, *, for_good: bool) -> None:
-        """Leave this peer: no path to it is left; `for_good`: nor will there be one."""
-
-    def gives_no_more(self, key: str) -> None:
-        """Request nothing from this peer any more, which may go on reading here."""
-
-    def reading_began(self) -> None:
-        """Called when a connection is open."""
 
 
 class ConnectionPool:
@@ -74,7 +40,7 @@ class ConnectionPool:
         connections: Connections,
         connector: Connector,
         transfer: Transfer,
-        swarm: Swarm,
+        sharing: Sharing,
         locator: Locator,
         located: Located,
         plan: Callable[[Sequence[SourceRecord]], Plan],
@@ -90,7 +56,7 @@ class ConnectionPool:
             connections: The states of the paths; the pool adds those to new sources.
             connector: Opens and closes connections.
             transfer: Reads through them.
-            swarm: Says which peers to read from.
+            sharing: Says which peers to read from.
             locator: Looks more sources up.
             located: The model.
             plan: Finds the paths to sources.
@@ -105,7 +71,7 @@ class ConnectionPool:
         self._connections = connections
         self._connector = connector
         self._transfer = transfer
-        self._swarm = swarm
+        self._sharing = sharing
         self._locator = locator
         self._located = located
         self._plan = plan
@@ -150,8 +116,8 @@ class ConnectionPool:
                 self.tried.set()
             if self._fatal is not None:
                 raise self._fatal
-            if self._connections.idle and not self._swarm.coordinated:
-                self._swarm.no_whole_source()
+            if self._connections.idle and not self._sharing.coordinated:
+                self._sharing.no_whole_source()
             if not self._expects_more(now_s) and not self._give_up():
                 return
             if not edition.ended:
@@ -162,7 +128,7 @@ class ConnectionPool:
         named = (
             self._transfer.due_s,
             self._connections.due_s,
-            self._swarm.waits_until_s,
+            self._sharing.waits_until_s,
             self._until_s,
         )
         return min((each for each in named if each > now_s), default=math.inf)
@@ -170,9 +136,9 @@ class ConnectionPool:
     def _expects_more(self, now_s: float) -> bool:
         """Return True while chunks are read, or may still be."""
         # In coordinated reading connections may be open, and none may read what is missing.
-        if not (self._connections.idle or self._swarm.coordinated):
+        if not (self._connections.idle or self._sharing.coordinated):
             return self._resume()
-        if now_s < self._swarm.waits_until_s:  # peers come first
+        if now_s < self._sharing.waits_until_s:  # peers come first
             return self._resume()
         # These waits begin at their first call, so that both are called.
         for_new = self._waits_for_new(now_s)
@@ -252,7 +218,7 @@ class ConnectionPool:
         new = [each for each in sources if each.whole and self._connections.wants(each.key)]
         if new:
             self._connections.add(self._plan(new).paths)
-        self._swarm.met(sources)
+        self._sharing.met(sources)
         self._edition.changed.set()
         return len(sources)
 
@@ -261,7 +227,7 @@ class ConnectionPool:
     def take(self, connection: Connection, entry: Entry) -> None:
         """Read through an open connection. Raises MxError if its session can't use the arena."""
         if connection.lease.coordinated:
-            self._swarm.shared(connection.path.medium)
+            self._sharing.shared(connection.path.medium)
         now_s = connection.opened_at_s = time.monotonic()
         arena = self._transfer.arena
         if not isinstance(arena, ScatteredView):  # else each read stands for itself
@@ -270,7 +236,7 @@ class ConnectionPool:
         number = self._transfer.add_connection(connection)
         self._connections.opened(entry)
         self._live[number] = entry, connection
-        self._swarm.reading_began()
+        self._sharing.reading_began()
 
     def _open(self) -> None:
         layout = self._transfer.manifest.layout
@@ -325,18 +291,18 @@ class ConnectionPool:
             if error is not None:
                 self._transfer.connection_lost(number, error)
             elif connection.lease.coordinated:
-                self._swarm.shared(connection.path.medium)
+                self._sharing.shared(connection.path.medium)
 
     # -- the swarm ------------------------------------------------------------------------------
 
     def _follow_swarm(self) -> None:
         """Follow the swarm: coordinated or free reading, and which peers to read from."""
-        if self._swarm.coordinated and not self._connections.coordinated:
+        if self._sharing.coordinated and not self._connections.coordinated:
             self._connections.coordinate()
             self._joined.clear()
-        elif not self._swarm.coordinated and self._connections.coordinated:
+        elif not self._sharing.coordinated and self._connections.coordinated:
             self._connections.read_freely()
-        peers = self._swarm.reading_from
+        peers = self._sharing.reading_from
         for key in [each for each in self._joined if each not in peers]:
             del self._joined[key]
             self._leave(key)
@@ -359,6 +325,6 @@ class ConnectionPool:
         # Neighbours go on reading here after the pull: its end is no reason to leave them.
         if not self._closed and self._connections.has_no_path(key):
             if self._connections.changed(key):
-                self._swarm.gives_no_more(key)
+                self._sharing.gives_no_more(key)
             else:
-                self._swarm.lost(key, for_good=self._connections.excluded(key))
+                self._sharing.lost(key, for_good=self._connections.excluded(key))

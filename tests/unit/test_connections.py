@@ -27,6 +27,7 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.swarm.sharing import Sharing
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.events import EventLog
@@ -118,7 +119,7 @@ class Stage:
             self.connections,
             cast(Connector, self),
             cast(Transfer, FakeTransfer(self)),
-            self.swarm,
+            cast(Sharing, self.swarm),
             cast(Locator, None),
             cast(Located, None),
             lambda sources: Plan(tuple(self.joined), (), ()),

@@ -24,8 +24,9 @@ from mx.errors import (
     PeerRefusedError,
     UnknownModelError,
 )
+from mx.swarm.sharing import Sharing
 from mx.target import connections, resolver
-from mx.target.connections import ConnectionPool, Swarm
+from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.events import EventLog
 from mx.target.resolver import retry_until_found
@@ -131,7 +132,7 @@ class Stage:
             cast(Connections, self.connections),
             cast(Connector, None),
             cast(Transfer, self),
-            cast(Swarm, self),
+            cast(Sharing, self),
             cast(Locator, self.locator),
             cast(Located, None),
             self.plan,
