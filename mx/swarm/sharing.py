@@ -108,7 +108,7 @@ class Sharing:
     @property
     def begun(self) -> bool:
         """Return True if others can read here, or will be able to soon."""
-        return self._node is not None and self._make_host is not None
+        return self._node is not None
 
     @property
     def host(self) -> Host | None:
@@ -139,7 +139,7 @@ class Sharing:
     def met(self, sources: Sequence[SourceRecord]) -> None:
         """Take note of the sources that hold the model, or parts of it, now."""
         self.sources = sources
-        if self.begun and self._node is not None:
+        if self._node is not None:
             self._node.peers.met(sources)
 
     def shared(self, medium: Medium) -> None:
@@ -158,7 +158,7 @@ class Sharing:
     def coordinate(self) -> None:
         """From now on request chunks before reading them."""
         self.begin()
-        if self.begun and self._node is not None:
+        if self._node is not None:
             self._node.coordinate()
 
     def reading_began(self) -> None:
@@ -196,8 +196,9 @@ class Sharing:
             await uncut(host.start(node))
         except MxError as error:
             log.warning("other pulls can't read from this one: %s", str(error))
-            self._make_host = None
             node.read_freely()
+            self._make_host = self._node = None
+            await uncut(node.close())
             return
         node.peers.met(self.sources)
         await host.keep_listed(node.holdings, lambda: self.sources)
