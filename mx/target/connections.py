@@ -194,14 +194,14 @@ class ConnectionPool:
 
     async def look(self) -> None:
         """Look for sources until cancelled, more often while there is none."""
-        pause_s = ORDINARY_S
+        pause_s, listed = ORDINARY_S, 0
         while True:
             hurried = await set_by(self._hurry, time.monotonic() + pause_s)
             self._hurry.clear()
-            idle, listed = self._connections.idle, 0
+            idle = self._connections.idle
             # A peer that the user named lists no other sources while it is read from.
             if idle or self._locator.asks_coordinator:
-                listed = await self._look()
+                listed = await self._look() or listed
             if not idle:
                 pause_s = max(ORDINARY_S, listed / SOURCES_PER_S)
             elif hurried:
@@ -210,7 +210,7 @@ class ConnectionPool:
                 pause_s = min(2 * pause_s, LONGEST_S)
 
     async def _look(self) -> int:
-        """Add the paths to new sources. Returns how many sources there are."""
+        """Add the paths to new sources. Returns how many sources there are; 0 if it failed."""
         try:
             sources = await self._locator.again(self._located)
         except MxError:  # `look` does so again, and running reads don't depend on it
