@@ -58,14 +58,13 @@ class Pull(Described, Closable):
         super().__init__(loop)
 
     def _begin(self, options: PullOptions) -> tuple[Job | FilesJob, asyncio.Task[None]]:
-        self._reporter: ProgressReporter | None
+        self._reporter: ProgressReporter | None = None
         job: Job | FilesJob
         if options.files_only:
             job = FilesJob(options, self._state)
         else:
             job = Job(options, transports(), self._state)
         task = asyncio.create_task(job.run(), name="mx-pull")
-        self._reporter = None
         if options.coordinator is None or options.peer is not None:
             return job, task  # there is no coordinator to report to
         self._reporter = ProgressReporter(
