@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from mx.core.grid import ChunkGrid
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.neighbours import MOST
 from mx.core.types import Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
-from mx.swarm.stream import PeerStream, to_bytes
+from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.units import MIB
 from mx.wire.v1 import peer_pb2
 from tests.support.records import make_documents, make_record
@@ -201,6 +205,57 @@ def test_the_pull_is_woken_by_news_once_it_has_waited_in_vain() -> None:
             await node.close()
 
     assert asyncio.run(run()) == ["coordinated", "news", "a peer"]
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_node_that_is_made_while_chunks_land_announces_every_one(step: int) -> None:
+    """Each is in what it says first, or is announced; none is lost between."""
+    count = 400
+
+    async def run() -> int:
+        reads, peer = Reads(["peer"]), FakeNeighbour("peer")
+        layer = Layer(0, "layer", count * MIB, 0, ((0, count * MIB),), 0)
+        reads.grid = ChunkGrid(Layout([layer], []), MIB)
+        reads.holdings, lock = Holdings(reads.grid), threading.Lock()
+        begun = threading.Event()
+
+        def land() -> None:
+            for chunk in range(count):
+                if chunk == step * count // 8:
+                    begun.set()
+                with lock:
+                    reads.holdings.add(chunk)
+                time.sleep(1e-5)  # so that the other thread runs
+
+        def subscribe(listener: HoldingsListener) -> int:
+            with lock:
+                return reads.holdings.subscribe(listener)
+
+        reads.subscribe = subscribe  # type: ignore[method-assign]
+        landing = threading.Thread(target=land)
+        landing.start()
+        begun.wait()
+        node = node_of(reads, _never)
+        known = node.held
+        node.joined(peer.record, peer.stream, b"", seeds=False)
+        listening = asyncio.create_task(peer.stream.listen(lambda message: None))
+        try:
+            landing.join()
+            async with asyncio.timeout(20):
+                while known.bit_count() < count:
+                    await asyncio.sleep(0.01)
+                    for message in peer.messages:
+                        kind, _, value = message.partition(" ")
+                        if kind == "have":
+                            known |= from_bytes(ast.literal_eval(value), count)
+        finally:
+            peer.stream.close()
+            await listening
+            await node.close()
+        assert not node._receiver.left
+        return known
+
+    assert asyncio.run(run()) == (1 << count) - 1
 
 
 def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
