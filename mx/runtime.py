@@ -29,10 +29,10 @@ import grpc.aio
 from mx import forks
 from mx.calls import Call, Waiter
 from mx.errors import ConfigError, ForkError, MxError
-from mx.tasks import beside, in_thread, uncut, unexpected, workers
+from mx.tasks import beside, in_thread, set_by, uncut, unexpected, workers
 
 #: What others import from here, too.
-__all__ = ["beside", "in_thread", "uncut", "unexpected"]
+__all__ = ["beside", "in_thread", "set_by", "uncut", "unexpected"]
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -73,6 +74,15 @@ async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, N
         failed = group.exceptions[0]
     if failed is not None:
         raise failed
+
+
+async def set_by(event: asyncio.Event, at_s: float) -> bool:
+    """Wait until the event is set, at most until this time of the monotonic clock. Returns True if
+    it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(None if at_s == math.inf else at_s):
+            await event.wait()
+    return event.is_set()
 
 
 def _ends(error: BaseException) -> bool:

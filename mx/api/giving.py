@@ -35,7 +35,7 @@ class Giving:
         options: PullOptions,
         settings: config.Settings,
         job: Job | FilesJob,
-        reporter: ProgressReporter,
+        reporter: ProgressReporter | None,
         memory: FilledMemory,
     ) -> None:
         """
@@ -44,7 +44,7 @@ class Giving:
             options: The pull's.
             settings: Those of the source.
             job: The pull's.
-            reporter: What tells the coordinator of the pull.
+            reporter: What tells the coordinator of the pull, if there is one.
             memory: What the pull fills.
         """
         self._loop = loop
@@ -80,8 +80,7 @@ class Giving:
             or pages is None
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
-        node = edition.node
-        host = None if node is None else node.sharing.host
+        host = None if edition.sharing is None else edition.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
             return self._loop.run(self._settled(host, edition, arena))
         live = isinstance(arena, LiveMemory)
@@ -93,8 +92,10 @@ class Giving:
             pages,
             role=SourceRole.RELAY,
             borrowed=True,
-            source_id=self._reporter.pull_id,  # routers know the pull by it
         )
+        reporter = self._reporter
+        known = edition.reader_id if reporter is None else reporter.pull_id  # to others
+        held.source_id = known or held.source_id
         return serve_held(held, self._options.coordinator, self._settings, live=live)
 
     async def _sealed(self, edition: Edition, arena: MemfdArena | DeviceArena | LiveMemory) -> None:
@@ -116,7 +117,7 @@ class Giving:
 
     def accept_requests(self, port: int) -> None:
         """Have routers send requests to this port; 0: to none any more."""
-        if not self._reporter.reports:
+        if self._reporter is None:
             raise ConfigError(
                 "this pull has no coordinator that could list the port",
                 hint="leave out `peer`, and give `coordinator`",

@@ -169,6 +169,8 @@ def _selection(
         check_type("only", only, Collection, "it is names or patterns of tensors")
     if slices is not None:
         check_type("slices", slices, Mapping, "it maps names or patterns of tensors to slices")
+    if only is None and slices is None:
+        return None
     selection = Selection(only, slices)
     return None if selection.everything else selection
 

@@ -58,14 +58,18 @@ class Pull(Described, Closable):
         super().__init__(loop)
 
     def _begin(self, options: PullOptions) -> tuple[Job | FilesJob, asyncio.Task[None]]:
+        self._reporter: ProgressReporter | None = None
         job: Job | FilesJob
         if options.files_only:
             job = FilesJob(options, self._state)
         else:
             job = Job(options, transports(), self._state)
         task = asyncio.create_task(job.run(), name="mx-pull")
+        if options.coordinator is None or options.peer is not None:
+            return job, task  # there is no coordinator to report to
         self._reporter = ProgressReporter(
             options,
+            options.coordinator,
             self._state,
             job.progress,
             lambda: job.key,
@@ -414,7 +418,8 @@ class Pull(Described, Closable):
         if not self._task.done():
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await self._reporter.close()
+        if self._reporter is not None:
+            await self._reporter.close()
         edition = self._job.edition
         edition.end(ClosedError("the pull was closed"))
         await edition.files.close()

@@ -16,6 +16,7 @@ neighbours are used: sources that were in use when it began, and those that the 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -165,6 +166,13 @@ class Connections:
         if self._waits_until_s is None:
             self._waits_until_s = now_s + self._patience_s
         return now_s < self._waits_until_s
+
+    @property
+    def due_s(self) -> float:
+        """When `assign` or `waits` may answer otherwise, if nothing happens before."""
+        busy = [entry.retry_at_s for entry in self._entries if entry.rest is Rest.BUSY]
+        until_s = math.inf if self._waits_until_s is None else self._waits_until_s
+        return min([*busy, until_s])
 
     # -- sources --------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ that the chunk is right there, or answers nothing in time, the part counts, and 
 
 from __future__ import annotations
 
+import math
+
 from mx.errors import MxError
 
 MAX_CORRUPT = 2
@@ -49,6 +51,11 @@ class Suspects:
     def lies(self, source: str) -> bool:
         """Return True if so many parts count that the source is a liar."""
         return self._wrong.get(source, 0) >= MAX_CORRUPT
+
+    @property
+    def due_s(self) -> float:
+        """When the next source will be overdue."""
+        return min((until_s for until_s, _ in self._asked.values()), default=math.inf)
 
     def overdue(self, now_s: float) -> list[str]:
         """Return the sources that have not answered in time."""

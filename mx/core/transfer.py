@@ -29,6 +29,7 @@ reported that no further connection will come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from mx.core import striping
@@ -45,6 +46,8 @@ from mx.core.wanted import Wanted
 from mx.errors import DigestError, MxError, PathSlowError, StaleGenerationError
 
 MAX_ATTEMPTS = 5
+#: Pause between looks for connections that are late.
+TICK_S = 0.25
 
 
 class TransferMachine:
@@ -81,6 +84,7 @@ class TransferMachine:
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
         self._suspects = Suspects()
+        self._ticked_s = 0.0
         self._attempts: dict[int, int] = {}
         self._causes: list[MxError] = []
         self._ended = False
@@ -248,9 +252,17 @@ class TransferMachine:
         self._causes.append(error)
         return self._assign(now_s) + self._check_hopeless()
 
+    @property
+    def due_s(self) -> float:
+        """When `tick` is to be called next: a source is overdue, or one of several connections may
+        be late by then."""
+        watched = self._ticked_s + TICK_S if len(self._open) > 1 else math.inf
+        return min(watched, self._suspects.due_s)
+
     def tick(self, now_s: float, landed: Mapping[Part, int] | None = None) -> list[Command]:
-        """Drop connections that are late (`mx.core.striping.is_late`). To be called a few times a
-        second. `landed` has the bytes of each part in flight that have landed."""
+        """Drop connections that are late (`mx.core.striping.is_late`). To be called when `due_s`
+        has come. `landed` has the bytes of each part in flight that have landed."""
+        self._ticked_s = now_s
         so_far = landed or {}
 
         def landed_nbytes(load: ConnectionLoad) -> int:

@@ -16,6 +16,7 @@ from mx.memory.live import Memory
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.swarm.node import Node
+from mx.swarm.stream import PeerStream, StreamDialer
 from mx.transport import Transport
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.documents import fetch
@@ -67,6 +68,7 @@ class Relay:
             layers=(),
             growing=True,
         )
+        self._streams = StreamDialer(options.tls, options.insecure)
         self._listens = False
 
     async def start(self, node: Node) -> None:
@@ -78,6 +80,10 @@ class Relay:
     def record(self) -> SourceRecord | None:
         """See `mx.swarm.sharing.Host`."""
         return self._server.record(self._held) if self._listens else None
+
+    async def dial(self, record: SourceRecord) -> PeerStream:
+        """See `mx.swarm.sharing.Host`."""
+        return await self._streams.dial(record)
 
     async def keep_listed(
         self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
@@ -138,6 +144,7 @@ class Relay:
         return self._server, self._held
 
     async def close(self) -> None:
-        """End all reads here: running ones may finish within `DRAIN_S`."""
+        """End all reads here: running ones may finish within `DRAIN_S`. The streams have ended."""
         await self._server.drain(DRAIN_S)
         await self._server.close()
+        await self._streams.close()

@@ -4,13 +4,16 @@ transfer read what they allow, and allows them to read here. `mx.core.swarm` mak
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
+from mx.core.grid import ChunkGrid
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.commands import (
     Cancel,
@@ -29,10 +32,8 @@ from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
-from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
-from mx.transport import Medium
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
@@ -84,34 +85,28 @@ class Node:
     def __init__(
         self,
         own_id: str,
-        chunk_count: int,
-        chunk_nbytes: int,
+        grid: ChunkGrid,
         reads: Reads,
-        sharing: Sharing,
-        reaches: Callable[[SourceRecord], bool],
+        own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
+        reaches: Callable[[SourceRecord], bool],
         changed: Callable[[], None],
-        *,
-        coordinate_always: bool = False,
     ) -> None:
         """
         Args:
             own_id: The source id by which others know this pull.
-            chunk_count: How many chunks the model has.
-            chunk_nbytes: The size of a chunk.
+            grid: How the model is cut into chunks.
             reads: The pull's transfer.
-            sharing: Lets others find this pull.
-            reaches: Returns True if there is a path to a source.
+            own: Returns the record by which others find this pull; None before they can.
             dial: Opens a stream to a peer.
-            changed: Called when `coordinated` or `reading_from` change.
-            coordinate_always: Coordinate on every medium (see `shared`).
+            reaches: Returns True if there is a path to a source.
+            changed: Called when `coordinated` or `reading_from` change, or when `waits_until_s`
+                comes nearer, or lies ahead again.
         """
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
-        self.sharing = sharing
-        self.peers = Peers(own_id, self, sharing.record, dial)
-        self._own_id = own_id
-        self._chunk_count = chunk_count
+        self.peers = Peers(own_id, self, own, dial)
+        self._chunk_count = len(grid)
         self._reads: Reads | None = reads
         self._reaches = reaches
         self._changed = changed
@@ -121,10 +116,9 @@ class Node:
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
         self._receiver = Receiver(
-            chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
+            len(grid), self.holdings, width=0, free_s=free_after_s(grid.chunk_nbytes)
         )
-        self._coordinate_always = coordinate_always
-        self._uploads = Uploads(chunk_nbytes, by_address=False)
+        self._uploads = Uploads(grid.chunk_nbytes, by_address=False)
         self._patience = Patience(time.monotonic())
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[str, int] = {}
@@ -133,31 +127,14 @@ class Node:
         self._announcing: asyncio.TimerHandle | None = None
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
-    def met(self, sources: Sequence[SourceRecord]) -> None:
-        """Take note of the sources that hold the model, or parts of it, now."""
-        self.sharing.sources = sources
-        if self.sharing.begun:
-            self.peers.met(sources)
-
-    def reading_began(self) -> None:
-        """Plan to let others read here: a connection is open."""
-        self.sharing.plan(self)
-
     # -- coordinated and free reading -------------------------------------------------------------
-
-    def shared(self, medium: Medium) -> None:
-        """Act on a source's word that other pulls read there too: coordinate, where they share a
-        link with this one. Within a machine there is none, unless `coordinate_always`."""
-        if self._coordinate_always or medium is Medium.NETWORK:
-            self.coordinate()
 
     def coordinate(self) -> None:
         """From now on request chunks before reading them: others pull from the same source."""
-        if self.coordinated or not self.sharing.possible or self._reads is None:
+        if self.coordinated or self._reads is None:
             return
         self.coordinated = True
         self._patience.coordinate()
-        self.sharing.begin(self)
         self._reads.coordinate()
         self.reading_from.clear()
         self._receiver.width = WIDTH
@@ -176,28 +153,29 @@ class Node:
             self._reads.read_freely()
             self._changed()
 
-    def no_whole_source(self) -> None:
-        """Read from sources that hold parts, if any: none is left that holds everything."""
-        others = [each for each in self.sharing.sources if each.source_id != self._own_id]
-        if any(not each.whole for each in others):
-            self.coordinate()
-
     def reading_ended(self) -> None:
         """From now on only serve others: the pull's transfer is about to end."""
         self._reads = None
-        self.sharing.reading_ended()
 
     @property
     def complete(self) -> bool:
         return self.holdings.whole
 
-    def waits(self) -> bool:
-        """Return True while peers may still give what is missing."""
+    @property
+    def waits_until_s(self) -> float:
+        """Until when peers may give what is missing, if nothing happens before."""
         if not self.coordinated:
-            return False
+            return -math.inf
         seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
-        given = seeded or self._receiver.can_be_given
-        return self._patience.waits(time.monotonic(), given=given)
+        return self._patience.until_s(given=seeded or self._receiver.can_be_given)
+
+    def _news(self, record: Callable[[float], None]) -> None:
+        """Record that there is hope, and wake the pull if it has given up waiting."""
+        now_s = time.monotonic()
+        in_vain = self.coordinated and self.waits_until_s <= now_s
+        record(now_s)
+        if in_vain:
+            self._changed()
 
     @property
     def held(self) -> int:
@@ -220,7 +198,7 @@ class Node:
     # -- on the loop ------------------------------------------------------------------------------
 
     def _landed(self, chunk: int) -> None:
-        self._patience.landed(time.monotonic())
+        self._news(self._patience.landed)
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
             self._peers[number].stream.send(SwarmMessage(finished=chunk))
@@ -234,6 +212,7 @@ class Node:
         if number in self._peers:
             self._peers[number].stream.send(SwarmMessage(cancel=chunk))
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
+        self._changed()
 
     def lost(self, key: str, *, for_good: bool) -> None:
         """End the stream to a source to which no path is left; `for_good`: and never meet it
@@ -255,11 +234,11 @@ class Node:
         peer = self._peers[number]
         peer.readable = peer.seeds = peer.connected = False
         self._reading = {chunk: n for chunk, n in self._reading.items() if n != number}
-        if self.reading_from.pop(key, None) is not None:
-            self._changed()
+        self.reading_from.pop(key, None)
         commands = self._receiver.gone(number, time.monotonic())
         self._receiver.joined(number)
         self._do(commands)
+        self._changed()
 
     def reaches(self, record: SourceRecord) -> bool:
         """Return True if chunks can be read from the source."""
@@ -278,14 +257,14 @@ class Node:
         """
         held = from_bytes(have, self._chunk_count)
         readable = self.reaches(record)
+        if readable:
+            self._news(functools.partial(self._patience.joined, record.key))
         self._count += 1
         number = self._count
         self._peers[number] = _Peer(record, stream, seeds, readable)
         self._numbers[record.key] = number
         self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
         self._uploads.joined(number, stream, Reader(stream.address, record.source_id))
-        if readable:
-            self._patience.joined(record.key, time.monotonic())
         if self.coordinated and seeds and readable and not self.complete:
             # The origin may not know it yet: so far perhaps one pull alone read from it.
             stream.send(SwarmMessage(coordinated=True))
@@ -299,9 +278,9 @@ class Node:
         for chunk in [c for c, n in self._reading.items() if n == number]:
             del self._reading[chunk]
         self._uploads.gone(number)
-        if self.reading_from.pop(key, None) is not None:
-            self._changed()
+        self.reading_from.pop(key, None)
         self._do(self._receiver.gone(number, time.monotonic()))
+        self._changed()
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
         """Serve the stream of a peer that has sent a hello; returns when the stream has ended.
@@ -325,7 +304,7 @@ class Node:
             case "have":
                 chunks = from_bytes(message.have, self._chunk_count)
                 if peer.readable:
-                    self._patience.announced(now_s)
+                    self._news(self._patience.announced)
                     self._do(self._receiver.announced(number, chunks, now_s))
             case "unchoke":
                 self._do(self._receiver.unchoked(number, now_s))
@@ -482,13 +461,11 @@ class Node:
         self.peers.end()
 
     async def close(self) -> None:
-        """Leave the swarm, and end all reading here. Idempotent."""
+        """Close every stream, and wait until all have ended. Idempotent."""
         self.reading_ended()
-        await self.sharing.stop()
         if self._announcing is not None:
             self._announcing.cancel()
         await self.peers.close()
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
-        await self.sharing.close()
         self._reaches = _unreached  # let go of what the pull's function keeps

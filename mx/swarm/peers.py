@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mx import codec
 from mx.core.swarm.known import KnownPeers
@@ -18,6 +18,9 @@ from mx.swarm.stream import PeerStream, to_bytes
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
+if TYPE_CHECKING:
+    from mx.swarm.node import Node
+
 log = logging.getLogger(__name__)
 
 #: The most peers that one message may name; an origin names 64.
@@ -26,48 +29,20 @@ MOST_EXCHANGED = 256
 WELCOME_TIMEOUT_S = 3.0
 
 
-class Host(Protocol):
-    """The pull's node: `mx.swarm.node.Node`."""
-
-    @property
-    def held(self) -> int:
-        """The chunks that others may have from here, as a bit set."""
-
-    @property
-    def crowded(self) -> bool:
-        """Return True if readers have to request chunks before they read."""
-
-    def reaches(self, record: SourceRecord) -> bool:
-        """Return True if there is a path to the source."""
-
-    def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
-        """Add the peer at the other end of a stream. Returns its number. Raises
-        PeerProtocolError."""
-
-    def heard(self, number: int, message: SwarmMessage) -> None:
-        """Act on a message. Raises PeerProtocolError."""
-
-    def parted(self, number: int) -> None:
-        """Remove the peer: its stream has ended."""
-
-    def coordinate(self) -> None:
-        """From now on request chunks: a source says that others read there too."""
-
-
 class Peers:
     """One pull's; on the loop."""
 
     def __init__(
         self,
         own_id: str,
-        host: Host,
+        node: Node,
         own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     ) -> None:
         """
         Args:
             own_id: The source id by which others know this pull.
-            host: The pull's node.
+            node: The pull's node.
             own: Returns the record by which others find this pull; None before they can.
             dial: Opens a stream to a source.
         """
@@ -76,7 +51,7 @@ class Peers:
         #: when it ends.
         self.trades: Callable[[str, int], None] = lambda source_id, change: None
         self._own_id = own_id
-        self._host = host
+        self._node = node
         self._own = own
         self._dial = dial
         self._neighbours = Neighbours(own_id)
@@ -117,7 +92,7 @@ class Peers:
             origin = record.role is SourceRole.ORIGIN and listed
             if not origin or self._busy_with(record.key):
                 continue
-            if self._host.reaches(record):  # else it would suggest chunks that can't be read
+            if self._node.reaches(record):  # else it would suggest chunks that can't be read
                 self._start(self._greet(record, None))
         relays = [each.key for each in self.known if each.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
@@ -161,7 +136,7 @@ class Peers:
             return
         self._greeting[key] = stream
         hello = peer_pb2.Hello(source_id=record.source_id, own=codec.source_to_wire(own))
-        hello.have = to_bytes(self._host.held)
+        hello.have = to_bytes(self._node.held)
         stream.send(SwarmMessage(hello=hello))
         timeout = asyncio.get_running_loop().call_later(WELCOME_TIMEOUT_S, stream.close)
         number = -1
@@ -169,7 +144,7 @@ class Peers:
         def heard(message: SwarmMessage) -> None:
             nonlocal number
             if number >= 0:
-                self._host.heard(number, message)
+                self._node.heard(number, message)
                 return
             if message.WhichOneof("message") != "welcome":
                 raise PeerProtocolError(f"{stream.peer} did not answer the hello with a welcome")
@@ -187,7 +162,7 @@ class Peers:
             if neighbours is not None:
                 self.trades(record.source_id, +1)
             if welcome.coordinated:
-                self._host.coordinate()
+                self._node.coordinate()
 
         try:
             wrong = await stream.listen(heard)
@@ -230,12 +205,12 @@ class Peers:
         if superseded is not None:
             superseded.close()
         self.known.name(record, time.monotonic(), listed=True, keep=self._streams)
-        welcome = peer_pb2.Welcome(accepted=True, coordinated=self._host.crowded)
-        welcome.have = to_bytes(self._host.held)
+        welcome = peer_pb2.Welcome(accepted=True, coordinated=self._node.crowded)
+        welcome.have = to_bytes(self._node.held)
         stream.send(SwarmMessage(welcome=welcome))
         number = self._begin(record, stream, have, seeds=False, neighbours=self._neighbours)
         try:
-            error = await stream.listen(lambda message: self._host.heard(number, message))
+            error = await stream.listen(lambda message: self._node.heard(number, message))
             if error is not None:
                 raise error
         finally:
@@ -251,7 +226,7 @@ class Peers:
         neighbours: Neighbours | None,
     ) -> int:
         try:
-            number = self._host.joined(record, stream, have, seeds=seeds)
+            number = self._node.joined(record, stream, have, seeds=seeds)
         except MxError:  # its hello or welcome is malformed: another peer may take its place
             if neighbours is not None:
                 self._greet_all(neighbours.gone(record.key))
@@ -261,7 +236,7 @@ class Peers:
 
     def _end(self, key: str, number: int, neighbours: Neighbours | None) -> None:
         del self._streams[key]
-        self._host.parted(number)
+        self._node.parted(number)
         if neighbours is not None:
             self._greet_all(neighbours.gone(key))
 

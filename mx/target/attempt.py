@@ -69,7 +69,6 @@ class Attempt:
         self._options = context.options
         self._log = context.log
         self._history = context.history
-        self._outcome = edition.outcome
         self._delivery: Delivery | None = None
 
     def progress(self) -> Progress:
@@ -88,7 +87,6 @@ class Attempt:
         self._delivery = Delivery(
             manifest,
             self.edition.log,
-            self._outcome,
             strong=strong,
             out=options.out,
             keep=options.resume and options.device == "cpu",
@@ -131,8 +129,8 @@ class Attempt:
         if self._options.out is not None:
             self._log.phase = "writing"
             await in_thread(delivery.finish)
-        if self._outcome.failure is not None:
-            raise self._outcome.failure
+        if self.edition.log.failure is not None:
+            raise self.edition.log.failure
         return report
 
     async def leave(self) -> None:

@@ -25,10 +25,10 @@ from mx.errors import (
 )
 from mx.runtime import in_thread, uncut
 from mx.storage.stores import Store
+from mx.target.edition import EditionLog
 from mx.target.events import EventLog
 from mx.target.opening import open_store, stoppable
 from mx.target.options import PullOptions
-from mx.target.outcome import Outcome
 from mx.target.reads import Connection
 from mx.target.report import (
     FAILED,
@@ -246,7 +246,12 @@ class Chain:
     # -- going on with what is verified ------------------------------------------------------------
 
     async def complete(
-        self, manifest: Manifest, pages: Pages, transfer: Transfer, outcome: Outcome, log: EventLog
+        self,
+        manifest: Manifest,
+        pages: Pages,
+        transfer: Transfer,
+        edition: EditionLog,
+        log: EventLog,
     ) -> None:
         """Read what a transfer still lacks from the stores, one after the other, until it has
         ended. Its other connections are lost, or will be.
@@ -255,29 +260,29 @@ class Chain:
             manifest: The model's.
             pages: The digests that are known.
             transfer: What lacks chunks.
-            outcome: The transfer's.
+            edition: The transfer's edition.
             log: The pull's.
         """
         transfer.read_freely()
         transfer.expect_connections()
         for store in self.options.stores:
-            if outcome.ended:
+            if edition.ended:
                 return
             log.phase = f"reading {store.step}"
             before_nbytes = sum(path.bytes for path in transfer.paths())
             failure: MxError | None = None
             try:
-                await self._read(store, manifest, pages, transfer, outcome, log)
-                failure = outcome.failure
+                await self._read(store, manifest, pages, transfer, edition, log)
+                failure = edition.failure
             except MxError as error:
                 failure = error.with_traceback(None)
             nbytes = sum(path.bytes for path in transfer.paths()) - before_nbytes
             self.stored(store.step, failure, nbytes)
-        while not outcome.ended:  # reads that were lost may have yet to end
-            outcome.changed.clear()
+        while not edition.ended:  # reads that were lost may have yet to end
+            edition.changed.clear()
             transfer.no_more_connections()
-            if not outcome.ended:
-                await outcome.changed.wait()
+            if not edition.ended:
+                await edition.changed.wait()
 
     async def _read(
         self,
@@ -285,14 +290,14 @@ class Chain:
         manifest: Manifest,
         pages: Pages,
         transfer: Transfer,
-        outcome: Outcome,
+        edition: EditionLog,
         log: EventLog,
     ) -> None:
         """Read through one store until the transfer has ended. Raises why it can't go on."""
         loop = asyncio.get_running_loop()
 
         def idle() -> None:
-            loop.call_soon_threadsafe(outcome.changed.set)
+            loop.call_soon_threadsafe(edition.changed.set)
 
         over = threading.Event()  # set once nothing is to be read any more
         checkpoint = await open_store(store, self.options, over)
@@ -317,10 +322,10 @@ class Chain:
             log.reading_began(loop.time())
             number = transfer.add_connection(connection)
             try:
-                await _follow(number, connection, session, transfer, outcome)
+                await _follow(number, connection, session, transfer, edition)
             finally:
                 transfer.connection_lost(number, ClosedError("the store is not read any more"))
-                outcome.lost.pop(number, None)
+                edition.lost.pop(number, None)
         finally:
             over.set()
             if session is not None:
@@ -337,12 +342,12 @@ async def _follow(
     connection: Connection,
     session: StoreSession,
     transfer: Transfer,
-    outcome: Outcome,
+    edition: EditionLog,
 ) -> None:
     """Wait until the transfer has ended. Raises why the store can't give what is missing."""
-    while not outcome.ended:
-        outcome.changed.clear()
-        lost = outcome.lost.pop(number, None)
+    while not edition.ended:
+        edition.changed.clear()
+        lost = edition.lost.pop(number, None)
         if lost is not None:
             raise session.failure or lost
         if session.idle and transfer.hopeless:
@@ -352,5 +357,5 @@ async def _follow(
                 peer=connection.peer,
                 hint="put the checkpoint there that the sources were started from",
             )
-        if not outcome.ended:
-            await outcome.changed.wait()
+        if not edition.ended:
+            await edition.changed.wait()

@@ -1,94 +1,69 @@
-"""Opens and closes a pull's connections. `mx.core.connections` decides over which paths."""
+"""Opens and closes a pull's connections, and looks for more sources. `mx.core.connections` decides
+over which paths."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from mx.core.connections import Connections, Entry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, MxError, NoSourceError
+from mx.runtime import set_by
+from mx.swarm.sharing import Sharing
 from mx.target.connector import Connector
+from mx.target.edition import EditionLog
 from mx.target.events import EventLog
-from mx.target.outcome import Outcome
 from mx.target.reads import Connection
 from mx.target.report import LeftSource
+from mx.target.resolver import FIRST_S, LONGEST_S
 from mx.target.transfer import Transfer
-from mx.transport import Medium, ScatteredView
+from mx.transport import ScatteredView
+from mx.units import format_seconds
+from mx.wire.locate import Located, Locator
 
-#: Pause between looks for connections that are too slow.
-TICK_S = 0.25
-
-
-class Swarm(Protocol):
-    """The pull's part in a swarm: `mx.swarm.node.Node`."""
-
-    @property
-    def coordinated(self) -> bool:
-        """True while chunks are read only from peers that allow them."""
-
-    @property
-    def reading_from(self) -> Mapping[str, tuple[object, SourceRecord]]:
-        """The peers to read from, by key; a changed first item means to connect anew."""
-
-    def shared(self, medium: Medium) -> None:
-        """Act on a source's word that other pulls read there too. Repeated while it holds."""
-
-    def no_whole_source(self) -> None:
-        """Read from sources that hold parts, if any: none is left that holds everything."""
-
-    def waits(self) -> bool:
-        """Return True while peers may still give what is missing."""
-
-    def lost(self, key: str, *, for_good: bool) -> None:
-        """Leave this peer: no path to it is left; `for_good`: nor will there be one."""
-
-    def gives_no_more(self, key: str) -> None:
-        """Request nothing from this peer any more, which may go on reading here."""
-
-    def reading_began(self) -> None:
-        """Called when a connection is open."""
-
-
-class Discovery(Protocol):
-    """Looks for sources: `mx.target.resolver.Resolver`."""
-
-    def waits(self) -> bool:
-        """Return True while a new source is worth waiting for."""
+#: Pause between look-ups while there is a source to read from,
+ORDINARY_S = 1.0
+#: longer where many are listed: each of them that still pulls looks all of them up.
+SOURCES_PER_S = 50.0
 
 
 class ConnectionPool:
-    """One pull's; on the loop. `outcome.changed` wakes it."""
+    """One pull's; on the loop. `edition.changed` wakes it."""
 
     def __init__(
         self,
         connections: Connections,
         connector: Connector,
         transfer: Transfer,
-        swarm: Swarm,
-        discovery: Discovery,
+        sharing: Sharing,
+        locator: Locator,
+        located: Located,
         plan: Callable[[Sequence[SourceRecord]], Plan],
-        outcome: Outcome,
+        edition: EditionLog,
         log: EventLog,
         causes: list[MxError],
         *,
+        wait_s: float = 0.0,
         stores_follow: bool = False,
     ) -> None:
         """
         Args:
-            connections: The states of the paths; `discovery` adds to them.
+            connections: The states of the paths; the pool adds those to new sources.
             connector: Opens and closes connections.
             transfer: Reads through them.
-            swarm: Says which peers to read from.
-            discovery: Looks for more sources.
+            sharing: Says which peers to read from.
+            locator: Looks more sources up.
+            located: The model.
             plan: Finds the paths to sources.
-            outcome: Says when the pull has ended, and which connections were lost.
-            log: Records when reading begins.
-            causes: Collects why paths failed.
+            edition: Says when the pull has ended, and which connections were lost.
+            log: Records when reading begins, and when a wait for a source does.
+            causes: Collects why paths failed, and which waits were in vain.
+            wait_s: How long to wait for a source while there is none.
             stores_follow: True if the transfer goes on without sources: then it does not fail for
                 want of connections.
         """
@@ -96,10 +71,11 @@ class ConnectionPool:
         self._connections = connections
         self._connector = connector
         self._transfer = transfer
-        self._swarm = swarm
-        self._discovery = discovery
+        self._sharing = sharing
+        self._locator = locator
+        self._located = located
         self._plan = plan
-        self._outcome = outcome
+        self._edition = edition
         self._log = log
         self._causes = causes
         #: Set once a path was opened, or could not be, or there is none.
@@ -112,20 +88,27 @@ class ConnectionPool:
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
         self._hopeless = self._closed = False
+        self._wait_s = wait_s
+        self._until_s = -math.inf  # when the present wait for a source ends
+        self._came_then = -1  # bytes, when it began
+        self._hurry = asyncio.Event()  # to look for sources: it has begun
 
     # -- the pool's work --------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep connections open until the pull has ended, or none could be opened to begin with,
-        or none is left and stores follow.
+        or none is left and stores follow. It sleeps until something happens, or a machine is due.
         Raises errors that any other path would have too."""
-        outcome = self._outcome
-        while not outcome.ended:
-            outcome.changed.clear()
+        edition = self._edition
+        while not edition.ended:
+            edition.changed.clear()
+            now_s = time.monotonic()
+            if self._transfer.due_s <= now_s:
+                self._transfer.tick()
             while self._useless:
                 await self._connector.give_back(self._useless.pop())
-            for number in sorted(outcome.lost):
-                await self._lose(number, outcome.lost.pop(number))
+            for number in sorted(edition.lost):
+                await self._lose(number, edition.lost.pop(number))
             self._check_leases()
             self._follow_swarm()
             self._open()
@@ -133,31 +116,33 @@ class ConnectionPool:
                 self.tried.set()
             if self._fatal is not None:
                 raise self._fatal
-            if self._connections.idle and not self._swarm.coordinated:
-                self._swarm.no_whole_source()
-            if not self._expects_more() and not self._give_up():
+            if self._connections.idle and not self._sharing.coordinated:
+                self._sharing.no_whole_source()
+            if not self._expects_more(now_s) and not self._give_up():
                 return
-            if not outcome.ended:
-                await outcome.changed.wait()
+            if not edition.ended:
+                await set_by(edition.changed, self._due_s(now_s))
 
-    async def tick(self) -> None:
-        """Until cancelled, drop slow connections, and wake `run` where time matters."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._transfer.tick()
-            if self._connections.coordinated or not self._live:
-                self._outcome.changed.set()
+    def _due_s(self, now_s: float) -> float:
+        """Return when there is next something to do, if nothing happens before."""
+        named = (
+            self._transfer.due_s,
+            self._connections.due_s,
+            self._sharing.waits_until_s,
+            self._until_s,
+        )
+        return min((each for each in named if each > now_s), default=math.inf)
 
-    def _expects_more(self) -> bool:
+    def _expects_more(self, now_s: float) -> bool:
         """Return True while chunks are read, or may still be."""
         # In coordinated reading connections may be open, and none may read what is missing.
-        if not (self._connections.idle or self._swarm.coordinated):
+        if not (self._connections.idle or self._sharing.coordinated):
             return self._resume()
-        if self._swarm.waits():  # peers come first
+        if now_s < self._sharing.waits_until_s:  # peers come first
             return self._resume()
         # These waits begin at their first call, so that both are called.
-        for_new = self._discovery.waits()
-        for_busy = self._connections.waits(time.monotonic())
+        for_new = self._waits_for_new(now_s)
+        for_busy = self._connections.waits(now_s)
         return (for_new or for_busy) and self._resume()
 
     def _resume(self) -> bool:
@@ -188,12 +173,61 @@ class ConnectionPool:
             task.cancel()
         await asyncio.gather(*opening, return_exceptions=True)
 
+    # -- sources that come later ------------------------------------------------------------------
+
+    def _waits_for_new(self, now_s: float) -> bool:
+        """Return True while a new source is worth waiting for. The wait begins with the first call,
+        and anew with the first call after more bytes have come."""
+        if self._wait_s <= 0:
+            return False
+        came = self._transfer.landed_nbytes()
+        if came > self._came_then:
+            self._came_then = came
+            self._until_s = now_s + self._wait_s
+            self._hurry.set()
+            self._log.waiting()
+        if now_s < self._until_s:
+            return True
+        waited = format_seconds(self._wait_s)
+        self._causes.append(NoSourceError(f"no other source came within {waited}"))
+        return False
+
+    async def look(self) -> None:
+        """Look for sources until cancelled, more often while there is none."""
+        pause_s, listed = ORDINARY_S, 0
+        while True:
+            hurried = await set_by(self._hurry, time.monotonic() + pause_s)
+            self._hurry.clear()
+            idle = self._connections.idle
+            # A peer that the user named lists no other sources while it is read from.
+            if idle or self._locator.asks_coordinator:
+                listed = await self._look() or listed
+            if not idle:
+                pause_s = max(ORDINARY_S, listed / SOURCES_PER_S)
+            elif hurried:
+                pause_s = FIRST_S
+            else:
+                pause_s = min(2 * pause_s, LONGEST_S)
+
+    async def _look(self) -> int:
+        """Add the paths to new sources. Returns how many sources there are; 0 if it failed."""
+        try:
+            sources = await self._locator.again(self._located)
+        except MxError:  # `look` does so again, and running reads don't depend on it
+            return 0
+        new = [each for each in sources if each.whole and self._connections.wants(each.key)]
+        if new:
+            self._connections.add(self._plan(new).paths)
+        self._sharing.met(sources)
+        self._edition.changed.set()
+        return len(sources)
+
     # -- connections ------------------------------------------------------------------------------
 
     def take(self, connection: Connection, entry: Entry) -> None:
         """Read through an open connection. Raises MxError if its session can't use the arena."""
         if connection.lease.coordinated:
-            self._swarm.shared(connection.path.medium)
+            self._sharing.shared(connection.path.medium)
         now_s = connection.opened_at_s = time.monotonic()
         arena = self._transfer.arena
         if not isinstance(arena, ScatteredView):  # else each read stands for itself
@@ -202,7 +236,7 @@ class ConnectionPool:
         number = self._transfer.add_connection(connection)
         self._connections.opened(entry)
         self._live[number] = entry, connection
-        self._swarm.reading_began()
+        self._sharing.reading_began()
 
     def _open(self) -> None:
         layout = self._transfer.manifest.layout
@@ -219,7 +253,7 @@ class ConnectionPool:
         if not task.cancelled() and error is None:
             try:
                 self.take(task.result(), entry)
-                self._outcome.changed.set()
+                self._edition.changed.set()
                 return
             except MxError as refused:  # such as memory that can't be registered
                 self._useless.append(task.result())
@@ -236,7 +270,7 @@ class ConnectionPool:
         elif error is not None:
             self._fatal = error
         self._report_lost(entry.key)
-        self._outcome.changed.set()
+        self._edition.changed.set()
 
     async def _lose(self, number: int, error: MxError) -> None:
         """Close a connection that the transfer gave up."""
@@ -257,18 +291,18 @@ class ConnectionPool:
             if error is not None:
                 self._transfer.connection_lost(number, error)
             elif connection.lease.coordinated:
-                self._swarm.shared(connection.path.medium)
+                self._sharing.shared(connection.path.medium)
 
     # -- the swarm ------------------------------------------------------------------------------
 
     def _follow_swarm(self) -> None:
         """Follow the swarm: coordinated or free reading, and which peers to read from."""
-        if self._swarm.coordinated and not self._connections.coordinated:
+        if self._sharing.coordinated and not self._connections.coordinated:
             self._connections.coordinate()
             self._joined.clear()
-        elif not self._swarm.coordinated and self._connections.coordinated:
+        elif not self._sharing.coordinated and self._connections.coordinated:
             self._connections.read_freely()
-        peers = self._swarm.reading_from
+        peers = self._sharing.reading_from
         for key in [each for each in self._joined if each not in peers]:
             del self._joined[key]
             self._leave(key)
@@ -291,6 +325,6 @@ class ConnectionPool:
         # Neighbours go on reading here after the pull: its end is no reason to leave them.
         if not self._closed and self._connections.has_no_path(key):
             if self._connections.changed(key):
-                self._swarm.gives_no_more(key)
+                self._sharing.gives_no_more(key)
             else:
-                self._swarm.lost(key, for_good=self._connections.excluded(key))
+                self._sharing.lost(key, for_good=self._connections.excluded(key))

@@ -48,7 +48,8 @@ class Connector:
             options: The pull's options.
             place: The place of its arena.
             transports: The transports by name.
-            on_change: Called on the loop when a lease is lost, or reading becomes coordinated.
+            on_change: Called on the loop when a lease is lost, reading becomes coordinated, or a
+                source is asked about a chunk.
             reader_id: Names the pull; "" if it can't be part of a swarm.
         """
         self._reader_id = reader_id

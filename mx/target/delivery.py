@@ -12,14 +12,13 @@ from mx.memory.device import HostReader
 from mx.memory.verify import check_layer, check_overlapping
 from mx.storage.output import Output
 from mx.target.edition import EditionLog
-from mx.target.outcome import Outcome
 from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import View
 
 
 class Delivery:
-    """One pull's `TransferListener`; thread-safe. It reports to `outcome` when the last layer is
+    """One pull's `TransferListener`; thread-safe. It reports to `log` which layers are
     ready, and what goes wrong.
 
     With `out` (and `keep`, see `CheckpointWriter`, whose errors this raises) the caller calls
@@ -30,7 +29,6 @@ class Delivery:
         self,
         manifest: Manifest,
         log: EditionLog,
-        outcome: Outcome,
         *,
         strong: bool,
         out: Path | None,
@@ -42,10 +40,9 @@ class Delivery:
         self._manifest = manifest
         self._layers = (layout or manifest.layout).layers  # as they are delivered
         self._log = log
-        self._outcome = outcome
-        self.connection_lost = outcome.connection_lost
-        self.failed = outcome.failed
-        self.broken = outcome.broken
+        self.connection_lost = log.connection_lost
+        self.failed = log.failed
+        self.broken = log.broken
         self._strong = strong
         self._reader = HostReader() if strong else None
         #: How the transferred layers were verified: by another rank, or the shortcut, if any were.
@@ -54,7 +51,7 @@ class Delivery:
         self._together: Set[int] = frozenset()
         self._landed: dict[int, VerifiedBy] = {}
         self._lock = threading.Lock()  # guards what has landed of them
-        self._output = None if out is None else Output(out, manifest, outcome.raised, keep=keep)
+        self._output = None if out is None else Output(out, manifest, log.raised, keep=keep)
 
     @property
     def resumable(self) -> bool:
@@ -85,7 +82,7 @@ class Delivery:
             self._landed[layer] = by
             if len(self._landed) < len(self._together):
                 return
-        with self._outcome.guard():
+        with self._log.guard():
             check_overlapping(self._manifest, arena, self._together)
             for each, by in sorted(self._landed.items()):
                 self.announce(arena, each, by)
@@ -111,9 +108,9 @@ class Delivery:
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
         event = self._log.event(self._layers[layer], by, self._revision)
-        with self._outcome.guard():  # callbacks may raise
+        with self._log.guard():  # callbacks may raise
             if self._log.layer_ready(event):
-                self._outcome.complete()
+                self._log.complete()
 
     def _place(self, arena: View, layer: int) -> View:
         place = self._manifest.layout.layers[layer]

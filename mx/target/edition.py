@@ -9,10 +9,12 @@ memory, and their bytes.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mx.core.pages import Pages
@@ -21,11 +23,11 @@ from mx.core.types import Layer, Layout, Manifest
 from mx.errors import ClosedError, MxError, another
 from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
-from mx.swarm.node import Node
-from mx.target.events import EventLog, Raised, Readiness
+from mx.runtime import unexpected
+from mx.swarm.sharing import Sharing
+from mx.target.events import EventLog, Readiness
 from mx.target.files import SideFiles
 from mx.target.options import PullOptions
-from mx.target.outcome import Outcome
 from mx.target.report import LayerEvent, TensorsOf, VerifiedBy
 from mx.views import View, contiguous
 
@@ -34,22 +36,26 @@ if TYPE_CHECKING:
 
 
 class EditionLog:
-    """What one edition's threads record of it, and what is known of it."""
+    """What one edition's threads record of it: which layers are ready, and how its transfer ends.
+    Reported on any thread; `changed`, `lost`, `ended`, `failure` and `causes` change on the loop on
+    which it was made."""
 
-    def __init__(
-        self, pull: EventLog, ready: Readiness, tensors_of: TensorsOf, raised: Raised
-    ) -> None:
+    def __init__(self, pull: EventLog, ready: Readiness, tensors_of: TensorsOf) -> None:
         """
         Args:
             pull: The pull's log.
             ready: The edition's, which the log has begun.
             tensors_of: Returns a ready layer's tensors, and is passed on by events.
-            raised: Takes what a callback raises that another edition's thread has called.
         """
         self.pull = pull
         self._ready = ready
         self._tensors_of = tensors_of
-        self._raised = raised
+        self._loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.lost: dict[int, MxError] = {}  # connections that the transfer gave up
+        self.ended = False
+        self.failure: MxError | None = None
+        self.causes: Sequence[MxError] | None = None  # of a transfer that has run out of sources
 
     def planned(self, n_layers: int, manifest: Manifest | None = None) -> None:
         """Record how many layers there are, and what describes them.
@@ -79,7 +85,7 @@ class EditionLog:
     def layer_ready(self, event: LayerEvent) -> bool:
         """Record the event, and call the subscribers. Returns True if it is the last layer's.
         Raises what a callback raises."""
-        return self.pull.layer_ready(self._ready, event, self._raised)
+        return self.pull.layer_ready(self._ready, event, self.raised)
 
     @property
     def layers_ready(self) -> int:
@@ -95,6 +101,53 @@ class EditionLog:
 
     def last_layer_s(self) -> float:
         return max((event.at_s for event in self._ready.events.values()), default=0.0)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def connection_lost(self, connection: int, error: MxError) -> None:
+        self._on_loop(lambda: self.lost.update({connection: error}))
+
+    def complete(self) -> None:
+        """End: every layer is ready."""
+        self._on_loop(self._end)
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        """End: no connection is left that could finish the transfer."""
+
+        def end() -> None:
+            self.causes = causes
+            self._end()
+
+        self._on_loop(end)
+
+    def broken(self, error: MxError) -> None:
+        """End with this error: the pull can't go on."""
+        self._on_loop(lambda: self._end(error))
+
+    def raised(self, error: BaseException) -> None:
+        """End with any exception, as an MxError."""
+        self.broken(unexpected(error))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Make an exception in the block the pull's failure, and suppress it: on other threads it
+        would be lost, and the pull would wait for ever."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - reported
+            self.raised(error)
+
+    def _end(self, error: MxError | None = None) -> None:
+        self.failure = self.failure or error
+        self.ended = True
+
+    def _on_loop(self, change: Callable[[], object]) -> None:
+        def run() -> None:
+            change()
+            self.changed.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop was closed: the pull is over
+            self._loop.call_soon_threadsafe(run)
 
 
 class _Access:
@@ -134,13 +187,12 @@ class Edition:
         self.arena: Memory | None = None
         self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
         self.early_layout: Layout | None = None  # of what is delivered before there is a manifest
-        self.node: Node | None = None  # its part in a swarm, while it has one
+        self.sharing: Sharing | None = None  # its door to a swarm, while it has one
         #: (bytes so far, bytes in total) that were read, shown while no layout is known.
         self.counted = (0, 0)
         self.lock = threading.Lock()
-        self.outcome = Outcome()
         self._access = _Access(self)
-        self.log = EditionLog(log, ready, self._access, self.outcome.raised)
+        self.log = EditionLog(log, ready, self._access)
         self.files = SideFiles(options, self.log)
         self._into = options.into
         self._view: View | None = None

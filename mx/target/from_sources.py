@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from contextlib import AsyncExitStack
@@ -23,9 +24,7 @@ from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.runtime import beside, in_thread, uncut
-from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
-from mx.swarm.stream import StreamDialer
 from mx.target.attaching import Attacher
 from mx.target.attempt import Attempt, Context
 from mx.target.connections import ConnectionPool
@@ -39,7 +38,7 @@ from mx.target.prefill import Fill, prefilling
 from mx.target.ranks import meet_ranks
 from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
-from mx.target.resolver import Found, Resolver, find, retry_until_found
+from mx.target.resolver import Found, find, retry_until_found
 from mx.target.transfer import Transfer
 from mx.transport import Span
 from mx.wire.locate import Located, Locator
@@ -58,7 +57,6 @@ class FromSources(Attempt):
 
     def __init__(self, context: Context, edition: Edition) -> None:
         super().__init__(context, edition)
-        self._streams = StreamDialer(context.options.tls, context.options.insecure)
         self._closing = AsyncExitStack()  # what is open until the bytes are there
         self._wanted: Wanted | None = None  # of a pull of some tensors
         self._transfer: Transfer | None = None
@@ -89,7 +87,7 @@ class FromSources(Attempt):
             MxError: The sources did not give it, nor the stores what was missing.
         """
         options, context, closing = self._options, self._context, self._closing
-        wake = self._outcome.changed.set
+        wake = self.edition.log.changed.set
         try:
             locator = Locator(options)
             closing.push_async_callback(locator.close)
@@ -201,7 +199,7 @@ class FromSources(Attempt):
     ) -> PullReport:
         """Attach a source's memory, or transfer over all paths that go together, and over others
         when those are lost."""
-        manifest, options, outcome = found.manifest, self._options, self._outcome
+        manifest, options, edition_log = found.manifest, self._options, self.edition.log
         causes, plan = self._history.causes, self._context.plan
         connections = Connections(options.patience_s)
         connections.add(found.paths.paths)
@@ -218,52 +216,45 @@ class FromSources(Attempt):
                 return self._deliver_attached(manifest, *mapped, delivery)
 
         arena, transfer = await self._allocate(found, delivery)
-        sources = found.located.sources
+        self.edition.sharing = sharing = self._sharing(found, arena, transfer)
+        self._closing.push_async_callback(self._end_reading, sharing)
         fetcher = PageFetcher(
             connector.channel,
             transfer,
-            lambda: sources if self.edition.node is None else self.edition.node.sharing.sources,
+            lambda: sharing.sources,
             causes,
             stall_timeout_s=options.stall_timeout_s,
         )
         if fill is not None:
             await self._prefill(fill, transfer, fetcher)
 
-        self.edition.node = node = self._join_swarm(found, arena, transfer)
-        self._closing.push_async_callback(self._end_reading, node)
-        resolver = Resolver(
-            locator,
-            found.located,
-            connections,
-            plan,
-            node.met,
-            lambda: transfer.progress()[0],
-            outcome,
-            self._log,
-            causes,
-            # What the name means by now is looked for anew.
-            wait_s=0.0 if options.follow else options.wait_s,
-        )
         stores_follow = bool(options.stores) and options.device == "cpu"
         pool = ConnectionPool(
             connections,
             connector,
             transfer,
-            node,
-            resolver,
+            sharing,
+            locator,
+            found.located,
             plan,
-            outcome,
+            edition_log,
             self._log,
             causes,
+            # What the name means by now is looked for anew.
+            wait_s=0.0 if options.follow else options.wait_s,
             stores_follow=stores_follow,
         )
         self._closing.push_async_callback(pool.close)
         if unmapped is not None:
             pool.take(*unmapped)
-        await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
-        if stores_follow and not outcome.ended:
-            await self._complete(manifest, transfer, node)
-        if not transfer.started or outcome.failure is not None or outcome.causes is not None:
+        await beside(pool.run(), pool.look(), _fetch_pages(fetcher, pool))
+        if stores_follow and not edition_log.ended:
+            await self._complete(manifest, transfer, sharing)
+        if (
+            not transfer.started
+            or edition_log.failure is not None
+            or edition_log.causes is not None
+        ):
             raise self._failure(manifest, transfer)
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")
@@ -300,55 +291,55 @@ class FromSources(Attempt):
         )
         return self._report(manifest, [path], by, left=self._history.left)
 
-    def _join_swarm(self, found: Found, arena: Memory, transfer: Transfer) -> Node:
+    def _sharing(self, found: Found, arena: Memory, transfer: Transfer) -> Sharing:
         manifest, options, plan = found.manifest, self._options, self._context.plan
-        host = None
-        if options.host is not None and self.edition.reader_id:
+        make, reader_id = options.host, self.edition.reader_id
+        make_host = None
+        if make is not None and reader_id:
             key, pages = self._history.key, transfer.pages
-            host = options.host(self.edition.reader_id, key, manifest, pages, arena)
+            make_host = functools.partial(make, reader_id, key, manifest, pages, arena)
         rate = found.paths.gb_per_s * 1e9
-        expected_s = manifest.layout.payload_nbytes / rate if rate else 0.0
-        node = Node(
-            self.edition.reader_id,
-            len(manifest.grid),
-            manifest.grid.chunk_nbytes,
+        sharing = Sharing(
+            reader_id,
+            manifest.grid,
             transfer,
-            Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
+            make_host,
             lambda source: source.ref.same_weights(manifest.ref) and bool(plan([source]).paths),
-            self._streams.dial,
-            self._outcome.changed.set,
+            self.edition.log.changed.set,
+            expected_s=manifest.layout.payload_nbytes / rate if rate else 0.0,
+            alone_because=options.alone_because,
             coordinate_always=options.coordinate_always,
         )
-        node.met(found.located.sources)
-        return node
+        sharing.met(found.located.sources)
+        return sharing
 
-    async def _complete(self, manifest: Manifest, transfer: Transfer, node: Node) -> None:
+    async def _complete(self, manifest: Manifest, transfer: Transfer, sharing: Sharing) -> None:
         """Read what the sources did not give from the stores, which hold the same weights."""
-        chain, outcome = self._context.chain, self._outcome
+        chain, edition_log = self._context.chain, self.edition.log
         failure = self._failure(manifest, transfer)
         chain.sources_gave(transfer.paths(), failure)
-        node.reading_ended()  # peers have no say in what is read from a store
-        await chain.complete(manifest, transfer.pages, transfer, outcome, self._log)
-        if outcome.failure is None and outcome.causes is not None:
+        sharing.reading_ended()  # peers have no say in what is read from a store
+        await chain.complete(manifest, transfer.pages, transfer, edition_log, self._log)
+        if edition_log.failure is None and edition_log.causes is not None:
             raise chain.error(failure)
 
     def _failure(self, manifest: Manifest, transfer: Transfer) -> MxError:
         """Return why the sources did not give everything."""
-        outcome, causes, key = self._outcome, self._history.causes, str(self._history.key)
+        edition_log, causes, key = self.edition.log, self._history.causes, str(self._history.key)
         if not transfer.started:
             return none_opened(key, causes)
-        if outcome.failure is not None:
-            return outcome.failure
-        causes += transfer.causes if outcome.causes is None else outcome.causes
-        came, ready, wanted = transfer.progress()[0], self.edition.log.layers_ready, self._wanted
+        if edition_log.failure is not None:
+            return edition_log.failure
+        causes += transfer.causes if edition_log.causes is None else edition_log.causes
+        came, ready, wanted = transfer.landed_nbytes(), self.edition.log.layers_ready, self._wanted
         total = None if wanted is None else wanted.nbytes
         return final_error(key, manifest.layout, ready, came, causes, total)
 
     # -- ends -------------------------------------------------------------------------------------
 
-    async def _end_reading(self, node: Node) -> None:
-        node.reading_ended()
-        if not node.sharing.begun:
+    async def _end_reading(self, sharing: Sharing) -> None:
+        sharing.reading_ended()
+        if not sharing.begun:
             await self.leave()
 
     async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
@@ -367,10 +358,9 @@ class FromSources(Attempt):
 
     async def leave(self) -> None:
         """Leave the swarm, and end all reads of this attempt's memory. Idempotent."""
-        node, self.edition.node = self.edition.node, None
-        if node is not None:
-            await node.close()
-            await self._streams.close()
+        sharing, self.edition.sharing = self.edition.sharing, None
+        if sharing is not None:
+            await sharing.close()
 
     async def discard(self) -> str:
         """See `Attempt`."""

@@ -14,6 +14,7 @@ from mx.core.progress import Progress
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import MxError
+from mx.runtime import set_by
 from mx.target.events import EventLog
 from mx.target.options import PullOptions
 from mx.wire.client import CoordinatorClient
@@ -40,6 +41,7 @@ class ProgressReporter:
     def __init__(
         self,
         options: PullOptions,
+        coordinator: str,
         state: EventLog,
         progress: Callable[[], Progress],
         key: Callable[[], ModelKey],
@@ -49,6 +51,7 @@ class ProgressReporter:
         """
         Args:
             options: The pull's.
+            coordinator: HOST:PORT of what it reports to.
             state: The pull's events.
             progress: Returns a snapshot.
             key: Returns the model, as far as it is known.
@@ -60,6 +63,7 @@ class ProgressReporter:
         self._reader_id = reader_id
         self._own_id = str(uuid.uuid4())
         self._options = options
+        self._coordinator = coordinator
         self._state = state
         self._progress = progress
         self._key = key
@@ -72,19 +76,13 @@ class ProgressReporter:
         self._start()
 
     def _start(self) -> None:
-        if self.reports and (self._task is None or self._task.done()):
-            coordinator = self._options.coordinator or ""
-            self._task = asyncio.create_task(self._run(coordinator), name="mx-progress")
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="mx-progress")
 
     @property
     def pull_id(self) -> str:
         """The id by which routers know the pull: an edition's source id, where it has one."""
         return self._reader_id() or self._own_id
-
-    @property
-    def reports(self) -> bool:
-        """True if there is a coordinator to report to."""
-        return self._options.coordinator is not None and self._options.peer is None
 
     @property
     def _active(self) -> bool:
@@ -93,20 +91,20 @@ class ProgressReporter:
             return True
         return bool(self._requests_port) and self._state.report is not None
 
-    async def _run(self, coordinator: str) -> None:
+    async def _run(self) -> None:
         await self._sleep(FIRST_S)
         while self._active and not self._closing:
             if not (self._state.first_read_s or self._requests_port):
                 await self._sleep(FIRST_S)  # do not compete with the pull's own calls
                 continue
             pull_id = self.pull_id
-            await self._connected(coordinator)
+            await self._connected()
             if self._active and not self._closing and pull_id == self.pull_id:
                 await self._sleep(AGAIN_S)
 
-    async def _connected(self, coordinator: str) -> None:
+    async def _connected(self) -> None:
         client = CoordinatorClient(
-            coordinator,
+            self._coordinator,
             tls=self._options.tls,
             insecure=self._options.insecure,
             timeout_s=self._options.connect_timeout_s,
@@ -131,9 +129,7 @@ class ProgressReporter:
 
     async def _sleep(self, seconds: float) -> None:
         """Wait so long, or until something has changed that is to be reported at once."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._woken.wait()
+        await set_by(self._woken, time.monotonic() + seconds)
         self._woken.clear()
 
     def _status(self) -> PullStatus:

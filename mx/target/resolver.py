@@ -1,4 +1,4 @@
-"""Looks for sources of a pull's model, before and while it is read."""
+"""Looks for sources of a pull's model, before it is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from mx import trace
 from mx.core import manifest as manifests
-from mx.core.connections import Connections
 from mx.core.planner import Plan
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
@@ -24,8 +23,6 @@ from mx.errors import (
 )
 from mx.memory.collector import paused
 from mx.runtime import in_thread
-from mx.target.events import EventLog
-from mx.target.outcome import Outcome
 from mx.units import format_seconds
 from mx.wire.locate import Located, Locator
 
@@ -33,11 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Pause between look-ups while there is a source to read from,
-ORDINARY_S = 1.0
-#: longer where many are listed: each of them that still pulls looks all of them up.
-SOURCES_PER_S = 50.0
-#: With no source to read from, the first pause, which doubles each time,
+#: With no source to read from, the first pause between look-ups, which doubles each time,
 FIRST_S = 0.2
 #: up to this.
 LONGEST_S = 2.0
@@ -143,104 +136,3 @@ def _may_pass(error: MxError) -> bool:
     """Return True if the error may pass when a source comes, or the coordinator."""
     none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
     return isinstance(error, none_opened) or type(error) is CoordinatorError
-
-
-class Resolver:
-    """Looks for more sources of a model that was found; on the loop."""
-
-    def __init__(
-        self,
-        locator: Locator,
-        located: Located,
-        connections: Connections,
-        plan: Callable[[Sequence[SourceRecord]], Plan],
-        on_sources: Callable[[Sequence[SourceRecord]], None],
-        came: Callable[[], int],
-        outcome: Outcome,
-        log: EventLog,
-        causes: list[MxError],
-        *,
-        wait_s: float,
-    ) -> None:
-        """
-        Args:
-            locator: Looks sources up.
-            located: The model.
-            connections: Get the paths to new sources.
-            plan: Finds the paths to sources.
-            on_sources: Called after each look-up with all sources of the weights, whole or not.
-            came: Returns how many bytes have come so far.
-            outcome: Its `changed` is set when there are new sources.
-            log: Records when a wait begins.
-            causes: Get an error when a wait was in vain.
-            wait_s: How long to wait for a source while there is none.
-        """
-        self._locator = locator
-        self._located = located
-        self._connections = connections
-        self._plan = plan
-        self._on_sources = on_sources
-        self._came = came
-        self._outcome = outcome
-        self._log = log
-        self._causes = causes
-        self._wait_s = wait_s
-        self._until_s = 0.0
-        self._came_then = -1  # bytes, when the present wait began
-        self._listed = 0
-        self._hurry = asyncio.Event()
-
-    def waits(self) -> bool:
-        """Return True while a new source is worth waiting for. The wait begins with the first call,
-        and anew with the first call after more bytes have come."""
-        if self._wait_s <= 0:
-            return False
-        now_s, came = time.monotonic(), self._came()
-        if came > self._came_then:
-            self._came_then = came
-            self._until_s = now_s + self._wait_s
-            self._hurry.set()
-            self._log.waiting()
-        if now_s < self._until_s:
-            return True
-        waited = format_seconds(self._wait_s)
-        self._causes.append(NoSourceError(f"no other source came within {waited}"))
-        return False
-
-    async def run(self) -> None:
-        """Look for sources until cancelled, more often while there is none."""
-        pause_s = ORDINARY_S
-        while True:
-            hurried = await self._hurried(pause_s)
-            idle = self._connections.idle
-            # A peer that the user named lists no other sources while it is read from.
-            if idle or self._locator.asks_coordinator:
-                await self._look()
-            if not idle:
-                pause_s = max(ORDINARY_S, self._listed / SOURCES_PER_S)
-            elif hurried:
-                pause_s = FIRST_S
-            else:
-                pause_s = min(2 * pause_s, LONGEST_S)
-
-    async def _hurried(self, seconds: float) -> bool:
-        """Pause, at most until a wait begins. Returns True if one has begun."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._hurry.wait()
-        except TimeoutError:
-            return False
-        self._hurry.clear()
-        return True
-
-    async def _look(self) -> None:
-        try:
-            sources = await self._locator.again(self._located)
-        except MxError:  # `run` looks again, and running reads don't depend on it
-            return
-        self._listed = len(sources)
-        new = [each for each in sources if each.whole and self._connections.wants(each.key)]
-        if new:
-            self._connections.add(self._plan(new).paths)
-            self._outcome.changed.set()
-        self._on_sources(sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mx.core.digest import SHORTCUT_BYTES, BlockHasher, shortcut_digest
 from mx.core.grid import ChunkGrid
@@ -12,18 +12,8 @@ from mx.memory.arena import MakeHasher
 from mx.target.destination import Landing
 from mx.transport import host_view
 
-
-class PartListener(Protocol):
-    """Called on the transports' threads with how parts end: `mx.target.transfer.Transfer`."""
-
-    def part_done(self, sink: PartSink) -> None:
-        """All bytes of the part are there."""
-
-    def part_failed(self, sink: PartSink, error: MxError) -> None:
-        """The part was not read, and nothing writes to its memory any more."""
-
-    def raised(self, error: BaseException) -> None:
-        """A sink raised an unexpected exception."""
+if TYPE_CHECKING:
+    from mx.target.transfer import Transfer
 
 
 class PartSink:
@@ -34,7 +24,7 @@ class PartSink:
         "connection",
         "landing",
         "landed_nbytes",
-        "_listener",
+        "_transfer",
         "_make_hasher",
         "_hasher",
         "_vouched",
@@ -42,7 +32,7 @@ class PartSink:
 
     def __init__(
         self,
-        listener: PartListener,
+        transfer: Transfer,
         connection: int,
         landing: Landing,
         make_hasher: MakeHasher,
@@ -50,7 +40,7 @@ class PartSink:
     ) -> None:
         """
         Args:
-            listener: What is told how the part ended.
+            transfer: What is told how the part ended.
             connection: The number of the connection that reads it.
             landing: Where it lands.
             make_hasher: Makes hashers that compute blake3.
@@ -59,7 +49,7 @@ class PartSink:
         self.connection = connection
         self.landing = landing
         self.landed_nbytes = 0
-        self._listener = listener
+        self._transfer = transfer
         self._make_hasher = make_hasher
         self._vouched = vouched
         if vouched is None:
@@ -77,15 +67,15 @@ class PartSink:
 
     def done(self) -> None:
         try:
-            self._listener.part_done(self)
+            self._transfer.part_done(self)
         except BaseException as error:  # noqa: BLE001 - the thread is the transport's
-            self._listener.raised(error)
+            self._transfer.raised(error)
 
     def failed(self, error: MxError) -> None:
         try:
-            self._listener.part_failed(self, error)
+            self._transfer.part_failed(self, error)
         except BaseException as raised:  # noqa: BLE001 - as above
-            self._listener.raised(raised)
+            self._transfer.raised(raised)
 
     def block_digests(self) -> bytes | None:
         """Return the blake3 digests of the blocks; None: the shortcut has found them right."""

@@ -1,42 +1,73 @@
-"""The data side of a pull: what its helpers on the loop, the swarm and the ranks on this host tell
-the transfer machine, and ask it.
+"""The data side of a pull: it feeds the transfer machine with what connections, reads, the swarm
+and the ranks on this host bring, and carries out its commands.
 
-`mx.target.runner` carries out the machine's commands, `mx.target.sink` hashes parts as they land,
-`mx.target.destination` has the memory in which they do.
+`mx.target.sink` hashes parts as they land, `mx.target.destination` has the memory in which they do.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.local_ranks import Shares
 from mx.core.pages import Pages
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
-from mx.core.transfer_commands import Command
+from mx.core.transfer_commands import (
+    Ask,
+    Assign,
+    Command,
+    CopyOut,
+    DropConnection,
+    Fail,
+    HandOut,
+    LayerReady,
+)
 from mx.core.types import Manifest
 from mx.core.wanted import Wanted
 from mx.errors import ClosedError, MxError, PathSlowError, another
 from mx.memory.arena import MakeHasher, host_hasher
 from mx.memory.subset import SubsetMemory
-from mx.target.account import PathAccount
+from mx.runtime import unexpected
 from mx.target.destination import Destination
 from mx.target.exchange import Exchange
-from mx.target.reads import Connection
-from mx.target.report import PathReport
-from mx.target.runner import MachineRunner, TransferListener
-from mx.transport import View
+from mx.target.reads import CONNECTION_ERRORS, Connection
+from mx.target.report import PathReport, VerifiedBy
+from mx.target.sink import PartSink, vouched_of
+from mx.transport import Read, View, host_view
+
+Answer = TypeVar("Answer")
+
+
+class TransferListener(Protocol):
+    """Called on any thread with what happens in a transfer; must not block."""
+
+    def layer_ready(self, layer: int, arena: View, by: VerifiedBy) -> None:
+        """Every chunk of the layer is in the arena, and verified."""
+
+    def connection_lost(self, connection: int, error: MxError) -> None:
+        """The connection was given up."""
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        """No connection is left that could finish the transfer."""
+
+    def broken(self, error: MxError) -> None:
+        """A sink raised an unexpected exception."""
 
 
 class Transfer:
     """Reads one model into `arena` (writable, `layout.arena_nbytes` long, each tensor in one piece;
     the caller keeps it until `join` has returned).
 
-    Thread-safe. The runner's lock guards the machine, and with it `pages`, `started` and the
-    account of paths, which change with it. `_put` guards the count of pages that are being used.
+    Thread-safe. One lock guards the machine, and with it what must agree with it: `pages`,
+    `started`, the connections by number, the sinks of parts in flight, and what came by other ways.
+    Commands are carried out after it is released, by the thread that brought the event: so the
+    thread that finished a read issues the next one, without an event loop. `_put` guards the count
+    of pages that are being used.
 
     `holdings` are the chunks that are verified. Subscribe by `subscribe`, which takes the lock.
     """
@@ -74,27 +105,37 @@ class Transfer:
         self.started = False
         self._grid = manifest.grid
         self._destination = Destination(self._grid, arena, subset)
-        self._account = PathAccount()
-        machine = TransferMachine(
+        self._listener = listener
+        self._make_hasher = make_hasher
+        self._shortcut = shortcut
+        self._exchange = None if exchange is None else exchange[0]
+        self._lock = threading.Lock()
+        self._machine = TransferMachine(
             self._grid,
             pages.get,
             several_connections=several_connections,
             wanted=None if subset is None else subset[1],
             shares=None if exchange is None else exchange[1],
         )
-        self.holdings: Holdings = machine.holdings
-        self._runner = MachineRunner(
-            machine,
-            self._grid,
-            self._destination,
-            listener,
-            make_hasher,
-            shortcut=shortcut,
-            exchange=None if exchange is None else exchange[0],
-        )
+        self.holdings: Holdings = self._machine.holdings
+        self._connections: list[Connection] = []
+        self._in_flight: dict[Part, PartSink] = {}
+        self._others: dict[tuple[str, str], PathReport] = {}  # what no connection brought
+        self._began_s = time.monotonic()
         self._excluded: dict[str, MxError] = {}
         self._put = threading.Condition()
         self._putting = 0
+
+    def react(self, event: Callable[[TransferMachine], Sequence[Command]]) -> None:
+        """Call a function that reports an event to the machine, and carry out its commands."""
+        self._run(self._call(event))
+
+    def _call(self, function: Callable[[TransferMachine], Answer]) -> Answer:
+        """Call a function of the machine under the lock, and return what it returns."""
+        with self._lock:
+            return function(self._machine)
+
+    # -- what there is ----------------------------------------------------------------------------
 
     @property
     def arena(self) -> View:
@@ -103,21 +144,58 @@ class Transfer:
 
     @property
     def retries(self) -> int:
-        return self._runner.call(lambda machine: machine.retries)
+        return self._call(lambda machine: machine.retries)
+
+    @property
+    def causes(self) -> tuple[MxError, ...]:
+        """Why reads and connections failed so far."""
+        return self._call(lambda machine: machine.causes)
+
+    @property
+    def hopeless(self) -> bool:
+        """True if nothing is in flight, and no open connection can read what is missing."""
+        return self._call(lambda machine: machine.hopeless)
 
     @property
     def connections(self) -> list[Connection]:
-        return self._runner.connections
+        """All that ever were, by number."""
+        with self._lock:
+            return list(self._connections)
 
     def paths(self) -> list[PathReport]:
-        """Return what came over each path that brought anything."""
-        connections = self._runner.connections
-        return self._runner.call(lambda _: self._account.reports(connections))
+        """Return what came over each path that brought anything, connections first."""
+        with self._lock:
+            return [
+                PathReport(
+                    each.path.transport,
+                    each.peer,
+                    each.verified_nbytes,
+                    each.verified_at_s - each.opened_at_s,
+                    rail=str(each.path.rail or ""),
+                )
+                for each in self._connections
+                if each.verified_nbytes
+            ] + list(self._others.values())
 
     def progress(self) -> tuple[int, list[int]]:
         """Return the payload bytes that have landed, in all and by layer, also of running reads."""
-        layers = self._runner.layer_nbytes()
+        with self._lock:
+            layers = self._machine.landed_nbytes()
+            sinks = list(self._in_flight.values())
+        for sink in sinks:
+            layers[self._grid.layer_of[sink.part.chunk]] += sink.landed_nbytes
         return sum(layers), layers
+
+    def landed_nbytes(self) -> int:
+        """Return how many payload bytes have landed."""
+        return self.progress()[0]
+
+    def subscribe(self, listener: HoldingsListener) -> int:
+        """Report every chunk that is verified from now on to `listener`, under the transfer's lock.
+        Returns the chunks that are verified now, as a bit set."""
+        return self._call(lambda machine: machine.holdings.subscribe(listener))
+
+    # -- from the pull's helpers ------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin: layers without bytes are ready. The first connection calls it too. Idempotent."""
@@ -128,12 +206,7 @@ class Transfer:
             self.started = True
             return machine.start()
 
-        self._runner.react(begin)
-
-    def subscribe(self, listener: HoldingsListener) -> int:
-        """Report every chunk that is verified from now on to `listener`, under the transfer's lock.
-        Returns the chunks that are verified now, as a bit set."""
-        return self._runner.call(lambda machine: machine.holdings.subscribe(listener))
+        self.react(begin)
 
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0) -> int:
         """Count chunks as verified that are in the arena, hashed and found right. Best called
@@ -154,24 +227,20 @@ class Transfer:
             news, commands = machine.already_landed(chunks)
             nbytes = sum(machine.landed_nbytes()) - before
             if news:
-                self._account.prefilled(label, source, nbytes, seconds)
+                self._came(label, source, nbytes, lambda before_s: before_s + seconds)
             return nbytes, commands
 
-        nbytes, commands = self._runner.call(count)
-        self._runner.run(commands)
+        nbytes, commands = self._call(count)
+        self._run(commands)
         return nbytes
 
-    def add_connection(self, connection: Connection) -> int:
-        """Begin reading through a session. Returns the connection's number. Raises the error for
-        which its source was excluded."""
-        if connection.path.source.key in self._excluded:
-            raise another(self._excluded[connection.path.source.key])
-        self.start()
-        return self._runner.add_connection(connection)
-
-    def connection_lost(self, number: int, error: MxError) -> None:
-        """Give a connection up; its parts are missing again when its reads have ended."""
-        self._runner.connection_lost(number, error)
+    def _came(
+        self, label: str, source: str, nbytes: int, seconds: Callable[[float], float]
+    ) -> None:
+        before = self._others.get((label, source), PathReport(label, source, 0, 0.0))
+        self._others[label, source] = PathReport(
+            label, source, before.bytes + nbytes, seconds(before.seconds)
+        )
 
     def put_page(self, layer: int, page: bytes) -> None:
         """Use a page that `check_page` found right. Reports the layer if that makes it ready, so
@@ -184,11 +253,56 @@ class Transfer:
         with self._put:
             self._putting += 1
         try:
-            self._runner.react(use)
+            self.react(use)
         finally:
             with self._put:
                 self._putting -= 1
                 self._put.notify_all()
+
+    def abort(self, error: MxError) -> None:
+        """Fail, for a reason of the caller's."""
+        self.react(lambda machine: machine.abort(error))
+
+    def raised(self, error: BaseException) -> None:
+        """Report an unexpected exception of a sink, or of the thread that hands parts over."""
+        self._listener.broken(unexpected(error))
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def add_connection(self, connection: Connection) -> int:
+        """Begin reading through a session. Returns the connection's number. Raises the error for
+        which its source was excluded."""
+        path = connection.path
+        if path.source.key in self._excluded:
+            raise another(self._excluded[path.source.key])
+        self.start()
+        with self._lock:
+            number = len(self._connections)
+            self._connections.append(connection)
+            commands = self._machine.add_connection(
+                number,
+                connection.session.depth,
+                time.monotonic(),
+                source=path.source.key,
+                peer=connection.peer,
+                bytes_per_s=path.gb_per_s * 1e9,
+                answers=connection.lease.answers,
+            )
+            connection.load = self._machine.load(number)
+        self._run(commands)
+        return number
+
+    def connection_lost(self, number: int, error: MxError) -> None:
+        """Give a connection up; its parts are missing again when its reads have ended."""
+        with self._lock:
+            connection = self._connections[number]
+            if connection.lost:
+                return
+            connection.lost = True
+            commands = self._machine.connection_lost(number, error, time.monotonic())
+        connection.session.close()
+        self._run(commands)
+        self._listener.connection_lost(number, error)
 
     def exclude(self, key: str, error: MxError, *, for_good: bool = False) -> None:
         """Give up all connections to a source; `for_good`: and refuse new ones."""
@@ -202,51 +316,45 @@ class Transfer:
         """Return True if the source was excluded for good."""
         return key in self._excluded
 
-    def abort(self, error: MxError) -> None:
-        """Fail, for a reason of the caller's."""
-        self._runner.react(lambda machine: machine.abort(error))
+    @property
+    def due_s(self) -> float:
+        """When `tick` is to be called next."""
+        return self._call(lambda machine: machine.due_s)
 
     def tick(self) -> None:
-        """Give up connections that are too slow to wait for. To be called a few times a second."""
-        self._runner.tick()
+        """Give up connections that are too slow to wait for."""
+        with self._lock:
+            landed = {part: sink.landed_nbytes for part, sink in self._in_flight.items()}
+            commands = self._machine.tick(time.monotonic(), landed)
+        self._run(commands)
 
     def no_more_connections(self) -> None:
         """Fail once the open connections can't read what is missing."""
-        self._runner.react(TransferMachine.no_more_connections)
-
-    @property
-    def causes(self) -> tuple[MxError, ...]:
-        """Why reads and connections failed so far."""
-        return self._runner.call(lambda machine: machine.causes)
-
-    @property
-    def hopeless(self) -> bool:
-        """True if nothing is in flight, and no open connection can read what is missing."""
-        return self._runner.call(lambda machine: machine.hopeless)
+        self.react(TransferMachine.no_more_connections)
 
     def expect_connections(self) -> None:
         """Do not fail for want of connections: another one may come."""
-        self._runner.call(TransferMachine.expect_connections)
+        self._call(TransferMachine.expect_connections)
 
     # -- which source may be read from ------------------------------------------------------------
 
     def coordinate(self) -> None:
         """From now on read chunks only from sources that allow them."""
-        self._runner.call(TransferMachine.coordinate)
+        self._call(TransferMachine.coordinate)
 
     def read_freely(self) -> None:
         """From now on read every chunk from every source."""
-        self._runner.react(lambda machine: machine.read_freely(time.monotonic()))
+        self.react(lambda machine: machine.read_freely(time.monotonic()))
 
     def allow(self, source: str, chunk: int) -> bool:
         """Let the chunk be read from this source. Returns False if it is verified already."""
-        commands = self._runner.call(lambda machine: machine.allow(source, chunk, time.monotonic()))
-        self._runner.run(commands or ())
+        commands = self._call(lambda machine: machine.allow(source, chunk, time.monotonic()))
+        self._run(commands or ())
         return commands is not None
 
     def withdraw(self, source: str, chunk: int) -> None:
         """Stop reading the chunk from this source: give up the connections that do."""
-        for number in self._runner.call(lambda machine: machine.withdraw(source, chunk)):
+        for number in self._call(lambda machine: machine.withdraw(source, chunk)):
             self.connection_lost(number, PathSlowError("the chunk was requested elsewhere"))
 
     # -- parts that ranks on this host hand each other --------------------------------------------
@@ -260,18 +368,15 @@ class Transfer:
         nbytes = self._grid.part_nbytes(part.chunk, part.begin, part.end)
 
         def count(machine: TransferMachine) -> Sequence[Command]:
-            self._account.given(rank, nbytes)
+            passed_s = time.monotonic() - self._began_s
+            self._came("rank", f"rank {rank}", nbytes, lambda _: passed_s)
             return machine.given(part)
 
-        self._runner.react(count)
-
-    def landed_nbytes(self) -> int:
-        """Return how many bytes have landed."""
-        return self.progress()[0]
+        self.react(count)
 
     def expects(self, rank: int) -> bool:
         """Return True if this rank has yet to hand over something."""
-        return self._runner.call(lambda machine: machine.expects(rank))
+        return self._call(lambda machine: machine.expects(rank))
 
     def take_up(self, rank: int) -> bool:
         """Read what was expected from another rank. Returns True if anything was."""
@@ -279,19 +384,105 @@ class Transfer:
         def take(machine: TransferMachine) -> tuple[bool, Sequence[Command]]:
             return machine.expects(rank), machine.take_up(rank, time.monotonic())
 
-        expected, commands = self._runner.call(take)
-        self._runner.run(commands)
+        expected, commands = self._call(take)
+        self._run(commands)
         return expected
 
-    def raised(self, error: BaseException) -> None:
-        """Report an unexpected exception of the thread that hands parts over."""
-        self._runner.raised(error)
+    # -- from the sinks, on the transports' threads -----------------------------------------------
+
+    def part_done(self, sink: PartSink) -> None:
+        """Judge a part that has landed."""
+        # Lease first, then generation, then digest: bytes read after the lease prove nothing.
+        error = self._connections[sink.connection].lease.check()
+        if error is not None:
+            self.connection_lost(sink.connection, error)
+            self.part_failed(sink, error)
+            return
+        digests = sink.block_digests()
+        with self._lock:
+            self._in_flight.pop(sink.part, None)
+            commands = self._machine.landed(sink.connection, sink.part, digests, time.monotonic())
+        self._run(commands, sink)
+        self._destination.free(sink.landing)
+
+    def part_failed(self, sink: PartSink, error: MxError) -> None:
+        """Read a part again that has not landed: nothing writes to its memory any more."""
+        if isinstance(error, CONNECTION_ERRORS):
+            self.connection_lost(sink.connection, error)
+        with self._lock:
+            self._in_flight.pop(sink.part, None)
+            commands = self._machine.failed(sink.connection, sink.part, error, time.monotonic())
+        self._destination.free(sink.landing)
+        self._run(commands)
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def _run(self, commands: Sequence[Command], sink: PartSink | None = None) -> None:
+        """Carry out commands; `sink` has what has landed just now."""
+        for command in commands:
+            match command:
+                case Assign(connection, parts):
+                    self._assign(connection, parts)
+                case Ask(connection, chunk):
+                    asked = self._connections[connection]
+                    answered = functools.partial(self._answered, asked.path.source.key)
+                    asked.lease.ask(chunk, answered)
+                case CopyOut():
+                    assert sink is not None  # it is judged when it lands
+                    self._copy_out(sink)
+                case HandOut(part):
+                    self._hand_out(part, sink)
+                case LayerReady(layer, shortcut, given):
+                    by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
+                    by = VerifiedBy.RANK if given else by
+                    self._listener.layer_ready(layer, self._destination.arena, by)
+                case DropConnection(connection, reason):
+                    self.connection_lost(connection, reason)
+                case Fail(causes):
+                    self._listener.failed(causes)
+
+    def _answered(self, source: str) -> None:
+        self.react(lambda machine: machine.answered(source, time.monotonic()))
+
+    def _assign(self, connection: int, parts: Sequence[Part]) -> None:
+        sinks, reads = zip(*(self._read(connection, part) for part in parts), strict=True)
+        try:
+            self._connections[connection].session.read(reads)
+        except MxError as error:
+            # Its traceback refers to the reads, and they to the arena.
+            refused = error.with_traceback(None)
+            self.connection_lost(connection, refused)
+            for sink in sinks:
+                self.part_failed(sink, refused)
+
+    def _read(self, connection: int, part: Part) -> tuple[PartSink, Read]:
+        landing = self._destination.land(part)
+        vouched = None
+        if self._shortcut:
+            vouched = vouched_of(self._connections[connection].vouched, self._grid, part)
+        sink = PartSink(self, connection, landing, self._make_hasher, vouched)
+        with self._lock:
+            self._in_flight[part] = sink
+        return sink, Read(f"chunk {part.chunk}", landing.pieces, sink)
+
+    def _copy_out(self, sink: PartSink) -> None:
+        self._destination.copy_out(sink.landing)
+        self.react(lambda machine: machine.copied_out(sink.part))
+
+    def _hand_out(self, part: Part, sink: PartSink | None) -> None:
+        assert self._exchange is not None
+        if sink is not None and sink.part == part:
+            blocks = sink.landing.blocks
+        else:  # it landed earlier, in its place
+            blocks = self._destination.blocks(part)
+        self._exchange.hand_out(part, [host_view(block) for block in blocks])
+        self.react(lambda machine: machine.handed_out(part))
 
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close every session: reads are aborted, and the listener gets no `failed` any more."""
-        self._runner.call(lambda machine: machine.abort(ClosedError("the pull was closed")))
+        self._call(lambda machine: machine.abort(ClosedError("the pull was closed")))
         for connection in self.connections:
             connection.session.close()
 
@@ -315,5 +506,9 @@ class Transfer:
             left_s = max(0.0, deadline_s - time.monotonic())
             joined &= self._put.wait_for(lambda: not self._putting, left_s)
         if joined:
-            self._runner.forget()
+            with self._lock:
+                self._in_flight.clear()
+                for connection in self._connections:
+                    connection.vouched = None
+            self._destination.forget()
         return joined

@@ -32,6 +32,7 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
+from mx.tasks import set_by
 from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, translate
 from mx.wire.pacing import Pacer
@@ -75,7 +76,8 @@ class Lease:
         Args:
             channel: The channel to the source.
             source: The source.
-            on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
+            on_change: Called on the loop when the lease is lost, reading becomes coordinated, or
+                the source is asked (`ask`).
             read_nbytes: Returns the bytes read on the lease so far; renewals report them.
             reader_id: Names the pull; "" if it can't be part of a swarm.
             tls: The channel's files.
@@ -251,9 +253,7 @@ class Lease:
         process has stopped."""
         try:
             while self._error is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._lease_s / 4):
-                        await self._hurry.wait()
+                await set_by(self._hurry, time.monotonic() + self._lease_s / 4)
                 request = self._renewal()
                 sent_at_s = time.monotonic()
                 self._renewed = asyncio.get_running_loop().create_future()
@@ -290,6 +290,7 @@ class Lease:
             self._wrong.append(chunk)
             self._asked[chunk] = right
             self._hurry.set()
+            self._on_change()
 
         self._loop.call_soon_threadsafe(ask)
 

@@ -66,8 +66,9 @@ def boast() -> None:
 
 def endpoint_of(pull: api.Pull) -> str:
     """Return where others read from the pull, "" if they can't yet or it has few chunks."""
-    node = pull._job.edition.node
-    record = node.sharing.record() if node is not None else None
+    sharing = pull._job.edition.sharing
+    record = sharing.record() if sharing is not None else None
+    node = sharing._node if sharing is not None else None
     enough = node is not None and node.holdings.bits.bit_count() >= A_FEW
     return record.endpoint if record is not None and enough else ""
 

@@ -81,7 +81,7 @@ def test_the_collector_may_drop_a_pull_on_a_thread_that_holds_its_locks(served: 
     pull = api.pull("slow", coordinator=served, transport="tcp")
     next(pull.layers())
     cycle += [pull, cycle]
-    runner = pull._job._attempt._transfer._runner  # type: ignore[union-attr]
+    transfer = pull._job._attempt._transfer  # type: ignore[union-attr]
     dropped, collected = weakref.ref(pull), threading.Event()
 
     def collect(machine: object) -> tuple[()]:
@@ -90,7 +90,7 @@ def test_the_collector_may_drop_a_pull_on_a_thread_that_holds_its_locks(served: 
         return ()
 
     del pull, cycle
-    threading.Thread(target=runner.react, args=(collect,), daemon=True).start()
+    threading.Thread(target=transfer.react, args=(collect,), daemon=True).start()
     assert collected.wait(WITHIN_S)
     assert becomes(lambda: dropped() is None)
     assert becomes(loop_is_free)

@@ -87,8 +87,10 @@ def test_slow_paths_and_busy_sources_come_back_when_nothing_else_is_left() -> No
     (slow,) = live(connections, TCP0)
     connections.lost(slow, PeerTimeoutError("stopped"), 0.0, lease_runs=True)
     assert (slow_rests, connections.idle, connections.waits(0.0)) == (False, True, True)
+    assert connections.due_s == 5.0
     assert connections.assign(4.0) == []
     assert [entry.path for entry in connections.assign(5.0)] == [OTHER]
+    assert connections.due_s == 60.0
 
 
 def test_patience_with_busy_sources_ends_and_begins_anew_with_a_connection() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,13 +27,15 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.swarm.sharing import Sharing
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.events import EventLog
-from mx.target.outcome import Outcome
 from mx.target.reads import Connection, ReadPath
 from mx.target.transfer import Transfer
 from mx.transport import Session
+from mx.wire.locate import Located, Locator
+from tests.support.editions import edition_log
 from tests.unit.test_planner import source
 from tests.unit.test_transfer import HeldSession, Lease, manifest_of_three_chunks
 
@@ -70,8 +74,11 @@ class FakeSwarm:
     def no_whole_source(self) -> None:
         self.none_left()
 
-    def waits(self) -> bool:
-        return self.expects
+    @property
+    def waits_until_s(self) -> float:
+        return math.inf if self.expects else -math.inf
+
+    def met(self, sources: Sequence[SourceRecord]) -> None: ...
 
     def lost(self, key: str, *, for_good: bool) -> None:
         self.lost_ids.append(key)
@@ -92,7 +99,8 @@ class Stage:
         self.added: list[SourcePath | ReadPath] = []
         self.given_back: list[SourcePath | ReadPath] = []
         self.causes: list[MxError] = []
-        self.no_more = 0
+        self.no_more = self.ticked = 0
+        self.due_s = math.inf
         self.hoping = False
         self.fails = fails or {}
         self.unfit: dict[SourcePath, MxError] = {}
@@ -104,19 +112,21 @@ class Stage:
 
     def begin(self) -> None:
         """On the loop."""
-        self.outcome = Outcome()
+        self.outcome = edition_log()
         self.connections = Connections(self.patience_s)
         self.connections.add(PLAN.paths)
         self.pool = ConnectionPool(
             self.connections,
             cast(Connector, self),
             cast(Transfer, FakeTransfer(self)),
-            self.swarm,
-            self,
+            cast(Sharing, self.swarm),
+            cast(Locator, None),
+            cast(Located, None),
             lambda sources: Plan(tuple(self.joined), (), ()),
             self.outcome,
             EventLog(0.0),
             self.causes,
+            wait_s=60.0 if self.hoping else 0.0,
         )
 
     # -- the connector's --------------------------------------------------------------------------
@@ -130,11 +140,6 @@ class Stage:
 
     async def give_back(self, connection: Connection) -> None:
         self.given_back.append(connection.path)
-
-    # -- discovery's ------------------------------------------------------------------------------
-
-    def waits(self) -> bool:
-        return self.hoping
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -168,7 +173,6 @@ class Stage:
 
         async def main() -> None:
             self.begin()
-            ticking = asyncio.create_task(self.pool.tick())
             running = asyncio.create_task(self.pool.run())
             for step in steps:
                 for _ in range(12):
@@ -177,8 +181,6 @@ class Stage:
             try:
                 await asyncio.wait_for(running, 5)
             finally:
-                ticking.cancel()
-                await asyncio.gather(ticking, return_exceptions=True)
                 await self.pool.close()
 
         asyncio.run(main())
@@ -207,7 +209,16 @@ class FakeTransfer:
 
     def expect_connections(self) -> None: ...
 
-    def tick(self) -> None: ...
+    def landed_nbytes(self) -> int:
+        return 0
+
+    @property
+    def due_s(self) -> float:
+        return self.stage.due_s
+
+    def tick(self) -> None:
+        self.stage.ticked += 1
+        self.stage.due_s = math.inf
 
 
 def test_paths_that_go_together_are_opened_at_once() -> None:
@@ -318,7 +329,7 @@ def test_the_transfer_does_not_fail_while_a_source_may_come() -> None:
     stage.play(
         *lost,
         lambda: stage.find(LATER),
-        lambda: setattr(stage, "hoping", False),
+        lambda: setattr(stage.pool, "_until_s", 0.0),  # the wait is over
         lambda: stage.lose(3, PeerTimeoutError("stopped")),
     )
     assert stage.tried == [TCP0, TCP1, OTHER, LATER]
@@ -479,6 +490,36 @@ def test_a_source_that_gave_the_place_to_another_reader_is_tried_again() -> None
 
     stage.play(lose, lambda: None, end_when_back)
     assert TCP0 in stage.added[2:]
+
+
+# -- time -------------------------------------------------------------------------------------
+
+
+def test_the_pool_sleeps_until_a_machine_is_due() -> None:
+    """Not a moment before, and for ever if none is."""
+    stage = Stage()
+    looks: list[float] = []
+
+    def note() -> None:
+        looks.append(stage.pool._due_s(0.0))
+        stage.due_s = time.monotonic() + 0.05
+        stage.outcome.changed.set()
+
+    async def main() -> None:
+        stage.begin()
+        running = asyncio.create_task(stage.pool.run())
+        for _ in range(12):
+            await asyncio.sleep(0)
+        note()
+        while not stage.ticked:
+            await asyncio.sleep(0.001)
+        looks.append(stage.pool._due_s(0.0))
+        stage.end()
+        await running
+        await stage.pool.close()
+
+    asyncio.run(main())
+    assert looks == [math.inf, math.inf] and stage.ticked == 1
 
 
 # -- sources that were given up ---------------------------------------------------------------

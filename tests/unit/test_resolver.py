@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -23,11 +24,15 @@ from mx.errors import (
     PeerRefusedError,
     UnknownModelError,
 )
-from mx.target import resolver
+from mx.swarm.sharing import Sharing
+from mx.target import connections, resolver
+from mx.target.connections import ConnectionPool
+from mx.target.connector import Connector
 from mx.target.events import EventLog
-from mx.target.outcome import Outcome
-from mx.target.resolver import Resolver, retry_until_found
+from mx.target.resolver import retry_until_found
+from mx.target.transfer import Transfer
 from mx.wire.locate import Located, Locator
+from tests.support.editions import edition_log
 from tests.unit.test_planner import source
 
 A, B = source("a"), source("b")
@@ -48,8 +53,10 @@ def attempts(*outcomes: MxError | str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ORDINARY_S", "FIRST_S", "LONGEST_S"):
+    for name in ("FIRST_S", "LONGEST_S"):
         monkeypatch.setattr(resolver, name, 0.001)
+    for name in ("ORDINARY_S", "FIRST_S", "LONGEST_S"):
+        monkeypatch.setattr(connections, name, 0.001)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +128,29 @@ class Stage:
         self.reported: list[list[str]] = []
         self.waits = self.came = 0
         self.causes: list[MxError] = []
-        self.resolver = Resolver(
+        self.pool = ConnectionPool(
+            cast(Connections, self.connections),
+            cast(Connector, None),
+            cast(Transfer, self),
+            cast(Sharing, self),
             cast(Locator, self.locator),
             cast(Located, None),
-            cast(Connections, self.connections),
             self.plan,
-            lambda sources: self.reported.append([s.source_id for s in sources]),
-            lambda: self.came,
-            Outcome(),
+            edition_log(),
             cast(EventLog, self),
             self.causes,
             wait_s=wait_s,
         )
-        self.running = asyncio.create_task(self.resolver.run())
+        self.running = asyncio.create_task(self.pool.look())
+
+    def pool_waits(self) -> bool:
+        return self.pool._waits_for_new(time.monotonic())
+
+    def met(self, sources: Sequence[SourceRecord]) -> None:
+        self.reported.append([each.source_id for each in sources])
+
+    def landed_nbytes(self) -> int:
+        return self.came
 
     def waiting(self) -> None:
         self.waits += 1
@@ -162,7 +179,7 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     await stage.close()
     assert stage.connections.added == [B.key]
     assert [A.source_id, B.source_id] in stage.reported
-    assert not stage.resolver.waits()
+    assert not stage.pool_waits()
     assert stage.causes == []
 
 
@@ -172,7 +189,7 @@ async def test_a_named_peer_is_not_looked_up_while_it_is_read_from() -> None:
     await asyncio.sleep(0.05)
     assert stage.locator.looked_up == 0
     stage.connections.idle = True
-    assert stage.resolver.waits()
+    assert stage.pool_waits()
     await stage.until_looked_up(2)
     await stage.close()
 
@@ -182,7 +199,7 @@ async def test_it_ends_when_it_is_cancelled_as_a_wait_begins(turns: int) -> None
     """Whichever turn of the loop both fall in. (Python 3.11's `wait_for` may lose the second.)"""
     stage = Stage(60)
     await asyncio.sleep(0)
-    assert stage.resolver.waits()
+    assert stage.pool_waits()
     for _ in range(turns):
         await asyncio.sleep(0)
     stage.running.cancel()
@@ -194,14 +211,14 @@ async def test_it_ends_when_it_is_cancelled_as_a_wait_begins(turns: int) -> None
 async def test_a_wait_lasts_so_long_and_anew_after_progress() -> None:
     stage = Stage(0.5)
     stage.connections.idle = True
-    assert stage.resolver.waits()
-    assert stage.resolver.waits()
+    assert stage.pool_waits()
+    assert stage.pool_waits()
     assert stage.waits == 1
     await asyncio.sleep(0.6)
-    assert not stage.resolver.waits()
+    assert not stage.pool_waits()
     assert [type(cause) for cause in stage.causes] == [NoSourceError]
-    assert not stage.resolver.waits()
+    assert not stage.pool_waits()
     stage.came = 10
-    assert stage.resolver.waits()
+    assert stage.pool_waits()
     assert stage.waits == 2
     await stage.close()

@@ -61,7 +61,7 @@ def checkpoint(folder: Path, first: int = 0) -> tuple[Checkpoint, Manifest]:
 def told(log: EventLog | None = None, ready: Readiness | None = None) -> EditionLog:
     """Return the log of an edition: of a new pull's, or of this one's."""
     log = log or EventLog(0.0)
-    return EditionLog(log, ready or log.begin_anew(), no_tensors, lambda error: None)
+    return EditionLog(log, ready or log.begin_anew(), no_tensors)
 
 
 async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import math
+import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,12 +15,10 @@ import pytest
 
 from mx.core.grid import ChunkGrid
 from mx.core.holdings import Holdings, HoldingsListener
-from mx.core.paths import Medium
 from mx.core.swarm.neighbours import MOST
 from mx.core.types import Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
-from mx.swarm.sharing import Sharing
-from mx.swarm.stream import PeerStream, to_bytes
+from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.units import MIB
 from mx.wire.v1 import peer_pb2
 from tests.support.records import make_documents, make_record
@@ -47,7 +49,8 @@ class Reads:
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
         layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),), 0)
-        self.holdings = Holdings(ChunkGrid(Layout([layer], []), MIB))
+        self.grid = ChunkGrid(Layout([layer], []), MIB)
+        self.holdings = Holdings(self.grid)
 
     def subscribe(self, listener: HoldingsListener) -> int:
         return self.holdings.subscribe(listener)
@@ -77,6 +80,9 @@ class FakeHost:
     def record(self) -> SourceRecord | None:
         return self.found
 
+    async def dial(self, record: SourceRecord) -> PeerStream:
+        raise AssertionError(f"{record.endpoint} was dialled")
+
     async def keep_listed(
         self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
     ) -> None:
@@ -92,20 +98,8 @@ def node_of(
     reads: Reads,
     dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     record: SourceRecord | None = None,
-    *,
-    coordinate_always: bool = False,
 ) -> Node:
-    return Node(
-        "own",
-        CHUNKS,
-        MIB,
-        reads,
-        Sharing(FakeHost(record)),
-        reads.reaches,
-        dial,
-        lambda: None,
-        coordinate_always=coordinate_always,
-    )
+    return Node("own", reads.grid, reads, lambda: record, dial, reads.reaches, lambda: None)
 
 
 async def _never(record: SourceRecord) -> PeerStream:
@@ -173,6 +167,97 @@ def test_a_neighbour_that_gives_no_more_is_asked_for_nothing_and_may_read_on() -
     assert asyncio.run(run()) == ["allow 0"]
 
 
+def test_the_pull_is_woken_by_news_once_it_has_waited_in_vain() -> None:
+    """It sleeps until an event: what revives its hope is one."""
+
+    async def run() -> list[str]:
+        woken: list[str] = []
+        reads, peer, other = Reads(["peer", "other"]), FakeNeighbour("peer"), FakeNeighbour("other")
+        node = Node(
+            "own",
+            reads.grid,
+            reads,
+            lambda: None,
+            _never,
+            reads.reaches,
+            lambda: woken.append(now),
+        )
+        try:
+            now = "free"
+            number = node.joined(peer.record, peer.stream, b"", seeds=False)
+            assert not woken and node.waits_until_s == -math.inf
+            now = "coordinated"
+            node.coordinate()
+            now = "hopes"
+            node.heard(number, peer_pb2.SwarmMessage(have=to_bytes(0)))
+            for now in ("news", "a peer"):
+                node._patience._news_at_s = -1000.0
+                assert node.waits_until_s < time.monotonic()
+                if now == "news":
+                    node.heard(number, peer_pb2.SwarmMessage(have=to_bytes(0)))
+                else:
+                    node.joined(other.record, other.stream, b"", seeds=False)
+                assert node.waits_until_s > time.monotonic()
+            return woken
+        finally:
+            peer.stream.close()
+            other.stream.close()
+            await node.close()
+
+    assert asyncio.run(run()) == ["coordinated", "news", "a peer"]
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_node_that_is_made_while_chunks_land_announces_every_one(step: int) -> None:
+    """Each is in what it says first, or is announced; none is lost between."""
+    count = 400
+
+    async def run() -> int:
+        reads, peer = Reads(["peer"]), FakeNeighbour("peer")
+        layer = Layer(0, "layer", count * MIB, 0, ((0, count * MIB),), 0)
+        reads.grid = ChunkGrid(Layout([layer], []), MIB)
+        reads.holdings, lock = Holdings(reads.grid), threading.Lock()
+        begun = threading.Event()
+
+        def land() -> None:
+            for chunk in range(count):
+                if chunk == step * count // 8:
+                    begun.set()
+                with lock:
+                    reads.holdings.add(chunk)
+                time.sleep(1e-5)  # so that the other thread runs
+
+        def subscribe(listener: HoldingsListener) -> int:
+            with lock:
+                return reads.holdings.subscribe(listener)
+
+        reads.subscribe = subscribe  # type: ignore[method-assign]
+        landing = threading.Thread(target=land)
+        landing.start()
+        begun.wait()
+        node = node_of(reads, _never)
+        known = node.held
+        node.joined(peer.record, peer.stream, b"", seeds=False)
+        listening = asyncio.create_task(peer.stream.listen(lambda message: None))
+        try:
+            landing.join()
+            async with asyncio.timeout(20):
+                while known.bit_count() < count:
+                    await asyncio.sleep(0.01)
+                    for message in peer.messages:
+                        kind, _, value = message.partition(" ")
+                        if kind == "have":
+                            known |= from_bytes(ast.literal_eval(value), count)
+        finally:
+            peer.stream.close()
+            await listening
+            await node.close()
+        assert not node._receiver.left
+        return known
+
+    assert asyncio.run(run()) == (1 << count) - 1
+
+
 def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
     async def run() -> list[str]:
         reads, peer = Reads(["peer"]), FakeNeighbour("peer")
@@ -191,22 +276,6 @@ def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
         return peer.messages
 
     assert asyncio.run(run()) == ["reject 0"]
-
-
-@pytest.mark.parametrize("always", [False, True])
-@pytest.mark.parametrize("medium", Medium)
-def test_readers_of_one_source_coordinate_where_they_share_a_link(
-    medium: Medium, always: bool
-) -> None:
-    async def run() -> bool:
-        node = node_of(Reads([]), _never, coordinate_always=always)
-        try:
-            node.shared(medium)
-            return node.coordinated
-        finally:
-            await node.close()
-
-    assert asyncio.run(run()) is (always or medium is Medium.NETWORK)
 
 
 def test_neighbours_that_were_dialled_are_reported_to_the_server() -> None:

@@ -12,12 +12,13 @@ import pytest
 from mx.core import manifest as manifests
 from mx.core.digest import block_digest, root_of
 from mx.core.pages import Pages
-from mx.core.types import Manifest, Packaging, SourceRecord, SourceRole
+from mx.core.paths import Medium
+from mx.core.types import Manifest, Packaging, SourceRole
 from mx.errors import LocalError
 from mx.source.service import PeerServicer
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
-from mx.swarm.stream import PeerStream, StreamDialer
+from mx.swarm.stream import StreamDialer
 from mx.target.transfer import Transfer
 from mx.units import MIB
 from mx.wire.server import Service, listen
@@ -44,6 +45,24 @@ def transfer_of(manifest: Manifest, arena: bytearray) -> Transfer:
         manifest, [block_digest(BYTES[n * MIB : (n + 1) * MIB]) for n in range(LAYERS)]
     )
     return Transfer(manifest, pages, memoryview(arena), Listener())
+
+
+def sharing_of(transfer: Transfer, host: FakeHost | None, *, always: bool = False) -> Sharing:
+    return Sharing(
+        "own",
+        transfer.manifest.grid,
+        transfer,
+        None if host is None else lambda: host,
+        lambda _: True,
+        lambda: None,
+        coordinate_always=always,
+    )
+
+
+def node_of(sharing: Sharing) -> Node:
+    """Return the node, which there is since others may find the pull."""
+    assert sharing._node is not None
+    return sharing._node
 
 
 def given(node: Node) -> list[int]:
@@ -76,52 +95,48 @@ def test_earlier_chunks_are_given_and_no_chunk_is_listed_that_is_not(coordinated
         transfer.add_connection(connection_of(session))
         session.land()
         host = FakeHost()
-        node = Node(
-            "own", LAYERS, MIB, transfer, Sharing(host), lambda _: True, never, lambda: None
-        )
+        sharing = sharing_of(transfer, host)
         try:
             if coordinated:
-                node.coordinate()
-            node.reading_began()
+                sharing.coordinate()
+            sharing.reading_began()
             async with asyncio.timeout(30):
                 while host.listed != ((0, 2),):
                     await asyncio.sleep(0.01)
+            node = node_of(sharing)
             assert given(node) == [0, 1]
             session.land()
             await asyncio.sleep(0.01)
             if not coordinated:
-                node.coordinate()  # other pulls come when it is complete
-            node.reading_ended()
+                sharing.coordinate()  # other pulls come when it is complete
+            sharing.reading_ended()
             assert given(node) == [0, 1, 2]
             assert node.complete
             async with asyncio.timeout(30):
                 while host.listed != ((0, LAYERS),):
                     await asyncio.sleep(0.01)
         finally:
-            await node.close()
+            await sharing.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_a_pull_does_not_count_itself_as_a_source_of_parts() -> None:
     async def main() -> None:
-        transfer = transfer_of_three_layers()
-        node = Node(
-            "own", LAYERS, MIB, transfer, Sharing(FakeHost()), lambda _: True, never, lambda: None
-        )
+        sharing = sharing_of(transfer_of_three_layers(), FakeHost())
         documents = make_documents("w")
         try:
             own = make_record(documents, source_id="own", held=(), role=SourceRole.RELAY)
             assert not own.whole
-            node.met([own])
-            node.no_whole_source()
-            assert not node.coordinated
+            sharing.met([own])
+            sharing.no_whole_source()
+            assert not sharing.coordinated
             other = make_record(documents, source_id="other", held=(), role=SourceRole.RELAY)
-            node.met([own, other])
-            node.no_whole_source()
-            assert node.coordinated
+            sharing.met([own, other])
+            sharing.no_whole_source()
+            assert sharing.coordinated
         finally:
-            await node.close()
+            await sharing.close()
 
     asyncio.run(main())
 
@@ -130,13 +145,64 @@ def test_without_a_host_a_pull_reads_freely() -> None:
     """Others could not read from it, so it takes no part in a swarm."""
 
     async def main() -> None:
-        transfer = transfer_of_three_layers()
-        node = Node("", LAYERS, MIB, transfer, Sharing(None), lambda _: True, never, lambda: None)
+        sharing = sharing_of(transfer_of_three_layers(), None)
         try:
-            node.coordinate()
-            assert not node.coordinated and not node.sharing.begun
+            sharing.coordinate()
+            assert not sharing.coordinated and not sharing.begun
         finally:
-            await node.close()
+            await sharing.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("medium", Medium)
+def test_readers_of_one_source_coordinate_where_they_share_a_link(
+    medium: Medium, always: bool
+) -> None:
+    async def run() -> bool:
+        sharing = sharing_of(transfer_of_three_layers(), FakeHost(), always=always)
+        try:
+            sharing.shared(medium)
+            return sharing.coordinated
+        finally:
+            await sharing.close()
+
+    assert asyncio.run(run()) is (always or medium is Medium.NETWORK)
+
+
+def test_without_a_word_of_others_there_is_no_node_and_no_host() -> None:
+    """What a pull that is over soon does not need is not made; what became of sources meanwhile is
+    not forgotten."""
+
+    async def main() -> None:
+        made: list[FakeHost] = []
+        transfer = transfer_of_three_layers()
+
+        def make() -> FakeHost:
+            made.append(FakeHost(make_record(make_documents("w"), role=SourceRole.RELAY)))
+            return made[0]
+
+        sharing = Sharing(
+            "own", transfer.manifest.grid, transfer, make, lambda _: True, lambda: None
+        )
+        liar = make_record(make_documents("w"), source_id="liar")
+        silent = make_record(make_documents("w"), source_id="silent")
+        try:
+            sharing.met([liar, silent])
+            sharing.reading_began()
+            sharing.lost(liar.key, for_good=True)
+            sharing.gives_no_more(silent.key)
+            sharing.shared(Medium.MEMORY)
+            assert not made and sharing.record() is None
+            sharing.shared(Medium.NETWORK)
+            assert sharing.coordinated and len(made) == 1
+            await asyncio.sleep(0.05)  # the host listens: all sources that are known are met
+            node = node_of(sharing)
+            assert node.peers.known.banned(liar.key) and not node.reaches(silent)
+            assert not node.peers.any
+        finally:
+            await sharing.close()
 
     asyncio.run(main())
 
@@ -152,10 +218,6 @@ class Unwelcoming(PeerServicer):
         await context.write(peer_pb2.SwarmMessage(welcome=peer_pb2.Welcome(accepted=False)))
         async for _ in requests:
             pass
-
-
-async def never(record: SourceRecord) -> PeerStream:
-    raise AssertionError(f"{record.endpoint} was dialled")
 
 
 def transfer_of_three_layers() -> Transfer:
@@ -178,20 +240,12 @@ def test_peers_that_refuse_leave_no_channel_behind() -> None:
         service = Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], peer)
         listening = await listen("0.0.0.0:0", [service], insecure=True)
         known = FakeHost(make_record(make_documents("w"), role=SourceRole.RELAY))
-        node = Node(
-            "own",
-            LAYERS,
-            MIB,
-            transfer_of_three_layers(),
-            Sharing(known),
-            lambda _: True,
-            streams.dial,
-            lambda: None,
-        )
-        node.reading_began()
+        known.dial = streams.dial  # type: ignore[method-assign]
+        sharing = sharing_of(transfer_of_three_layers(), known)
+        sharing.begin()
         before = sockets()
         try:
-            node.met(
+            sharing.met(
                 [
                     make_record(
                         make_documents("w"),
@@ -203,10 +257,10 @@ def test_peers_that_refuse_leave_no_channel_behind() -> None:
                 ]
             )
             async with asyncio.timeout(60):
-                while peer.greeted < 30 or node.peers.any or sockets() > before:
+                while peer.greeted < 30 or node_of(sharing).peers.any or sockets() > before:
                     await asyncio.sleep(0.05)
         finally:
-            await node.close()
+            await sharing.close()
             await streams.close()
             await listening.stop()
 
@@ -237,15 +291,13 @@ class SlowHost(FakeHost):
 def test_a_host_is_closed_whatever_became_of_its_start(fails: bool, at_once: bool) -> None:
     async def main() -> None:
         host, transfer = SlowHost(fails=fails), transfer_of_three_layers()
-        node = Node(
-            "own", LAYERS, MIB, transfer, Sharing(host), lambda _: True, never, lambda: None
-        )
-        node.coordinate()
-        coordinated = [node.coordinated]
+        sharing = sharing_of(transfer, host)
+        sharing.coordinate()
+        coordinated = [sharing.coordinated]
         await asyncio.sleep(0.01 if at_once else 0.1)
-        coordinated.append(node.coordinated)
+        coordinated.append(sharing.coordinated)
         assert coordinated == [True, at_once or not fails]
-        await node.close()
+        await sharing.close()
         assert host.steps == ["starts", "started", "closed"]
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.core.suspects import ANSWER_S
-from mx.core.transfer import TransferMachine
+from mx.core.transfer import TICK_S, TransferMachine
 from mx.core.transfer_commands import (
     Ask,
     Assign,
@@ -268,6 +269,7 @@ def test_a_source_is_a_liar_after_two_wrong_parts_that_are_right_there_as_it_say
 def test_a_source_that_does_not_answer_in_time_has_lied() -> None:
     machine = asking()
     assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
+    assert machine.due_s <= ANSWER_S
     assert machine.tick(ANSWER_S - 0.1) == []
     assert machine.tick(ANSWER_S) == [Assign(0, (whole(0),))]
     assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
@@ -504,7 +506,19 @@ def test_the_only_connection_is_never_late() -> None:
     machine = machine_of(grid_of([4]))
     machine.start()
     machine.add_connection(0, 1, 0.0, bytes_per_s=1e9)
+    assert machine.due_s == math.inf
     assert machine.tick(1000.0) == []
+
+
+def test_late_connections_are_looked_for_once_there_are_two() -> None:
+    machine = machine_of(grid_of([4]))
+    for number in range(2):
+        machine.add_connection(number, 1, 0.0)
+    assert machine.due_s <= TICK_S
+    machine.tick(8.0)
+    assert machine.due_s == 8.0 + TICK_S
+    machine.connection_lost(1, PeerLostError("cut"), 8.0)
+    assert machine.due_s == math.inf
 
 
 def test_a_model_without_bytes_is_complete_at_once() -> None:

@@ -43,9 +43,9 @@ class Patience:
         """Record that no path to the source is left."""
         self._lost.add(key)
 
-    def waits(self, now_s: float, *, given: bool) -> bool:
-        """Return True while peers are worth waiting for; `given`: one holds what is missing."""
-        return now_s - self._news_at_s < (PATIENCE_S if given else HOPE_S)
+    def until_s(self, *, given: bool) -> float:
+        """Return until when peers are worth waiting for; `given`: one holds what is missing."""
+        return self._news_at_s + (PATIENCE_S if given else HOPE_S)
 
     def alone(self, now_s: float, *, readable: bool) -> bool:
         """Return True if there has been no `readable` peer for too long. To be called a few times

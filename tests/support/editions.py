@@ -1,0 +1,12 @@
+"""Logs of editions, for tests of what reports to them."""
+
+from __future__ import annotations
+
+from mx.target.edition import EditionLog
+from mx.target.events import EventLog
+
+
+def edition_log() -> EditionLog:
+    """Return the log of an edition without tensors; call it on a loop."""
+    pull = EventLog(0.0)
+    return EditionLog(pull, pull.begin_anew(), lambda layer: {})
