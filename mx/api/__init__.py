@@ -19,6 +19,7 @@ from mx.api.source import Source
 from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull
+from mx.core.answers import BundleStatus
 from mx.core.estimates import Estimate
 from mx.core.local_ranks import LocalRanks
 from mx.core.progress import Progress
@@ -27,7 +28,6 @@ from mx.core.selection import Shard, Subset
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
 from mx.target.report import LayerEvent, PullReport
-from mx.wire.listing import BundleStatus
 
 __all__ = [
     "BundleStatus",

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from mx import config, runtime
 from mx.api.common import check_type, variant_text
 from mx.api.listing import ask, asking
+from mx.core.answers import BundleStatus
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.types import CHECKPOINT
 from mx.core.variant import ProcessingKey, members_of, membership
 from mx.errors import BundleIncompleteError, ConfigError, CoordinatorError
 from mx.units import format_seconds
 from mx.wire.client import CoordinatorClient
-from mx.wire.listing import BundleStatus
 
 #: Seconds between two questions, at first, and at most.
 _FIRST_S = 0.1

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from mx import config, runtime
 from mx.api.common import tls_of
+from mx.core.answers import ModelStatus
 from mx.core.reference import parse_reference
 from mx.wire.client import CoordinatorClient
-from mx.wire.listing import ModelStatus, SourceStatus
+from mx.wire.listing import SourceStatus
 
 T = TypeVar("T")
 

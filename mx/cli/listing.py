@@ -16,7 +16,8 @@ from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.api.tables import SourceTable
-    from mx.wire.listing import BundleStatus, SourceStatus
+    from mx.core.answers import BundleStatus
+    from mx.wire.listing import SourceStatus
 
 #: The most missing ranks of a bundle that the table names.
 _MAX_SHOWN = 8

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved
+from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved
 from mx.core.documents import DocumentStore
 from mx.core.named import Meant
 from mx.core.ownership import Receipt
@@ -101,9 +101,9 @@ class StateStore(Protocol):
 
     async def sources(self, name: str = "") -> list[Listed]: ...
 
-    async def models(self) -> list[ModelSummary]: ...
+    async def models(self) -> list[ModelStatus]: ...
 
-    async def bundles(self, name: str = "") -> list[BundleSummary]: ...
+    async def bundles(self, name: str = "") -> list[BundleStatus]: ...
 
     async def resolve(self, name: str, revision: str, variant: str) -> Resolved: ...
 
@@ -245,11 +245,11 @@ class MemoryState:
         await self.tick()
         return self._registry.sources(name)
 
-    async def models(self) -> list[ModelSummary]:
+    async def models(self) -> list[ModelStatus]:
         await self.tick()
         return self._registry.models()
 
-    async def bundles(self, name: str = "") -> list[BundleSummary]:
+    async def bundles(self, name: str = "") -> list[BundleStatus]:
         await self.tick()
         return self._registry.bundles(name)
 

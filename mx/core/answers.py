@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
+from mx.core.variant import members_of
+from mx.units import count, format_bytes
 
 
 @dataclass(slots=True)
@@ -36,12 +39,12 @@ class Resolved:
     sources: tuple[Listed, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSummary:
-    """One variant. `nbytes` and `layers` come from the origins' tables; 0 without origins.
+@dataclass(frozen=True, slots=True, repr=False)
+class ModelStatus:
+    """A variant as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
 
-    With `pin_only` the name stands for other weights. `restored`: a receipt of an earlier life of
-    the coordinator has bound it.
+    With `pin_only` the name stands for other weights: readers find these by their pin. `restored`:
+    a receipt has bound them again since the coordinator started.
     """
 
     model: ModelKey
@@ -52,13 +55,28 @@ class ModelSummary:
     pin_only: bool = False
     restored: bool = False
 
+    @property
+    def pinned(self) -> str:
+        """NAME@PIN with all digits: these weights, and their files if there are any."""
+        return pinned_name(self.model, self.ref)
+
+    def __repr__(self) -> str:
+        """Return one line: its name, the beginning of its identity, its size."""
+        return (
+            f"<ModelStatus {self.model}@{self.ref.identity.hex()[:16]}: "
+            f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}, "
+            f"{count(self.sources, 'source')}>"
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class BundleSummary:
-    """A bundle of one revision: its key without the ranks, and which ranks no whole source serves.
+class BundleStatus:
+    """A bundle: the ranks of one revision that make a whole, and which of them no whole source
+    serves.
 
-    A variant that is no rank of several is a bundle of one. `missing` has the first of
-    `missing_count` variants. `named` is True for the revision that NAME means.
+    `variant` is the ranks' processing key with `*` in place of each rank. A variant that is no rank
+    of several is a bundle of one. `missing` has the first of `missing_count` variants. `named` is
+    True for the revision that NAME means.
     """
 
     name: str
@@ -68,6 +86,19 @@ class BundleSummary:
     missing: tuple[str, ...]
     missing_count: int
     named: bool
+
+    @property
+    def complete(self) -> bool:
+        """True if every rank is served by a whole source: a replica can have all of it."""
+        return not self.missing_count
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants of all ranks, in order."""
+        return tuple(members_of(self.variant))
+
+    def __str__(self) -> str:
+        return str(ModelKey(self.name, self.revision, self.variant))
 
 
 def in_order(sources: Iterable[Listed]) -> list[Listed]:

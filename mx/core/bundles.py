@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from mx.core.answers import BundleSummary
+from mx.core.answers import BundleStatus
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
 from mx.core.revisions import is_main, update_number
@@ -17,7 +17,7 @@ MAX_MISSING = 64
 
 def summaries(
     bindings: Bindings, name: str, is_served: Callable[[Binding], bool]
-) -> Iterator[BundleSummary]:
+) -> Iterator[BundleStatus]:
     """Yield the bundles of a model name, by revision.
 
     Args:
@@ -45,7 +45,7 @@ def summaries(
                 absent = (each for each in members_of(bundle) if each not in there)
                 missing = list(itertools.islice(absent, MAX_MISSING))
             named = bindings.meant(name, bundle) if ranks > 1 else meant.get(bundle, ("",))[-1]
-            yield BundleSummary(
+            yield BundleStatus(
                 name,
                 revision,
                 bundle,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx.core.admission import Claim, admit
-from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved, in_order
+from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved, in_order
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
 from mx.core.bundles import summaries
@@ -336,14 +336,14 @@ class Registry:
         """Return all sources, or those of one model name, in order of registration."""
         return [s for s in self._sources.values() if name in ("", s.record.model.name)]
 
-    def models(self) -> list[ModelSummary]:
+    def models(self) -> list[ModelStatus]:
         """Return every variant that is bound or contested, with or without sources."""
         found = []
         for binding in self._bindings:
             listed = [self._sources[source_id] for source_id in binding.sources]
             origins = [s.record for s in listed if s.record.role is SourceRole.ORIGIN]
             found.append(
-                ModelSummary(
+                ModelStatus(
                     binding.key,
                     binding.ref,
                     max((o.table.nbytes for o in origins), default=0),
@@ -355,7 +355,7 @@ class Registry:
             )
         return found
 
-    def bundles(self, name: str = "") -> list[BundleSummary]:
+    def bundles(self, name: str = "") -> list[BundleStatus]:
         """Return all bundles, or those of one model name, and which of their ranks are missing: no
         whole source serves them."""
         names = [name] if name else self._bindings.names

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mx import trace
+from mx.core.answers import ModelStatus
 from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
 from mx.core.revisions import placed
@@ -30,7 +31,6 @@ from mx.runtime import in_thread, uncut
 from mx.source.model import HeldModel
 from mx.source.served import Served
 from mx.wire.client import CoordinatorClient, Registered
-from mx.wire.listing import ModelStatus
 
 log = logging.getLogger(__name__)
 

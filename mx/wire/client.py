@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx import codec
+from mx.core.answers import BundleStatus, ModelStatus
 from mx.core.ownership import Purpose, proof, statement
 from mx.core.pull_status import PullStatus
 from mx.core.rates import Rate
@@ -27,7 +28,7 @@ from mx.namekey import NameKey
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
-from mx.wire.listing import BundleStatus, Lists, ModelStatus, SourceStatus, bundle_status
+from mx.wire.listing import Lists, SourceStatus, bundle_status
 from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
 from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mx.codec import bundle_from_wire
-from mx.core.reference import pinned_name
-from mx.core.types import ManifestRef, ModelKey, SourceRecord
-from mx.core.variant import members_of, membership
+from mx.core.answers import BundleStatus
+from mx.core.types import SourceRecord
+from mx.core.variant import membership
 from mx.errors import PeerProtocolError
-from mx.units import count, format_bytes
+from mx.units import count
 from mx.wire.status import Remote
 from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -23,36 +23,6 @@ _M = TypeVar("_M")
 _T = TypeVar("_T")
 #: The most different warnings: lists that are read repeatedly repeat their malformed entries.
 _MAX_SAID = 64
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ModelStatus:
-    """A model as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
-
-    With `pin_only` the name stands for other weights: readers find these by their pin. `restored`:
-    a receipt has bound them again since the coordinator started.
-    """
-
-    model: ModelKey
-    ref: ManifestRef
-    nbytes: int
-    layers: int
-    sources: int
-    pin_only: bool = False
-    restored: bool = False
-
-    @property
-    def pinned(self) -> str:
-        """NAME@PIN with all digits: these weights, and their files if there are any."""
-        return pinned_name(self.model, self.ref)
-
-    def __repr__(self) -> str:
-        """Return one line: its name, the beginning of its identity, its size."""
-        return (
-            f"<ModelStatus {self.model}@{self.ref.identity.hex()[:16]}: "
-            f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}, "
-            f"{count(self.sources, 'source')}>"
-        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -71,38 +41,6 @@ class SourceStatus:
             f"<SourceStatus {record.model} at {record.endpoint}: {record.role.value}, "
             f"{record.state.value}, {count(self.readers, 'reader')}>"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BundleStatus:
-    """A bundle: the ranks of one revision that make a whole, and which of them no whole source
-    serves.
-
-    `variant` is the ranks' processing key with `*` in place of each rank. A variant that is no rank
-    of several is a bundle of one. `missing` has the first of `missing_count` variants. `named` is
-    True for the revision that NAME means.
-    """
-
-    name: str
-    revision: str
-    variant: str
-    ranks: int
-    missing: tuple[str, ...]
-    missing_count: int
-    named: bool
-
-    @property
-    def complete(self) -> bool:
-        """True if every rank is served by a whole source: a replica can have all of it."""
-        return not self.missing_count
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The variants of all ranks, in order."""
-        return tuple(members_of(self.variant))
-
-    def __str__(self) -> str:
-        return str(ModelKey(self.name, self.revision, self.variant))
 
 
 def bundle_status(message: pb.Bundle) -> BundleStatus:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mx.core.answers import BundleStatus
 from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice
 from mx.engines.replica.choice import Choice, with_checkpoint
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.options import LoaderOptions
 from mx.errors import ConfigError
-from mx.wire.listing import BundleStatus
 
 IDENTITY = "ab" * 32
 KEY = ProcessingKey(

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 
 import mx
 from mx import namekey
+from mx.core.answers import BundleStatus
 from mx.core.revisions import may_be_update
 from mx.core.types import SourceRecord
 from mx.core.variant import ProcessingKey, differences, nearest
 from mx.errors import UnknownModelError
-from mx.wire.listing import BundleStatus, SourceStatus
+from mx.wire.listing import SourceStatus
 
 CHECKPOINT = "checkpoint"
 #: How many digits of a checkpoint's identity the key of a state has.
