@@ -56,8 +56,7 @@ class Hog:
         def messages() -> Iterator[peer_pb2.OpenRequest]:
             request = peer_pb2.OpenRequest(reader_id=str(uuid.uuid4()))
             request.MergeFrom(self._first)
-            for field, value in fields.items():
-                setattr(request, field, value)
+            request.MergeFrom(peer_pb2.OpenRequest(**fields))
             yield request
             claimed = 0
             while not self._ended.wait(RENEW_S):

@@ -177,7 +177,7 @@ def test_the_name_of_an_admitted_pull_admits_no_other(
         {"reader_id": "not-a-uuid"},
         {"source_id": "x" * (3 << 20)},
         {"identity": b"short"},
-        {"place": "{}" + " " * (1 << 20)},
+        {"place": {"driver": "x" * (1 << 20)}},
     ],
     ids=["reader_id-3MiB", "reader_id", "source_id", "identity", "place"],
 )
