@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Hosts, Link
+from mx.wire.server import IDLE_S
 from tests.chaos import weights
 from tests.chaos.processes import (
     MARK,
@@ -34,9 +35,10 @@ from tests.chaos.schedule import COORDINATOR, MODELS, TARGETS, Fault, What
 COMMANDS = ("s2",)
 START_S = 60.0
 LISTED_S = 30.0
-#: Seconds for a process to notice a dead connection: a stall timeout or two, or a retransmission of
-#: TCP's after a link was cut.
-SETTLE_S = 20.0
+#: Seconds for a process to notice a dead connection: a stall timeout or two, a retransmission of
+#: TCP's after a link was cut; or, where a muted link lost the reset of a connection, the time after
+#: which servers end those without a call.
+SETTLE_S = IDLE_S + 10.0
 MBIT_PER_S = 400.0
 
 
