@@ -24,6 +24,7 @@ import grpc.aio
 from mx import codec
 from mx.core.digest import document_digest
 from mx.core.manifest import TensorSpec, encode, plan_layout
+from mx.core.registration import Registration
 from mx.core.topology import Nic, NumaNode, Place
 from mx.core.types import (
     AddressTable,
@@ -140,7 +141,7 @@ class Load:
                 while True:
                     try:
                         documents = manifest_of(number % MODELS).documents
-                        await client.register(record, documents, source_secret=SECRET)
+                        await client.register(Registration(record, SECRET), documents)
                         break
                     except MxError as error:
                         self.found.refused[f"register: {self._name(error)}"] += 1

@@ -23,6 +23,7 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mx.core.registration import Registration
 from mx.units import count
 
 from . import harness
@@ -117,7 +118,7 @@ async def _register(address: str) -> None:
 
     client = CoordinatorClient(address)
     try:
-        await client.register(record_of(0), manifest_of(0).documents, source_secret=SECRET)
+        await client.register(Registration(record_of(0), SECRET), manifest_of(0).documents)
     finally:
         await client.close()
 

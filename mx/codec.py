@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
 from mx.core.ownership import COMMITMENT_BYTES, MAX_RECEIPT_BYTES, SIGNATURE_BYTES
+from mx.core.registration import Intent, Registration
 from mx.core.types import (
     NAME_CHARS,
     AddressTable,
@@ -206,11 +207,8 @@ def rate_from_wire(value: float, what: str) -> float:
     return value
 
 
-def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.AddressTable:
-    """Return the message of a table without its rows, which travel in pages.
-
-    `row_count` is the number of rows if `table` does not carry them.
-    """
+def table_to_wire(table: AddressTable) -> pb.AddressTable:
+    """Return the message of a table without its rows, which travel in pages."""
     regions = []
     for region in table.regions:
         message = pb.Region(
@@ -223,7 +221,7 @@ def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.Addre
         layout_digest=table.layout_digest,
         regions=regions,
         held=ranges_to_wire(table.held),
-        rows=len(table.rows) if row_count is None else row_count,
+        rows=table.row_count,
         layers=table.layer_count,
         payload_bytes=table.payload_nbytes,
     )
@@ -266,31 +264,28 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         held=ranges_from_wire(message.held),
         layer_count=message.layers,
         payload_nbytes=message.payload_bytes,
+        row_count=message.rows,
     )
     if message.layers > MAX_LAYERS:
         raise _refuse(f"{message.layers} layers are more than any model has")
     if message.rows and all(region.layers for region in regions):
         raise _refuse("rows are announced, but every region has layers of its own")
-    check_held(table, table.held, rows=message.rows)
+    check_held(table, table.held)
     return table
 
 
-def check_held(
-    table: AddressTable, held: Sequence[tuple[int, int]], *, rows: int | None = None
-) -> None:
+def check_held(table: AddressTable, held: Sequence[tuple[int, int]]) -> None:
     """Check that held layers lie in regions.
 
     Args:
-        table: The table.
+        table: The table. One with rows is not checked here, since its rows say where layers are;
+            nor is one whose rows are left out, as where peers tell each other of sources.
         held: The half-open ranges of layers, ascending.
-        rows: The number of the table's rows, by default those that it carries. A table with rows
-            is not checked here, since its rows say where layers are; nor is one whose rows are left
-            out, as where peers tell each other of sources.
 
     Raises:
         PeerProtocolError: A held layer is in no region.
     """
-    if table.scattered or (len(table.rows) if rows is None else rows):
+    if table.scattered or table.row_count:
         return
     spans = iter(sorted(region.layers for region in table.regions if region.layers))
     low = high = 0
@@ -303,29 +298,8 @@ def check_held(
             raise _refuse(f"held: layers [{begin}, {end}) are in no region")
 
 
-def source_to_wire(
-    record: SourceRecord,
-    *,
-    row_count: int | None = None,
-    source_secret: bytes = b"",
-    proof: bytes = b"",
-    nonce: bytes = b"",
-    replaces: str = "",
-    receipt: bytes = b"",
-    keeps_pin: bool = False,
-) -> cpb.Source:
-    """Return the message of a record without its table's rows.
-
-    Args:
-        record: The source.
-        row_count: The number of rows if the record's table does not carry them.
-        source_secret: For registrations only, as the following ones.
-        proof: That it holds the name key, with the coordinator's nonce (`mx.core.ownership`).
-        nonce: See there.
-        replaces: See `mx.core.registry.Registry.register`, as for the following ones.
-        receipt: See there.
-        keeps_pin: See there.
-    """
+def source_to_wire(record: SourceRecord) -> cpb.Source:
+    """Return the message of a record without its table's rows."""
     return cpb.Source(
         model=key_to_wire(record.model),
         manifest=ref_to_wire(record.ref),
@@ -334,15 +308,9 @@ def source_to_wire(
         generation=record.generation,
         role=_ROLES[record.role],
         state=_STATES[record.state],
-        table=table_to_wire(record.table, row_count),
+        table=table_to_wire(record.table),
         transports=record.transports,
         source_id=record.source_id,
-        source_secret=source_secret,
-        proof=proof,
-        nonce=nonce,
-        replaces=replaces,
-        receipt=receipt,
-        keeps_pin=keeps_pin,
         pin_only=record.pin_only,
         requests_port=record.requests_port,
         commitment=record.commitment,
@@ -350,6 +318,31 @@ def source_to_wire(
         by_owner=record.by_owner,
         variant_fields=record.variant_fields,
     )
+
+
+def registration_to_wire(
+    registration: Registration, proof: bytes = b"", nonce: bytes = b""
+) -> cpb.Source:
+    """Return the message of a source that registers, without its table's rows.
+
+    Args:
+        registration: What it asks for.
+        proof: That it holds the name key, with the coordinator's nonce (`mx.core.ownership`).
+        nonce: See there.
+    """
+    message, intent = source_to_wire(registration.record), registration.intent
+    message.source_secret, message.proof, message.nonce = registration.secret, proof, nonce
+    message.replaces, message.keeps_pin = intent.replaces, intent.keeps_pin
+    message.receipt = intent.receipt
+    return message
+
+
+def registration_from_wire(message: cpb.Source) -> Registration:
+    """Return what a source asks for; its table has no rows yet."""
+    record = source_from_wire(message)
+    secret = secret_from_wire(message.source_secret)
+    replaces, receipt = _replaces_from_wire(message.replaces), receipt_from_wire(message.receipt)
+    return Registration(record, secret, Intent(replaces, message.keeps_pin, receipt))
 
 
 def state_to_wire(state: SourceState) -> cpb.SourceState:
@@ -445,7 +438,7 @@ def _bytes_or_none(data: bytes, nbytes: int, what: str) -> bytes:
     return data
 
 
-def replaces_from_wire(text: str) -> str:
+def _replaces_from_wire(text: str) -> str:
     """Return the revision that an update replaces; "" for none."""
     why = _why_not_a_name("revision", text) if text else None
     if why is not None:

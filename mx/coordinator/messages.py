@@ -24,31 +24,30 @@ class SourceMessages:
     """The last messages of each source. Callers only read them, and copy them into answers."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, tuple[SourceRecord, int, pb.Source]] = {}
+        self._sources: dict[str, tuple[SourceRecord, pb.Source]] = {}
         # By the id() of the changed record, which the entry itself keeps alive.
         self._events: OrderedDict[
-            int, tuple[SourceRecord, dict[tuple[ChangeKind, int, str], pb.WatchEvent]]
+            int, tuple[SourceRecord, dict[tuple[ChangeKind, str], pb.WatchEvent]]
         ] = OrderedDict()
 
-    def source(self, record: SourceRecord, row_count: int) -> pb.Source:
+    def source(self, record: SourceRecord) -> pb.Source:
         """Return the message of a listed source; makes a new one if its record has changed."""
         made = self._sources.get(record.source_id)
-        if made is None or made[0] is not record or made[1] != row_count:
-            message = codec.source_to_wire(record, row_count=row_count)
-            made = self._sources[record.source_id] = (record, row_count, message)
-        return made[2]
+        if made is None or made[0] is not record:
+            made = self._sources[record.source_id] = (record, codec.source_to_wire(record))
+        return made[1]
 
     def event(self, change: Change) -> pb.WatchEvent:
         """Return the message that watchers get for a change."""
         record = change.record
         _, events = self._events.setdefault(id(record), (record, {}))
-        key = (change.kind, change.row_count, change.reason)
+        key = (change.kind, change.reason)
         event = events.get(key)
         if event is None:
             if change.kind is ChangeKind.GONE:
-                source = codec.source_to_wire(record, row_count=0)
+                source = codec.source_to_wire(record)
             else:
-                source = self.source(record, change.row_count)
+                source = self.source(record)
             event = events[key] = pb.WatchEvent(
                 kind=_KINDS[change.kind], source=source, reason=change.reason
             )

@@ -18,7 +18,7 @@ from dataclasses import replace
 from blake3 import blake3
 
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
-from mx.core.types import SourceRecord
+from mx.core.registration import Registration
 from mx.errors import CapacityError, ConfigError, NotAllowedError, UnknownSourceError
 from mx.namekey import is_signed
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -85,15 +85,20 @@ class Proofs:
         """Return a nonce for one registration."""
         return self._nonces.issue(self._now())
 
-    def check(self, record: SourceRecord, source: pb.Source, secret: bytes) -> None:
+    def check(self, registration: Registration, source: pb.Source) -> None:
         """Check that a source holds the key of the commitment that it registers with, if any.
+
+        Args:
+            registration: What it asks for.
+            source: Its message, which has the proof.
 
         Raises:
             NotAllowedError: It does not, or updates a name without one.
             UnknownSourceError: As `Nonces.use`.
         """
+        record, replaces = registration.record, registration.intent.replaces
         if not record.commitment:
-            if source.replaces:
+            if replaces:
                 raise NotAllowedError(
                     f"{record.model.name} can be updated only with its name key",
                     hint="give the source the owner's key file (`name_key`)",
@@ -101,13 +106,13 @@ class Proofs:
             return
         key = record.model
         purpose = Purpose.REGISTER
-        if source.replaces:
-            purpose, key = Purpose.UPDATE, replace(key, revision=source.replaces)
+        if replaces:
+            purpose, key = Purpose.UPDATE, replace(key, revision=replaces)
         said = proof(
             purpose, key, record.ref.identity, record.source_id, record.endpoint,
-            blake3(secret).digest(), source.nonce,
+            blake3(registration.secret).digest(), source.nonce,
         )  # fmt: skip
-        vouched = statement(key, record.ref.identity, replaces=source.replaces)
+        vouched = statement(key, record.ref.identity, replaces=replaces)
         if not (
             is_signed(record.commitment, source.proof, said)
             and is_signed(record.commitment, record.statement, vouched)

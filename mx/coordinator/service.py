@@ -99,14 +99,12 @@ class CoordinatorServicer(PullsServicer):
         first = await anext(requests, None)
         if first is None or first.WhichOneof("part") != "source":
             raise PeerProtocolError("Register: the first message carries the source")
-        source = first.source
-        record = codec.source_from_wire(source)
+        registration = codec.registration_from_wire(first.source)
+        record = registration.record
         port = own_port(context, record.endpoint, record.requests_port)
         record = replace(record, requests_port=port)
-        secret = codec.secret_from_wire(source.source_secret)
-        replaces = codec.replaces_from_wire(source.replaces)
-        receipt = self._proofs.read(codec.receipt_from_wire(source.receipt))
-        rows = RowsDecoder(record.table, source.table.rows)
+        registration = replace(registration, record=record)
+        rows = RowsDecoder(record.table, record.table.row_count)
         address = address_of(context)
         async with Upload(self._state, record, address) as upload:
             async for request in requests:
@@ -119,16 +117,10 @@ class CoordinatorServicer(PullsServicer):
                         raise PeerProtocolError("Register: pages and rows follow the source")
             rows.finish()
             await upload.finish(self._decoded)
-        self._proofs.check(record, source, secret)
+        self._proofs.check(registration, first.source)
+        receipt = self._proofs.read(registration.intent.receipt)
         answer = await self._state.register(
-            record,
-            upload.documents,
-            secret,
-            replaces=replaces,
-            receipt=receipt,
-            keeps_pin=source.keeps_pin,
-            row_count=source.table.rows,
-            address=address,
+            registration, upload.documents, receipt=receipt, address=address
         )
         listed = answer.record
         return pb.RegisterResponse(
@@ -203,7 +195,7 @@ class CoordinatorServicer(PullsServicer):
         secret = codec.secret_from_wire(request.source_secret)
         held = codec.ranges_from_wire(request.held)
         listed = await self._state.source(source_id)
-        codec.check_held(listed.record.table, held, rows=listed.row_count)
+        codec.check_held(listed.record.table, held)
         await self._state.advertise(source_id, secret, request.generation, held)
         return pb.AdvertiseResponse()
 
@@ -236,7 +228,7 @@ class CoordinatorServicer(PullsServicer):
 
     def _sources_that_fit(self, sources: Sequence[Listed]) -> list[pb.Source]:
         """Return the messages of sources; of too many for one answer, a fair choice."""
-        messages = [self._messages.source(listed.record, listed.row_count) for listed in sources]
+        messages = [self._messages.source(listed.record) for listed in sources]
         sizes = [message.ByteSize() for message in messages]
         if len(messages) <= _MAX_RESOLVED and sum(sizes) <= ANSWER_BYTES:
             return messages
@@ -247,7 +239,7 @@ class CoordinatorServicer(PullsServicer):
             if nbytes > ANSWER_BYTES and taken:
                 break
             taken.append(listed)
-        return [self._messages.source(each.record, each.row_count) for each in in_order(taken)]
+        return [self._messages.source(each.record) for each in in_order(taken)]
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
@@ -297,7 +289,7 @@ class CoordinatorServicer(PullsServicer):
         async with self._turn(context):
             # Found before others run: they are kept only while their sources are listed.
             sources = [
-                (self._messages.source(listed.record, listed.row_count), listed)
+                (self._messages.source(listed.record), listed)
                 for listed in await self._state.sources(request.name)
             ]
         statuses = (

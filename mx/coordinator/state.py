@@ -15,7 +15,8 @@ from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved
 from mx.core.documents import DocumentStore
 from mx.core.named import Meant
 from mx.core.ownership import Receipt
-from mx.core.registry import Change, ChangeKind, Limits, Registration, Registry
+from mx.core.registration import Registration
+from mx.core.registry import Change, ChangeKind, Limits, Registered, Registry
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
@@ -60,16 +61,12 @@ class StateStore(Protocol):
 
     async def register(
         self,
-        record: SourceRecord,
+        registration: Registration,
         documents: Mapping[bytes, bytes],
-        secret: bytes,
         *,
-        replaces: str = "",
         receipt: Receipt | None = None,
-        keeps_pin: bool = False,
-        row_count: int = 0,
         address: str = "",
-    ) -> Registration:
+    ) -> Registered:
         """List a source, as `Registry.register`, and store the documents of its manifest, which
         the caller has decoded.
 
@@ -160,18 +157,14 @@ class MemoryState:
 
     async def register(
         self,
-        record: SourceRecord,
+        registration: Registration,
         documents: Mapping[bytes, bytes],
-        secret: bytes,
         *,
-        replaces: str = "",
         receipt: Receipt | None = None,
-        keeps_pin: bool = False,
-        row_count: int = 0,
         address: str = "",
-    ) -> Registration:
+    ) -> Registered:
         now = self.now()
-        for digest, nbytes in record.ref.documents:
+        for digest, nbytes in registration.record.ref.documents:
             data = documents.get(digest) or self._store.get(digest)
             if data is None:
                 raise PeerProtocolError(
@@ -181,20 +174,11 @@ class MemoryState:
             if len(data) != nbytes:
                 raise PeerProtocolError(f"document {digest[:8].hex()} has {len(data)} bytes")
         fresh = [d for d in documents if self._store.get(d) is None]
-        listed: Registration | None = None
+        listed: Registered | None = None
         try:
             for digest in fresh:
                 self._store.put(now, digest, documents[digest], address)
-            listed = self._registry.register(
-                now,
-                record,
-                secret,
-                replaces=replaces,
-                receipt=receipt,
-                keeps_pin=keeps_pin,
-                row_count=row_count,
-                address=address,
-            )
+            listed = self._registry.register(now, registration, receipt=receipt, address=address)
             return listed
         finally:
             self._publish()

@@ -202,7 +202,7 @@ class Watcher:
             return Change(ChangeKind.GONE, before, before, "replaced") if sent else None
         self._set_sent(entry.slot, True)
         if not sent:
-            return Change(ChangeKind.UP, change.record, None, "", change.row_count)
+            return Change(ChangeKind.UP, change.record)
         only_layers = entry.changed_seq <= self._seq
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
         return replace(change, kind=kind)

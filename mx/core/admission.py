@@ -6,12 +6,13 @@ for readers that give its pin: if it was listed before, or holds another key tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
 from mx.core.bound_name import BoundName, bound_to_others, not_the_owner, updated_by_another
 from mx.core.ownership import Receipt
+from mx.core.registration import Intent
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import BindingError
 
@@ -19,15 +20,13 @@ from mx.errors import BindingError
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a source claims beside its weights. `commitment` is one that it has proved to hold the
-    key of, b"" if none. `replaces` is the revision that it updates, "" if none. `receipt` is the
-    coordinator's own, and `may_restore` True in the first grace. `keeps_pin`: it was listed before.
-    """
+    key of, b"" if none. `receipt` is the coordinator's own, and `may_restore` True in the first
+    grace."""
 
     commitment: bytes = b""
-    replaces: str = ""
+    intent: Intent = field(default_factory=Intent)
     receipt: Receipt | None = None
     may_restore: bool = False
-    keeps_pin: bool = False
 
 
 def admit(
@@ -56,7 +55,9 @@ def admit(
         CapacityError: The coordinator, or this address, has reached its limit of models.
     """
     found = (
-        _update(bindings, key, ref, claim) if claim.replaces else _plain(bindings, key, ref, claim)
+        _update(bindings, key, ref, claim)
+        if claim.intent.replaces
+        else _plain(bindings, key, ref, claim)
     )
     refusal: BindingError | None = None
     if isinstance(found, BindingError):
@@ -66,10 +67,10 @@ def admit(
     if binding is not None and binding.identity != ref.identity:
         binding = None
     if refusal is not None:
-        if claim.replaces:
+        if claim.intent.replaces:
             raise refusal
         binding = bindings.contests_of(key, ref.identity)
-        if binding is None and not (claim.keeps_pin or _is_strange(bindings, key, claim)):
+        if binding is None and not (claim.intent.keeps_pin or _is_strange(bindings, key, claim)):
             raise refusal
     if binding is None:
         bindings.quota.check(address)
@@ -100,12 +101,12 @@ def _plain(
     if receipt is not None and fits and (name is None or _restores(name, key, receipt, claim)):
         return Admission(key, receipt=receipt, base=receipt.base)
     if name is None:
-        if not claim.keeps_pin:
+        if not claim.intent.keeps_pin:
             return Admission(key)
         return BindingError(f"the coordinator has no receipt for {key}")
     if binding is None:
         refusal = name.refusal(key, claim.commitment)
-        if refusal is None and claim.keeps_pin:
+        if refusal is None and claim.intent.keeps_pin:
             refusal = BindingError(f"the coordinator has no receipt for {key}")
         return refusal or Admission(key)
     if binding.identity != ref.identity:
@@ -128,7 +129,7 @@ def _update(
     bindings: Bindings, key: ModelKey, ref: ManifestRef, claim: Claim
 ) -> Admission | BindingError:
     """Decide about an update."""
-    key = ModelKey(key.name, claim.replaces, key.variant)
+    key = ModelKey(key.name, claim.intent.replaces, key.variant)
     name, receipt = bindings.name(key.name), claim.receipt
     refusal = not_the_owner(key.name, "update it")
     if not claim.commitment:

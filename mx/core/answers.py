@@ -19,7 +19,6 @@ class Listed:
     record: SourceRecord
     secret_digest: bytes = field(repr=False)
     lease_until_s: float
-    row_count: int = 0
     address: str = ""
     readers: int = 0
     gb_per_s: float = 0.0

@@ -28,6 +28,7 @@ from mx.core.meanings import meaning
 from mx.core.named import Meant
 from mx.core.ownership import Receipt
 from mx.core.quota import Quota
+from mx.core.registration import Registration
 from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
@@ -45,15 +46,13 @@ class Change:
     """One change of one source.
 
     `before` is its record until now (None: it was not listed), `record` the one from now on. If
-    the source is GONE, both are its last record, and `reason` says why. `row_count` counts the
-    rows of the record's table, which are not kept.
+    the source is GONE, both are its last record, and `reason` says why.
     """
 
     kind: ChangeKind
     record: SourceRecord
     before: SourceRecord | None = None
     reason: str = ""
-    row_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class Registered:
     """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
     the source, None for nothing; it has no time yet."""
 
@@ -155,26 +154,17 @@ class Registry:
     def register(
         self,
         now: float,
-        record: SourceRecord,
-        secret: bytes,
+        registration: Registration,
         *,
-        replaces: str = "",
         receipt: Receipt | None = None,
-        keeps_pin: bool = False,
-        row_count: int = 0,
         address: str = "",
-    ) -> Registration:
+    ) -> Registered:
         """List a source, or renew a listed one.
 
         Args:
             now: The time.
-            record: The source. Its commitment has been proved.
-            secret: The source's secret, which later calls about it need.
-            replaces: Register an update of this revision, which has to be the newest; "" for none.
-            receipt: What this coordinator gave for the record's model, or for `replaces`, in an
-                earlier life; its MAC has been checked.
-            keeps_pin: If the name is bound to other weights, list it for readers that give its pin.
-            row_count: The number of rows of its table.
+            registration: The source, whose commitment has been proved, and what it asks for.
+            receipt: What the receipt of its intent says, if its MAC is this coordinator's.
             address: Where it registers from.
 
         Returns:
@@ -189,7 +179,8 @@ class Registry:
             CapacityError: A limit is reached.
         """
         self.tick(now)
-        digest = _digest(secret)
+        record, intent = registration.record, registration.intent
+        digest = _digest(registration.secret)
         known = self._sources.get(record.source_id)
         self._check_owner(record, digest, known)
         if known is None:
@@ -201,7 +192,7 @@ class Registry:
             self._bindings,
             record.model,
             record.ref,
-            Claim(commitment, replaces, receipt, may_restore, keeps_pin),
+            Claim(commitment, intent, receipt, may_restore),
             address=address,
         )
         # From here on nothing fails.
@@ -216,7 +207,7 @@ class Registry:
         )
         record = self._as_named(replace(record, model=admission.key, commitment=commitment))
         before = known.record if known else None
-        listed = Listed(record, digest, self._now, row_count, address, binding=binding.number)
+        listed = Listed(record, digest, self._now, address, binding=binding.number)
         if known is not None:
             listed.readers, listed.gb_per_s = known.readers, known.gb_per_s
             self._quota.remove(known.address)
@@ -225,14 +216,13 @@ class Registry:
         self._renew(listed, first=True)
         self._tombstones.pop(record.source_id, None)
         if before is None:
-            self._changes.append(Change(ChangeKind.UP, record, row_count=row_count))
+            self._changes.append(Change(ChangeKind.UP, record))
         elif before != record:
-            change = Change(ChangeKind.CHANGED, record, before, row_count=row_count)
-            self._changes.append(change)
+            self._changes.append(Change(ChangeKind.CHANGED, record, before))
         self._complete(record)
         self._name()
         receipt = self._bindings.receipt_of(record.source_id)
-        return Registration(self._sources[record.source_id].record, receipt=receipt)
+        return Registered(self._sources[record.source_id].record, receipt)
 
     def heartbeat(
         self,
@@ -437,7 +427,7 @@ class Registry:
         listed.record = record
         only_layers = replace(record, table=before.table) == before
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
-        self._changes.append(Change(kind, record, before, row_count=listed.row_count))
+        self._changes.append(Change(kind, record, before))
         self._complete(record)
 
     def _complete(self, record: SourceRecord) -> None:

@@ -312,8 +312,9 @@ class AddressTable:
     """The extents of layers that a source holds, and their places.
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
-    `layer_count` is the number of the model's layers, and `payload_nbytes` that of its bytes, where
-    rows describe the regions, which may span far more; else 0.
+    `row_count` is the number of rows, which travel apart from the rest. `layer_count` is the number
+    of the model's layers, and `payload_nbytes` that of its bytes, where rows describe the regions,
+    which may span far more; else 0.
     """
 
     layout_digest: bytes
@@ -322,6 +323,7 @@ class AddressTable:
     held: tuple[tuple[int, int], ...] = ()
     layer_count: int = 0
     payload_nbytes: int = 0
+    row_count: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from mx import trace
 from mx.core.answers import ModelStatus
 from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
+from mx.core.registration import Intent, Registration
 from mx.core.revisions import placed
 from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
@@ -103,21 +104,18 @@ class Registrar:
         async def register() -> Registered:
             rows = await in_thread(held.rows) if held.scattered else ()
             record = self._current(held)
+            table = replace(record.table, rows=rows, row_count=len(rows))
+            intent = Intent(replaces, again or relay, self._receipts.get(before, b""))
             return await self._client.register(
-                replace(record, table=replace(record.table, rows=rows)),
+                Registration(replace(record, table=table), self._secret, intent),
                 held.manifest.documents,
-                source_secret=self._secret,
                 name_key=None if relay else self._name_key,
-                replaces=replaces,
-                receipt=self._receipts.get(before, b""),
-                keeps_pin=keeps_pin,
             )
 
         if again:
             await self.end_settling(held)
         relay = held.role is SourceRole.RELAY  # it takes no name
         before = replace(held.key, revision=replaces or held.key.revision)
-        keeps_pin = again or relay
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
                 try:

@@ -16,6 +16,7 @@ from mx.core.answers import BundleStatus, ModelStatus
 from mx.core.ownership import Purpose, proof, statement
 from mx.core.pull_status import PullStatus
 from mx.core.rates import Rate
+from mx.core.registration import Registration
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     CoordinatorError,
@@ -117,29 +118,20 @@ class CoordinatorClient:
 
     async def register(
         self,
-        record: SourceRecord,
+        registration: Registration,
         documents: Mapping[bytes, bytes],
         *,
-        source_secret: bytes,
         name_key: NameKey | None = None,
-        replaces: str = "",
-        receipt: bytes = b"",
-        keeps_pin: bool = False,
     ) -> Registered:
         """List a source, or list it again.
 
-        Uploads the documents of the manifest that the coordinator lacks, and the rows of
-        `record.table`, in pages.
+        Uploads the documents of the manifest that the coordinator lacks, and the rows of the
+        source's table, in pages.
 
         Args:
-            record: The source.
+            registration: The source, and what it asks for.
             documents: The documents of the manifest, by digest.
-            source_secret: 16 to 64 random bytes that authenticate later calls about the source.
             name_key: The key of the name's owner, to prove that the source holds it.
-            replaces: Register an update of this revision; "" for none.
-            receipt: What an earlier registration of the record's model, or of `replaces`, got.
-            keeps_pin: The source was listed before: if the name does not stand for its weights by
-                now, list it for readers that give its pin.
 
         Raises:
             BindingError: The name is bound to other weights or belongs to another owner, or another
@@ -149,20 +141,13 @@ class CoordinatorClient:
             CoordinatorError: The coordinator does not answer.
             LocalError: `documents` lacks a document that the coordinator lacks too.
         """
+        record = registration.record
         codec.check_model_key(record.model)
         for _ in range(_NONCES):
             missing = await self._missing(record, documents)
             wanted = {digest: documents[digest] for digest in missing.digests}
-            record, proof = _proved(record, name_key, replaces, source_secret, missing.nonce)
-            source = codec.source_to_wire(
-                record,
-                source_secret=source_secret,
-                proof=proof,
-                nonce=missing.nonce if proof else b"",
-                replaces=replaces,
-                receipt=receipt,
-                keeps_pin=keeps_pin,
-            )
+            proved, proof = _proved(registration, name_key, missing.nonce)
+            source = codec.registration_to_wire(proved, proof, missing.nonce if proof else b"")
             try:
                 answer = await self._upload(source, wanted, record)
                 break
@@ -173,7 +158,7 @@ class CoordinatorClient:
         async with self._reading():
             model = codec.key_from_wire(answer.model)
             given = codec.receipt_from_wire(answer.receipt)
-        self._secrets[record.source_id] = source_secret
+        self._secrets[record.source_id] = registration.secret
         self._epochs[record.source_id] = answer.coordinator_epoch
         return Registered(answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, given)
 
@@ -493,16 +478,13 @@ class CoordinatorClient:
 
 
 def _proved(
-    record: SourceRecord,
-    name_key: NameKey | None,
-    replaces: str,
-    secret: bytes,
-    nonce: bytes,
-) -> tuple[SourceRecord, bytes]:
-    """Return a record with its commitment and statement, and the proof that it holds the name key;
-    without a key the record as it is, and b""."""
+    registration: Registration, name_key: NameKey | None, nonce: bytes
+) -> tuple[Registration, bytes]:
+    """Return a registration with its commitment and statement, and the proof that it holds the name
+    key; without a key as it is, and b""."""
     if name_key is None:
-        return record, b""
+        return registration, b""
+    record, replaces = registration.record, registration.intent.replaces
     key, identity = record.model, record.ref.identity
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
     said = proof(
@@ -511,7 +493,7 @@ def _proved(
         identity,
         record.source_id,
         record.endpoint,
-        blake3(secret).digest(),
+        blake3(registration.secret).digest(),
         nonce,
     )
     record = replace(
@@ -519,7 +501,7 @@ def _proved(
         commitment=name_key.commitment(key.name),
         statement=name_key.sign(key.name, statement(key, identity, replaces=replaces)),
     )
-    return record, name_key.sign(key.name, said)
+    return replace(registration, record=record), name_key.sign(key.name, said)
 
 
 def _model_status(model: pb.Model) -> ModelStatus:

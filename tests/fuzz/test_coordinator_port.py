@@ -22,7 +22,13 @@ from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate
-from tests.support.records import by_digest, make_documents, make_record, scattered_rows
+from tests.support.records import (
+    by_digest,
+    make_documents,
+    make_record,
+    registration,
+    scattered_rows,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -85,8 +91,8 @@ def valid_requests() -> dict[str, list[bytes]]:
     record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1),))
     source_id = record.source_id
     digests = [digest for digest, _ in record.ref.documents]
-    registration = [
-        pb.RegisterRequest(source=codec.source_to_wire(record, source_secret=SECRET)),
+    register = [
+        pb.RegisterRequest(source=codec.registration_to_wire(registration(record, SECRET))),
         *(
             pb.RegisterRequest(page=page)
             for digest, data in by_digest(DOCUMENTS).items()
@@ -95,7 +101,7 @@ def valid_requests() -> dict[str, list[bytes]]:
         *(pb.RegisterRequest(rows=rows) for rows in rows_to_wire(record.table.rows)),
     ]
     requests: dict[str, list[Any]] = {
-        "Register": registration,
+        "Register": register,
         "Missing": [pb.MissingRequest(digests=digests)],
         "Heartbeat": [
             pb.HeartbeatRequest(

@@ -46,7 +46,7 @@ from tests.integration.lying import held_model
 from tests.support.checkpoints import write_mixed
 from tests.support.hashing import pages_of
 from tests.support.owners import owned
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, registration
 
 pytestmark = pytest.mark.integration
 
@@ -195,7 +195,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         usurper = make_record(others, name="m", endpoint=f"127.0.0.1:{free_port()}")
         usurper = owned(usurper, b"usurper")
         state = MemoryState()
-        run(state.register(usurper, by_digest(others), SECRET))
+        run(state.register(registration(usurper, SECRET), by_digest(others)))
         restarting.restart(state)
         until(lambda: server.stats().pin_only)
         assert f"{pinned} only" in caplog.text

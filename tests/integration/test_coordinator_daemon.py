@@ -33,7 +33,7 @@ from mx.wire.server import listen
 from mx.wire.watching import WatchKind
 from tests.support.daemon import daemon, ended, python, terminate
 from tests.support.owners import plain
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at
 
 pytestmark = pytest.mark.integration
 
@@ -44,7 +44,7 @@ _REGISTRANT = """
 import asyncio, sys
 from mx.wire.client import CoordinatorClient
 from mx.wire.watching import WatchKind
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at
 
 async def main():
     documents = make_documents("A")
@@ -52,7 +52,7 @@ async def main():
     client = CoordinatorClient(sys.argv[1])
     await client.keep_alive(
         lambda: record,
-        lambda: client.register(record, by_digest(documents), source_secret=b"r" * 16),
+        lambda: register_at(client, record, by_digest(documents), source_secret=b"r" * 16),
         on_state=lambda registered, why: print(registered, file=sys.stderr, flush=True),
     )
 
@@ -115,11 +115,11 @@ async def test_sources_come_back_to_a_coordinator_that_was_killed() -> None:
     record = make_record(DOCUMENTS)
     with daemon() as (process, address):
         async with client_of(address) as client:
-            first = await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
+            first = await register_at(client, record, by_digest(DOCUMENTS), source_secret=SECRET)
             alive = asyncio.create_task(
                 client.keep_alive(
                     lambda: record,
-                    lambda: client.register(record, by_digest(DOCUMENTS), source_secret=SECRET),
+                    lambda: register_at(client, record, by_digest(DOCUMENTS), source_secret=SECRET),
                     on_state=on_state,
                 )
             )
@@ -135,8 +135,8 @@ async def test_sources_come_back_to_a_coordinator_that_was_killed() -> None:
                     assert await next_state() is True
                     found = await client.resolve("llama")
                     assert found.sources == [record]
-                    second = await client.register(
-                        record, by_digest(DOCUMENTS), source_secret=SECRET
+                    second = await register_at(
+                        client, record, by_digest(DOCUMENTS), source_secret=SECRET
                     )
                     assert second.epoch != first.epoch
             finally:
@@ -229,7 +229,7 @@ async def test_garbage_on_the_port_does_no_harm() -> None:
                 connection.close()
             async with client_of(address) as client:
                 record = make_record(DOCUMENTS)
-                await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
+                await register_at(client, record, by_digest(DOCUMENTS), source_secret=SECRET)
                 assert (await client.resolve("llama")).sources == [record]
         finally:
             for connection in held:
@@ -330,7 +330,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
     with daemon(tls=files) as (process, address):
         async with client_of(address, tls=peer) as client:
             record = make_record(DOCUMENTS)
-            await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
+            await register_at(client, record, by_digest(DOCUMENTS), source_secret=SECRET)
             assert (await client.resolve("llama")).sources == [record]
         # Another authority's certificate, with and without knowing ours; and no TLS at all.
         forged = TlsFiles(stranger.certificate, stranger.key, peer.authority)
@@ -356,15 +356,18 @@ async def test_identities_and_source_ids_are_not_taken_over() -> None:
         async with client_of(address) as owner, client_of(address) as thief:
             record = make_record(DOCUMENTS)
             key, other_key = NameKey(b"o" * 32), NameKey(b"t" * 32)
-            await owner.register(record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=key)
+            await register_at(
+                owner, record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=key
+            )
             others = make_documents("B")
             with pytest.raises(BindingError, match="is bound to"):
-                await thief.register(
-                    make_record(others), by_digest(others), source_secret=b"t" * 32
+                await register_at(
+                    thief, make_record(others), by_digest(others), source_secret=b"t" * 32
                 )
             for name_key, kind in ((None, NotAllowedError), (other_key, BindingError)):
                 with pytest.raises(kind, match="name key"):
-                    await thief.register(
+                    await register_at(
+                        thief,
                         make_record(others),
                         by_digest(others),
                         source_secret=b"t" * 32,
@@ -372,14 +375,15 @@ async def test_identities_and_source_ids_are_not_taken_over() -> None:
                         replaces="main",
                     )
             with pytest.raises(NotAllowedError, match="belongs to another source"):
-                await thief.register(record, by_digest(DOCUMENTS), source_secret=b"t" * 32)
+                await register_at(thief, record, by_digest(DOCUMENTS), source_secret=b"t" * 32)
             with pytest.raises(UnknownSourceError):
                 await thief.deregister(record.source_id)
             pinned = f"llama@{record.ref.identity.hex()[:12]}"
             (found,) = (await thief.resolve(pinned)).sources
             assert found.by_owner and key.vouched(found) and not other_key.vouched(found)
             assert plain(replace(found, statement=b"")) == record
-            update = await owner.register(
+            update = await register_at(
+                owner,
                 make_record(others),
                 by_digest(others),
                 source_secret=SECRET,

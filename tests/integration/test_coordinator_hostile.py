@@ -28,7 +28,7 @@ from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon, ended, python
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at, registration
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -57,7 +57,7 @@ async def client_of(address: str) -> AsyncIterator[CoordinatorClient]:
 
 async def register(client: CoordinatorClient, **options: Any) -> Any:
     record = make_record(DOCUMENTS, **options)
-    await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
+    await register_at(client, record, by_digest(DOCUMENTS), source_secret=SECRET)
     return record
 
 
@@ -75,7 +75,7 @@ async def test_announced_documents_take_no_room() -> None:
     record = make_record(documents, name="huge")
     record = replace(record, ref=replace(record.ref, sizes=(128 << 20,) * 3))
     first = pb.RegisterRequest(
-        source=codec.source_to_wire(record, source_secret=SECRET)
+        source=codec.registration_to_wire(registration(record, SECRET))
     ).SerializeToString()
     assert len(first) < 700
     with daemon() as (_, address):
@@ -164,8 +164,8 @@ async def test_watchers_that_do_not_read_cost_little() -> None:
             for _ in range(400):
                 record = make_record(DOCUMENTS)
                 place = replace(record.place, driver="x" * 15_000)
-                await client.register(
-                    replace(record, place=place), by_digest(DOCUMENTS), source_secret=SECRET
+                await register_at(
+                    client, replace(record, place=place), by_digest(DOCUMENTS), source_secret=SECRET
                 )
             before = rss_bytes(process.pid)
             channel: Any = dial(address)
@@ -194,13 +194,14 @@ async def test_numbers_that_cannot_be_added_up_are_refused_on_entry() -> None:
             regions = (region, replace(region, index=1, layers=(4, 8)))
             evil = replace(record, table=replace(record.table, regions=regions))
             with pytest.raises(PeerProtocolError, match="more than any memory"):
-                await client.register(evil, by_digest(DOCUMENTS), source_secret=SECRET)
+                await register_at(client, evil, by_digest(DOCUMENTS), source_secret=SECRET)
             many = tuple(
                 replace(region, index=i, nbytes=1, layers=(i, i + 1))
                 for i in range(codec.MAX_REGIONS + 1)
             )
             with pytest.raises(PeerProtocolError, match="regions"):
-                await client.register(
+                await register_at(
+                    client,
                     replace(record, table=replace(record.table, regions=many)),
                     by_digest(DOCUMENTS),
                     source_secret=SECRET,
@@ -214,14 +215,16 @@ async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
         async with client_of(address) as client:
             revision = "r" * 256
             key = NameKey(b"k" * 32)
-            await client.register(
+            await register_at(
+                client,
                 make_record(DOCUMENTS, revision=revision),
                 by_digest(DOCUMENTS),
                 source_secret=SECRET,
                 name_key=key,
             )
             with pytest.raises(BindingError, match="shorter `revision`") as refused:
-                await client.register(
+                await register_at(
+                    client,
                     make_record(others, revision=revision),
                     by_digest(others),
                     source_secret=SECRET,

@@ -42,7 +42,14 @@ from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from mx.wire.watching import WatchKind, WatchUpdate
-from tests.support.records import by_digest, make_documents, make_record, scattered_rows
+from tests.support.records import (
+    by_digest,
+    make_documents,
+    make_record,
+    register_at,
+    registration,
+    scattered_rows,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -66,7 +73,7 @@ async def coordinator(
 
 async def register(client: CoordinatorClient, **options: Any) -> Any:
     record = make_record(DOCUMENTS, **options)
-    await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
+    await register_at(client, record, by_digest(DOCUMENTS), source_secret=SECRET)
     return record
 
 
@@ -77,7 +84,7 @@ async def test_50_000_tensors_pass_the_default_message_limit() -> None:
     compact = make_record(documents)
     async with coordinator() as client:
         for record in (scattered, compact):
-            await client.register(record, by_digest(documents), source_secret=SECRET)
+            await register_at(client, record, by_digest(documents), source_secret=SECRET)
         found = await client.resolve("llama")
         # Rows are the source's to give.
         assert found.sources == [
@@ -93,7 +100,7 @@ async def test_only_what_is_missing_is_uploaded() -> None:
     async with coordinator() as client:
         await register(client)
         record = make_record(DOCUMENTS)
-        await client.register(record, {}, source_secret=SECRET)
+        await register_at(client, record, {}, source_secret=SECRET)
         assert len((await client.resolve("llama")).sources) == 2
 
 
@@ -116,8 +123,8 @@ async def test_more_sources_than_one_message_holds() -> None:
         for _ in range(200):
             record = make_record(DOCUMENTS)
             place = replace(record.place, driver="x" * 16_000)
-            await client.register(
-                replace(record, place=place), by_digest(DOCUMENTS), source_secret=SECRET
+            await register_at(
+                client, replace(record, place=place), by_digest(DOCUMENTS), source_secret=SECRET
             )
         assert len(await client.list_sources()) == 200
         assert 0 < len((await client.resolve("llama")).sources) < 200
@@ -168,7 +175,7 @@ async def test_malformed_bytes_are_an_invalid_argument(method: str) -> None:
 
 def source_message(**options: Any) -> bytes:
     record = make_record(DOCUMENTS, **options)
-    source = codec.source_to_wire(record, source_secret=SECRET)
+    source = codec.registration_to_wire(registration(record, SECRET))
     return pb.RegisterRequest(source=source).SerializeToString()
 
 
@@ -227,7 +234,9 @@ async def test_limits_are_said() -> None:
             await register(client)
         big = make_documents("A", nbytes=600)
         with pytest.raises(CoordinatorError, match="documents from"):
-            await client.register(make_record(big, name="z"), by_digest(big), source_secret=SECRET)
+            await register_at(
+                client, make_record(big, name="z"), by_digest(big), source_secret=SECRET
+            )
         error = await raw(client, "Register", source_message(name="other"))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -236,8 +245,8 @@ async def test_documents_go_with_the_last_source() -> None:
     state = MemoryState(grace_s=0.0)
     async with coordinator(state, lease_s=5.0) as client:
         record = make_record(DOCUMENTS)
-        await client.register(
-            record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=NameKey(b"k" * 32)
+        await register_at(
+            client, record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=NameKey(b"k" * 32)
         )
         refs = record.ref.documents
         assert await client.fetch(refs) == by_digest(DOCUMENTS)
@@ -311,7 +320,7 @@ async def test_watchers_get_a_draining_source() -> None:
         alive = asyncio.create_task(
             client.keep_alive(
                 lambda: now[0],
-                lambda: client.register(now[0], by_digest(DOCUMENTS), source_secret=SECRET),
+                lambda: register_at(client, now[0], by_digest(DOCUMENTS), source_secret=SECRET),
             )
         )
         try:

@@ -19,7 +19,7 @@ from mx.errors import BindingError, MxError, NotAllowedError, UnknownSourceError
 from mx.namekey import NameKey
 from mx.wire.client import CoordinatorClient, _proved
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at, registration
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,7 @@ async def coordinator(receipt_key: bytes | None = None) -> AsyncIterator[Coordin
 async def register(client: CoordinatorClient, record: SourceRecord, **given: Any) -> Any:
     documents = by_digest(OLD) | by_digest(NEW)
     more: dict[str, Any] = {"source_secret": SECRET, "name_key": KEY, **given}
-    return await client.register(record, documents, **more)
+    return await register_at(client, record, documents, **more)
 
 
 async def nonce_of(client: CoordinatorClient, record: SourceRecord) -> bytes:
@@ -66,18 +66,11 @@ def signed(record: SourceRecord, nonce: bytes, *, key: NameKey = KEY, **said: An
     name = record.model.name
     vouched = statement(record.model, record.ref.identity, replaces=replaces)
     record = replace(record, commitment=key.commitment(name), statement=key.sign(name, vouched))
-    return codec.source_to_wire(
-        record,
-        **(
-            {
-                "source_secret": SECRET,
-                "proof": key.sign(name, text),
-                "nonce": nonce,
-                "replaces": replaces,
-            }
-            | sent
-        ),
-    )
+    asked = registration(record, SECRET, replaces=replaces)
+    message = codec.registration_to_wire(asked, key.sign(name, text), nonce)
+    for field, value in sent.items():
+        setattr(message, field, value)
+    return message
 
 
 async def send(client: CoordinatorClient, source: pb.Source) -> pb.RegisterResponse:
@@ -220,16 +213,15 @@ async def test_a_receipt_of_this_life_wins_against_nothing_that_is_bound() -> No
 
 def test_a_proof_is_good_for_the_endpoint_that_the_source_has() -> None:
     """A coordinator at which the source registers may pass a proof on, with another's nonce."""
-    proofs, secret = Proofs(b"h" * 32, lambda: 0.0), SECRET
+    proofs = Proofs(b"h" * 32, lambda: 0.0)
     for replaces in ("", "main"):
-        record, proved = _proved(make_record(NEW), KEY, replaces, secret, nonce := proofs.nonce())
-        for endpoint, good in (("10.6.6.6:1", False), (record.endpoint, True)):
-            sent = replace(record, endpoint=endpoint)
-            source = codec.source_to_wire(
-                sent, source_secret=secret, proof=proved, nonce=nonce, replaces=replaces
-            )
+        asked = registration(make_record(NEW), SECRET, replaces=replaces)
+        made, proved = _proved(asked, KEY, nonce := proofs.nonce())
+        for endpoint, good in (("10.6.6.6:1", False), (made.record.endpoint, True)):
+            sent = replace(made, record=replace(made.record, endpoint=endpoint))
+            source = codec.registration_to_wire(sent, proved, nonce)
             if good:
-                proofs.check(codec.source_from_wire(source), source, secret)
+                proofs.check(codec.registration_from_wire(source), source)
                 continue
             with pytest.raises(NotAllowedError, match="does not hold the key"):
-                proofs.check(codec.source_from_wire(source), source, secret)
+                proofs.check(codec.registration_from_wire(source), source)

@@ -19,7 +19,7 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at
 
 pytestmark = pytest.mark.integration
 
@@ -85,7 +85,7 @@ async def test_the_heartbeat_of_a_source_that_is_late_finds_it_still_listed() ->
         client = CoordinatorClient(address)
         channel: Any = dial(address)
         try:
-            await client.register(record, by_digest(documents), source_secret=b"s" * 32)
+            await register_at(client, record, by_digest(documents), source_secret=b"s" * 32)
             (status,) = await client.list_sources()
             assert status.lease_left_s > 2.0
             beat = channel.stream_stream("/mx.wire.v1.Coordinator/Heartbeat")(metadata=headers())

@@ -34,7 +34,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon, ended, python
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at, registration
 from tests.support.strangers import seen_from
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(180)]
@@ -79,7 +79,7 @@ async def register(client: CoordinatorClient, documents: list[bytes], name: str)
     """Return "listed", or the name of the error."""
     record = make_record(documents, name=name)
     try:
-        await client.register(record, by_digest(documents), source_secret=SECRET)
+        await register_at(client, record, by_digest(documents), source_secret=SECRET)
     except MxError as error:
         return f"{type(error).__name__}: {error.message}"
     return "listed"
@@ -154,7 +154,7 @@ async def test_uploads_that_do_not_end_leave_room_for_others(checkpoint: Path) -
 
 async def half_register(channel: Any, label: str, nbytes: int) -> Any:
     documents = make_documents(label, nbytes=nbytes)
-    source = codec.source_to_wire(make_record(documents, name=label), source_secret=SECRET)
+    source = codec.registration_to_wire(registration(make_record(documents, name=label), SECRET))
     stream = channel.stream_unary(SERVICE + "Register")(metadata=headers())
     await stream.write(pb.RegisterRequest(source=source).SerializeToString())
     for each in documents[:2]:
@@ -180,7 +180,7 @@ async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
             for number in range(8):  # each would take a fifth of the room
                 record, documents = junk(number)
                 try:
-                    await client.register(record, by_digest(documents), source_secret=SECRET)
+                    await register_at(client, record, by_digest(documents), source_secret=SECRET)
                     answer = "listed"
                 except MxError as error:
                     answer = f"{type(error).__name__}: {error.message}"

@@ -28,7 +28,7 @@ from mx.errors import (
 from mx.wire.client import CoordinatorClient
 from tests.integration.conftest import Command, Run, error_of, free_port, serve, start_coordinator
 from tests.integration.scripts import script
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, register_at
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -253,7 +253,7 @@ def test_a_source_outlives_a_coordinator_of_another_version(run: Run, run_other:
         client = CoordinatorClient(address)
         work = client.keep_alive(
             lambda: record,
-            lambda: client.register(record, by_digest(documents), source_secret=b"s" * 32),
+            lambda: register_at(client, record, by_digest(documents), source_secret=b"s" * 32),
             on_state=lambda *state: states.append(state),
         )
         keeping = asyncio.create_task(work)

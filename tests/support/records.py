@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from mx.core.digest import document_digest
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.manifest import encode
+from mx.core.ownership import Receipt
+from mx.core.registration import Intent, Registration
+from mx.core.registry import Registered, Registry
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
@@ -22,6 +27,9 @@ from mx.core.types import (
     SourceState,
     TableRow,
 )
+from mx.namekey import NameKey
+from mx.wire import client as client_module
+from mx.wire.client import CoordinatorClient
 
 
 @cache
@@ -87,7 +95,7 @@ def make_record(
         endpoint=endpoint,
         place=Place(boot_id="b", hostname="h", uid=1, pid=2, addresses=("127.0.0.1",)),
         generation=generation,
-        table=AddressTable(ref.layout, (region,), rows, held),
+        table=AddressTable(ref.layout, (region,), rows, held, row_count=len(rows)),
         transports=("shm", "tcp"),
         role=role,
         state=state,
@@ -100,3 +108,37 @@ def scattered_rows(count: int) -> tuple[TableRow, ...]:
         TableRow(i // 8, (i % 8) << 24, (1 << 20) + i, 0, (i * 7919 % count) << 24)
         for i in range(count)
     )
+
+
+def registration(record: SourceRecord, secret: bytes, **intent: Any) -> Registration:
+    """Return what a source asks for; `intent` has the fields of `Intent`."""
+    return Registration(record, secret, Intent(**intent))
+
+
+def register_source(
+    registry: Registry,
+    now: float,
+    record: SourceRecord,
+    secret: bytes,
+    *,
+    receipt: Receipt | None = None,
+    address: str = "",
+    **intent: Any,
+) -> Registered:
+    """Register a source with the machine. `receipt` is what the coordinator has read."""
+    asked = registration(record, secret, **intent)
+    return registry.register(now, asked, receipt=receipt, address=address)
+
+
+async def register_at(
+    client: CoordinatorClient,
+    record: SourceRecord,
+    documents: Mapping[bytes, bytes],
+    *,
+    source_secret: bytes,
+    name_key: NameKey | None = None,
+    **intent: Any,
+) -> client_module.Registered:
+    """Register a source at a coordinator."""
+    asked = registration(record, source_secret, **intent)
+    return await client.register(asked, documents, name_key=name_key)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mx.core.named import Meant
-from mx.core.registry import Registration, Registry
+from mx.core.registration import Registration
+from mx.core.registry import Registered, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
 from tests.support.owners import owned, receipt_of
-from tests.support.records import make_documents, make_record
+from tests.support.records import make_documents, make_record, register_source
 
 R0, R1 = "tp=0/2,dtype=bf16", "tp=1/2,dtype=bf16"
 BUNDLE = "tp=*/2,dtype=bf16"
@@ -24,11 +26,9 @@ OWNER = b"owner"
 class Owned(Registry):
     """A registry where everybody but EVE holds the owner's key."""
 
-    def register(
-        self, now: float, record: SourceRecord, secret: bytes, **flags: Any
-    ) -> Registration:
-        owner = EVE if secret == EVE else OWNER
-        return super().register(now, owned(record, owner), secret, **flags)
+    def register(self, now: float, registration: Registration, **more: Any) -> Registered:
+        mine = owned(registration.record, EVE if registration.secret == EVE else OWNER)
+        return super().register(now, replace(registration, record=mine), **more)
 
 
 def machine() -> Registry:
@@ -44,7 +44,7 @@ def update(registry: Registry, now: float, old: SourceRecord, weights: str) -> S
     variant = old.model.variant
     record = rank(variant, weights, old.model.revision, generation=old.generation + 1)
     replaces = old.model.revision
-    listed = registry.register(now, record, SECRETS[variant], replaces=replaces).record
+    listed = register_source(registry, now, record, SECRETS[variant], replaces=replaces).record
     assert listed is not None
     return listed
 
@@ -52,7 +52,7 @@ def update(registry: Registry, now: float, old: SourceRecord, weights: str) -> S
 def two_ranks(registry: Registry) -> tuple[SourceRecord, SourceRecord]:
     found = []
     for variant in (R0, R1):
-        listed = registry.register(0, rank(variant, "one"), SECRETS[variant]).record
+        listed = register_source(registry, 0, rank(variant, "one"), SECRETS[variant]).record
         assert listed is not None
         found.append(listed)
     return found[0], found[1]
@@ -71,12 +71,12 @@ def missing(registry: Registry, revision: str = "main") -> tuple[str, ...]:
 def test_a_bundle_is_complete_when_whole_sources_serve_all_ranks() -> None:
     registry = machine()
     first = rank(R0, "one")
-    registry.register(0, first, ALICE)
+    register_source(registry, 0, first, ALICE)
     assert missing(registry) == (R1,)
     origin = rank(R1, "one", state=SourceState.DRAINING)
-    registry.register(0, origin, BOB)
+    register_source(registry, 0, origin, BOB)
     part = rank(R1, "one", role=SourceRole.RELAY, held=((0, 1),))
-    registry.register(0, part, BOB)
+    register_source(registry, 0, part, BOB)
     assert missing(registry) == (R1,)
     registry.advertise(0, part.source_id, BOB, part.generation, ((0, 4),))
     assert missing(registry) == ()
@@ -92,8 +92,8 @@ def test_a_bundle_is_complete_when_whole_sources_serve_all_ranks() -> None:
 def test_a_lone_variant_is_a_bundle_of_one() -> None:
     registry = machine()
     old, new = (make_record(make_documents(text)) for text in ("A", "B"))
-    registry.register(0, old, ALICE)
-    registry.register(0, new, ALICE, replaces="main")
+    register_source(registry, 0, old, ALICE)
+    register_source(registry, 0, new, ALICE, replaces="main")
     found = {each.revision: each for each in registry.bundles()}
     assert {r: (b.variant, b.ranks, b.missing) for r, b in found.items()} == {
         "main": ("checkpoint", 1, ()),
@@ -109,7 +109,7 @@ def test_a_lone_variant_is_a_bundle_of_one() -> None:
 def test_two_sizes_of_one_model_are_two_bundles() -> None:
     registry = machine()
     two_ranks(registry)
-    registry.register(0, rank("tp=3/4,dtype=bf16", "one"), BOB)
+    register_source(registry, 0, rank("tp=3/4,dtype=bf16", "one"), BOB)
     found = {each.variant: each.missing for each in registry.bundles("llama")}
     assert found == {
         BUNDLE: (),
@@ -155,7 +155,7 @@ def test_a_rank_whose_weights_stay_the_same_updates_with_the_others() -> None:
     assert (new_zero.model.revision, new_one.model.revision) == ("main.2", "main.2")
     assert revisions(registry) == ("main.2", "main.2")
     # A repeated registration of the same source is no further update.
-    again = registry.register(2, new_one, BOB, replaces="main").record
+    again = register_source(registry, 2, new_one, BOB, replaces="main").record
     assert again is not None
     assert again.model.revision == "main.2"
 
@@ -180,7 +180,9 @@ def test_ranks_come_back_after_a_restart_in_any_order(
     for variant, revision in sorted(there, key=lambda each: each != first):
         record = rank(variant, revision, revision)
         was = receipt_of(record, OWNER, base="main" if revision == "main.2" else "")
-        listed = registry.register(0, record, SECRETS[variant], keeps_pin=True, receipt=was).record
+        listed = register_source(
+            registry, 0, record, SECRETS[variant], keeps_pin=True, receipt=was
+        ).record
         assert listed is not None
         assert not listed.pin_only
     assert revisions(registry) == ("main", "main")
@@ -200,9 +202,9 @@ def test_a_stranger_takes_no_variant_of_a_rank_that_has_an_owner() -> None:
     ]
     for record, replaces in evil:
         with pytest.raises(BindingError, match="another name key"):
-            registry.register(1, record, EVE, replaces=replaces)
+            register_source(registry, 1, record, EVE, replaces=replaces)
     for record in (rank(R0, "evil", "main.3"), make_record(make_documents("evil"), revision="x")):
-        listed = registry.register(1, record, EVE).record
+        listed = register_source(registry, 1, record, EVE).record
         assert listed is not None
         assert listed.pin_only and not listed.by_owner
     assert revisions(registry) == ("main", "main")
@@ -210,8 +212,8 @@ def test_a_stranger_takes_no_variant_of_a_rank_that_has_an_owner() -> None:
 
 def test_a_rank_that_has_only_what_the_name_does_not_mean_yet_is_not_resolved() -> None:
     registry = machine()
-    registry.register(0, rank(R0, "one"), ALICE)
-    registry.register(0, rank(R1, "two", "main.2"), BOB)
+    register_source(registry, 0, rank(R0, "one"), ALICE)
+    register_source(registry, 0, rank(R1, "two", "main.2"), BOB)
     assert registry.resolve("llama", variant=R0).model.revision == "main"
     with pytest.raises(UnknownModelError, match="means main for .*which .*has not registered"):
         registry.resolve("llama", variant=R1)
@@ -220,7 +222,7 @@ def test_a_rank_that_has_only_what_the_name_does_not_mean_yet_is_not_resolved() 
 def test_a_variant_that_is_not_listed_is_answered_with_the_nearest_one() -> None:
     registry = machine()
     two_ranks(registry)
-    registry.register(0, make_record(make_documents("disk")), ALICE)
+    register_source(registry, 0, make_record(make_documents("disk")), ALICE)
     with pytest.raises(UnknownModelError) as caught:
         registry.resolve("llama", variant="tp=0/2,dtype=fp16")
     assert caught.value.message == (
@@ -239,7 +241,7 @@ def test_a_variant_that_is_not_listed_is_answered_with_the_nearest_one() -> None
 def test_names_of_other_revisions_are_not_gated() -> None:
     registry = machine()
     record = rank(R0, "one", "exp")
-    registry.register(0, record, ALICE)
+    register_source(registry, 0, record, ALICE)
     new = update(registry, 1, record, "two")
     assert new.model == ModelKey("llama", "exp.2", R0)
     assert registry.resolve("llama", "exp.2", R0).model == new.model
@@ -266,9 +268,11 @@ def test_a_rank_that_was_started_again_updates_with_the_others() -> None:
     zero, one = two_ranks(registry)
     registry.deregister(1, one.source_id, BOB)
     again, process = rank(R1, "one"), b"started again"[:16].ljust(16)
-    listed = registry.register(2, again, process).record
+    listed = register_source(registry, 2, again, process).record
     assert listed is not None and listed.by_owner
-    new = registry.register(2, rank(R1, "two", generation=2), process, replaces="main").record
+    new = register_source(
+        registry, 2, rank(R1, "two", generation=2), process, replaces="main"
+    ).record
     assert new is not None
     assert new.model.revision == "main.2"
     assert update(registry, 2, zero, "two").model.revision == "main.2"
@@ -281,10 +285,10 @@ def test_a_rank_away_for_long_is_still_its_owners() -> None:
     registry.deregister(1, one.source_id, BOB)
     for now in range(4, 204, 4):
         registry.heartbeat(now, zero.source_id, ALICE, zero.state)
-    stranger = registry.register(204, rank(R1, "one"), EVE).record
+    stranger = register_source(registry, 204, rank(R1, "one"), EVE).record
     assert stranger is not None and not stranger.by_owner
     with pytest.raises(BindingError, match="another name key"):
-        registry.register(204, rank(R1, "two"), EVE, replaces="main")
-    new = registry.register(204, rank(R1, "two"), BOB, replaces="main").record
+        register_source(registry, 204, rank(R1, "two"), EVE, replaces="main")
+    new = register_source(registry, 204, rank(R1, "two"), BOB, replaces="main").record
     assert new is not None
     assert new.model.revision == "main.2" and new.by_owner

@@ -15,7 +15,7 @@ from mx.core.revisions import update_number
 from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError, UnknownModelError, UnknownSourceError
 from tests.support.owners import owned
-from tests.support.records import make_documents, make_record
+from tests.support.records import make_documents, make_record, register_source
 
 LEASE_S, GRACE_S = 5.0, 20.0
 SIZE = 3
@@ -71,7 +71,8 @@ class Machine(RuleBasedStateMachine):
         """Register, and keep the receipt. Returns None if it is refused."""
         before = replace(record.model, revision=replaces or record.model.revision)
         try:
-            answer = self.registry.register(
+            answer = register_source(
+                self.registry,
                 self.now,
                 owned(record, b"owner"),
                 process.secret,

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx import codec
+from mx.core.registration import Intent
 from mx.core.types import AddressTable, ModelKey, Region, SourceRecord, TableRow
 from mx.errors import ConfigError, PeerProtocolError
 from mx.wire.rows import ROWS_PER_PAGE, RowsDecoder, rows_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
-from tests.support.records import make_documents, make_record, scattered_rows
+from tests.support.records import make_documents, make_record, registration, scattered_rows
 
 DOCUMENTS = make_documents("A")
 RECORD = make_record(DOCUMENTS)
@@ -227,7 +228,8 @@ def test_ranges_are_sorted_and_disjoint_or_refused(ranges: list[tuple[int, int]]
 
 
 def test_records_do_not_carry_secrets() -> None:
-    message = codec.source_to_wire(RECORD, source_secret=b"s" * 32)
+    message = codec.registration_to_wire(registration(RECORD, b"s" * 32, keeps_pin=True))
+    assert codec.registration_from_wire(message).intent == Intent(keeps_pin=True)
     assert codec.source_to_wire(codec.source_from_wire(message)).source_secret == b""
     for nbytes in (0, 15, 65):
         with pytest.raises(PeerProtocolError):

@@ -16,7 +16,7 @@ from mx.core.registry import Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.errors import BindingError, MxError
 from tests.support.owners import commitment_of, owned
-from tests.support.records import make_documents, make_record
+from tests.support.records import make_documents, make_record, register_source
 
 LEASE_S, GRACE_S = 5.0, 20.0
 ALICE, BOB, RELAY = b"alice", b"bob", b""
@@ -60,7 +60,8 @@ class Machine(RuleBasedStateMachine):
         made = owned(record, process.owner) if process.owner else record
         self.brought = process.receipts.get(before)
         try:
-            answer = self.registry.register(
+            answer = register_source(
+                self.registry,
                 self.now,
                 made,
                 process.secret,
@@ -246,11 +247,11 @@ TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadlin
 
 def test_a_stranger_can_not_update_by_any_revision() -> None:
     registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
-    registry.register(0, owned(make_record(make_documents("A")), ALICE), ALICE)
+    register_source(registry, 0, owned(make_record(make_documents("A")), ALICE), ALICE)
     for revision in ("main", "main.2", "main.9", "x"):
         try:
-            answer = registry.register(
-                0, owned(make_record(make_documents("B")), BOB), BOB, replaces=revision
+            answer = register_source(
+                registry, 0, owned(make_record(make_documents("B")), BOB), BOB, replaces=revision
             )
         except BindingError:
             continue

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mx.core.answers import Listed, in_order, in_turn
-from mx.core.registry import ChangeKind, Limits, Registration, Registry
+from mx.core.registration import Registration
+from mx.core.registry import ChangeKind, Limits, Registered, Registry
 from mx.core.types import SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -20,7 +21,7 @@ from mx.errors import (
     UnknownModelError,
 )
 from tests.support.owners import owned, plain, receipt_of
-from tests.support.records import make_documents, make_record
+from tests.support.records import make_documents, make_record, register_source
 
 LEASE_S = 5.0
 GRACE_S = 20.0
@@ -31,10 +32,9 @@ WEIGHTS = {text: make_documents(text) for text in "ABC"}
 class Owned(Registry):
     """A registry in which each secret stands for a name key of its own."""
 
-    def register(
-        self, now: float, record: SourceRecord, secret: bytes, **flags: Any
-    ) -> Registration:
-        return super().register(now, owned(record, secret), secret, **flags)
+    def register(self, now: float, registration: Registration, **more: Any) -> Registered:
+        mine = owned(registration.record, registration.secret)
+        return super().register(now, replace(registration, record=mine), **more)
 
 
 def machine() -> Registry:
@@ -45,7 +45,7 @@ def listed(
     registry: Registry, now: float, record: SourceRecord, secret: bytes, **flags: Any
 ) -> SourceRecord:
     """Register, and return the record as it is listed, without its owner."""
-    answer = registry.register(now, record, secret, **flags)
+    answer = register_source(registry, now, record, secret, **flags)
     return plain(answer.record)
 
 
@@ -57,12 +57,12 @@ def records(sources: Iterable[Listed]) -> list[SourceRecord]:
 def test_a_revision_keeps_its_meaning_and_an_update_becomes_a_new_one() -> None:
     registry = machine()
     first = make_record(WEIGHTS["A"])
-    registry.register(0, first, ALICE)
+    register_source(registry, 0, first, ALICE)
     update = make_record(WEIGHTS["B"])
     with pytest.raises(BindingError, match="`revision`"):
-        registry.register(0, update, ALICE)
+        register_source(registry, 0, update, ALICE)
     with pytest.raises(BindingError, match="another name key"):
-        registry.register(0, update, BOB, replaces="main")
+        register_source(registry, 0, update, BOB, replaces="main")
     new = listed(registry, 0, update, ALICE, replaces="main")
     assert new.model.revision == "main.2"
     assert listed(registry, 0, update, ALICE, replaces="main") == new
@@ -88,7 +88,7 @@ def test_updates_have_consecutive_numbers_and_a_name_has_one_owner() -> None:
         record = following
     for revision in ("main", "main.6", "main.99"):
         with pytest.raises(BindingError):
-            registry.register(now, make_record(WEIGHTS["C"], revision=revision), ALICE)
+            register_source(registry, now, make_record(WEIGHTS["C"], revision=revision), ALICE)
     # With another key it is listed, for readers that give its pin.
     for revision in ("main", "main.6", "mine.7"):
         other = make_record(WEIGHTS["C"], revision=revision)
@@ -103,21 +103,21 @@ def test_updates_have_consecutive_numbers_and_a_name_has_one_owner() -> None:
 def test_registering_never_updates() -> None:
     """Not even for the owner, and not by naming the next revision."""
     registry = machine()
-    registry.register(0, make_record(WEIGHTS["A"]), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["A"]), ALICE)
     for revision in ("main", "main.2", "main.7"):
         with pytest.raises(BindingError, match="`update`|as an update"):
-            registry.register(0, make_record(WEIGHTS["B"], revision=revision), ALICE)
+            register_source(registry, 0, make_record(WEIGHTS["B"], revision=revision), ALICE)
     assert [m.model.revision for m in registry.models()] == ["main"]
 
 
 def test_of_two_updates_of_one_revision_the_second_is_refused_unless_it_is_the_same() -> None:
     registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
-    registry.register(0, make_record(WEIGHTS["A"]), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["A"]), ALICE)
     first = listed(registry, 0, make_record(WEIGHTS["B"]), ALICE, replaces="main")
     joins = listed(registry, 0, make_record(WEIGHTS["B"]), ALICE, replaces="main")
     assert first.model.revision == joins.model.revision == "main.2"
     with pytest.raises(BindingError, match="another holder of the name key has updated"):
-        registry.register(0, make_record(WEIGHTS["C"]), ALICE, replaces="main")
+        register_source(registry, 0, make_record(WEIGHTS["C"]), ALICE, replaces="main")
     assert registry.resolve("llama").model.revision == "main.2"
     third = listed(registry, 0, make_record(WEIGHTS["C"]), ALICE, replaces="main.2")
     assert third.model.revision == "main.3"
@@ -131,15 +131,15 @@ def test_a_holder_that_was_away_updates_only_what_it_knows_of() -> None:
     """The revision has come to stand for another holder's weights meanwhile."""
     registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
     away = make_record(WEIGHTS["A"])
-    registry.register(0, away, ALICE)
+    register_source(registry, 0, away, ALICE)
     was = receipt_of(away, ALICE)
     registry.deregister(1, away.source_id, ALICE)
     other = listed(registry, 1, make_record(WEIGHTS["B"]), ALICE)
     relay = make_record(WEIGHTS["B"], role=SourceRole.RELAY)
-    registry.register(1, relay, BOB, keeps_pin=True)
+    register_source(registry, 1, relay, BOB, keeps_pin=True)
     was = replace(was, this_life=True)
     with pytest.raises(BindingError, match="another holder of the name key has bound llama to"):
-        registry.register(2, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=was)
+        register_source(registry, 2, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=was)
     # With the same weights it joins the other.
     same = make_record(WEIGHTS["B"])
     joined = listed(registry, 2, same, ALICE, replaces="main", receipt=was)
@@ -158,7 +158,7 @@ def test_a_receipt_that_has_displaced_an_owners_weights_does_not_keep_it_from_up
     assert listed(registry, 0, fresh, ALICE) == fresh
     now = replace(receipt_of(fresh, ALICE, issued_s=2.0), this_life=True)
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
-    registry.register(0, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
+    register_source(registry, 0, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
     assert registry.source(fresh.source_id).record.pin_only
     update = listed(registry, 1, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=now)
     assert update.model.revision == "main.2" and not update.pin_only
@@ -166,11 +166,11 @@ def test_a_receipt_that_has_displaced_an_owners_weights_does_not_keep_it_from_up
 
 def test_a_name_without_a_commitment_is_never_updated() -> None:
     registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
-    registry.register(0, make_record(WEIGHTS["A"]), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["A"]), ALICE)
     for record in (make_record(WEIGHTS["B"]), owned(make_record(WEIGHTS["B"]), ALICE)):
         with pytest.raises(BindingError, match="another name key"):
-            registry.register(0, record, ALICE, replaces="main")
-    same = registry.register(0, owned(make_record(WEIGHTS["A"]), ALICE), ALICE).record
+            register_source(registry, 0, record, ALICE, replaces="main")
+    same = register_source(registry, 0, owned(make_record(WEIGHTS["A"]), ALICE), ALICE).record
     assert same is not None and not same.by_owner and not same.pin_only
 
 
@@ -181,11 +181,11 @@ def test_after_a_restart_a_receipt_restores_the_name_and_its_owner() -> None:
     was = receipt_of(relay, ALICE, base="main", newest=2)
     assert listed(registry, 0, relay, BOB, keeps_pin=True, receipt=was) == relay
     with pytest.raises(BindingError, match="bound to"):
-        registry.register(0, make_record(WEIGHTS["C"], revision="main.2"), ALICE)
+        register_source(registry, 0, make_record(WEIGHTS["C"], revision="main.2"), ALICE)
     update = make_record(WEIGHTS["C"])
     with pytest.raises(BindingError, match="another name key"):
-        registry.register(1, update, BOB, replaces="main.2")
-    answer = registry.register(1, update, ALICE, replaces="main.2")
+        register_source(registry, 1, update, BOB, replaces="main.2")
+    answer = register_source(registry, 1, update, ALICE, replaces="main.2")
     assert answer.record is not None and answer.record.by_owner
     assert answer.record.model.revision == "main.3"
     assert answer.receipt == receipt_of(answer.record, ALICE, issued_s=0.0, base="main", newest=3)
@@ -209,7 +209,7 @@ def test_a_receipt_for_other_weights_or_another_key_counts_for_nothing() -> None
         receipt_of(make_record(WEIGHTS["A"], revision="main.2"), ALICE),
         receipt_of(make_record(WEIGHTS["A"], name="other"), ALICE),
     ):
-        answer = machine().register(0, record, ALICE, keeps_pin=True, receipt=was)
+        answer = register_source(machine(), 0, record, ALICE, keeps_pin=True, receipt=was)
         assert answer.record is not None and answer.record.pin_only
         assert answer.receipt is None
 
@@ -220,13 +220,13 @@ def test_a_receipt_wins_against_who_came_first_after_a_restart_in_the_first_grac
 ) -> None:
     registry = machine()
     usurper, honest = make_record(WEIGHTS["B"]), make_record(WEIGHTS["A"])
-    registry.register(0, usurper, BOB)
+    register_source(registry, 0, usurper, BOB)
     now = 0.0
     while now < (GRACE_S + 1 if late else 4):
         now += 1
         registry.heartbeat(now, usurper.source_id, BOB, SourceState.SERVING)
     was = receipt_of(honest, ALICE)
-    answer = registry.register(now, honest, ALICE, keeps_pin=True, receipt=was).record
+    answer = register_source(registry, now, honest, ALICE, keeps_pin=True, receipt=was).record
     assert answer is not None
     assert answer.pin_only is late and answer.by_owner is not late
     other = registry.source(usurper.source_id).record
@@ -244,7 +244,7 @@ def test_of_two_receipts_the_later_one_wins() -> None:
         issued = {ALICE: 10.0, BOB: 20.0}
         for owner in order:
             was = receipt_of(sources[owner], owner, issued_s=issued[owner])
-            registry.register(0, sources[owner], owner, keeps_pin=True, receipt=was)
+            register_source(registry, 0, sources[owner], owner, keeps_pin=True, receipt=was)
         assert registry.resolve("llama").ref == sources[BOB].ref
 
 
@@ -252,9 +252,9 @@ def test_a_revision_keeps_its_meaning_over_a_restart() -> None:
     """The owner itself starts anew as "main" with other weights, before its replica is back."""
     registry = machine()
     fresh = make_record(WEIGHTS["C"])
-    registry.register(0, fresh, ALICE)
+    register_source(registry, 0, fresh, ALICE)
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
-    registry.register(1, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
+    register_source(registry, 1, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
     assert registry.resolve("llama", "main").ref == relay.ref
     assert registry.source(fresh.source_id).record.pin_only
     moved = replace(fresh, generation=2)
@@ -276,7 +276,7 @@ def test_an_update_of_an_unbound_name_comes_after_what_it_replaces() -> None:
 def test_pins() -> None:
     registry = machine()
     record = make_record(WEIGHTS["A"])
-    registry.register(0, record, ALICE)
+    register_source(registry, 0, record, ALICE)
     digits = record.ref.identity.hex()
     assert registry.resolve(f"llama@{digits[:8]}").ref == record.ref
     assert registry.resolve(f"llama@{digits.upper()}").ref == record.ref
@@ -291,7 +291,7 @@ def test_the_error_for_an_unknown_name_lists_known_ones() -> None:
     registry = machine()
     with pytest.raises(UnknownModelError, match="nothing is registered"):
         registry.resolve("llama")
-    registry.register(0, make_record(WEIGHTS["A"], variant="tp0of2"), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["A"], variant="tp0of2"), ALICE)
     with pytest.raises(UnknownModelError, match="there is llama"):
         registry.resolve("lama")
     with pytest.raises(UnknownModelError, match="tp0of2"):
@@ -302,14 +302,14 @@ def test_a_name_alone_is_its_checkpoint_else_its_only_variant_else_an_error_that
     None
 ):
     registry = machine()
-    registry.register(0, make_record(WEIGHTS["A"], variant="rank-0"), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["A"], variant="rank-0"), ALICE)
     assert registry.resolve("llama").model.variant == "rank-0"
     pin = registry.resolve("llama").ref.identity.hex()
-    registry.register(0, make_record(WEIGHTS["B"], variant="rank-1"), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["B"], variant="rank-1"), ALICE)
     with pytest.raises(UnknownModelError, match="2 others.*rank-0 · rank-1"):
         registry.resolve("llama")
     assert registry.resolve(f"llama@{pin}").model.variant == "rank-0"
-    registry.register(0, make_record(WEIGHTS["C"]), ALICE)
+    register_source(registry, 0, make_record(WEIGHTS["C"]), ALICE)
     assert registry.resolve("llama").model.variant == "checkpoint"
     assert registry.resolve(f"llama@{pin}").model.variant == "rank-0"
 
@@ -320,14 +320,14 @@ def test_resolve_lists_origins_first_and_no_draining_sources() -> None:
     origin = make_record(WEIGHTS["A"])
     draining = make_record(WEIGHTS["A"], state=SourceState.DRAINING)
     for record in (origin, relay, draining):
-        registry.register(0, record, ALICE)
+        register_source(registry, 0, record, ALICE)
     assert records(registry.resolve("llama").sources) == [origin, relay]
 
 
 def test_a_crash_does_not_free_a_name_but_its_owner_can() -> None:
     registry = machine()
     first, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
-    registry.register(0, first, ALICE)
+    register_source(registry, 0, first, ALICE)
     assert listed(registry, LEASE_S + GRACE_S / 2, other, BOB).pin_only
     registry.deregister(LEASE_S + GRACE_S / 2, other.source_id, BOB)
     # Nor is it free at once when its grace is over: its owner may yet come back.
@@ -345,11 +345,11 @@ def test_one_layout_for_the_same_weights() -> None:
     """The coordinator has checked that it is the one that follows from them."""
     registry = machine()
     first = make_record(WEIGHTS["A"])
-    registry.register(0, first, ALICE)
+    register_source(registry, 0, first, ALICE)
     ref = replace(first.ref, layout=b"l" * 32)
     other = replace(make_record(WEIGHTS["A"]), ref=ref)
     with pytest.raises(BindingError, match="another layout"):
-        registry.register(0, other, BOB)
+        register_source(registry, 0, other, BOB)
     assert records(registry.sources()) == [first]
 
 
@@ -357,9 +357,9 @@ def test_the_first_origin_with_files_binds_them() -> None:
     registry = machine()
     bare = make_record(make_documents("A", files=""))
     these, those = make_record(WEIGHTS["A"]), make_record(make_documents("A", files="those"))
-    registry.register(0, bare, ALICE)
+    register_source(registry, 0, bare, ALICE)
     assert registry.resolve("llama").ref.packaging == b""
-    registry.register(0, these, ALICE)
+    register_source(registry, 0, these, ALICE)
     assert registry.resolve("llama").ref == these.ref
     assert listed(registry, 0, those, BOB) == those  # for its weights, with its own files
     assert registry.resolve("llama").ref == these.ref
@@ -381,14 +381,14 @@ def test_a_relay_binds_no_files() -> None:
     """After a restart a pull may register before its origin, with whatever files it has."""
     registry = machine()
     relay = make_record(make_documents("A", files="those"), role=SourceRole.RELAY)
-    registry.register(0, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
+    register_source(registry, 0, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
     assert registry.resolve("llama").ref == relay.ref
     stranger = make_record(make_documents("A", files="evil"))
-    registry.register(0, stranger, BOB)
+    register_source(registry, 0, stranger, BOB)
     assert registry.resolve("llama").ref == relay.ref  # nor does another key's
     registry.deregister(0, stranger.source_id, BOB)
     origin = make_record(WEIGHTS["A"])
-    registry.register(0, origin, ALICE)
+    register_source(registry, 0, origin, ALICE)
     assert registry.resolve("llama").ref == origin.ref
     registry.deregister(1, origin.source_id, ALICE)
     assert registry.resolve("llama").ref == origin.ref
@@ -397,9 +397,9 @@ def test_a_relay_binds_no_files() -> None:
 def test_a_name_that_is_taken_after_a_restart_leaves_the_pin() -> None:
     registry = machine()
     usurper, honest = make_record(WEIGHTS["B"]), make_record(WEIGHTS["A"])
-    registry.register(0, usurper, BOB)
+    register_source(registry, 0, usurper, BOB)
     with pytest.raises(BindingError, match="is bound to"):
-        registry.register(0, make_record(WEIGHTS["C"]), BOB)
+        register_source(registry, 0, make_record(WEIGHTS["C"]), BOB)
     # Whether it was listed before, or has started anew.
     contested = listed(registry, 0, honest, ALICE, keeps_pin=True)
     assert contested == replace(honest, pin_only=True) == listed(registry, 0, honest, ALICE)
@@ -434,7 +434,7 @@ def test_a_name_that_is_taken_after_a_restart_leaves_the_pin() -> None:
 def test_a_contested_name_lapses_to_the_oldest_that_contests_it() -> None:
     registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
     usurper = make_record(WEIGHTS["B"])
-    registry.register(0, usurper, BOB)
+    register_source(registry, 0, usurper, BOB)
     contesting = [make_record(WEIGHTS[text]) for text in "AC"]
     for record in contesting:
         listed(registry, 1, record, ALICE, keeps_pin=True)
@@ -453,7 +453,7 @@ def test_a_contested_name_lapses_to_the_oldest_that_contests_it() -> None:
 
 def test_an_update_that_stands_against_a_strangers_family_is_contested_too() -> None:
     registry = machine()
-    registry.register(0, make_record(WEIGHTS["B"]), BOB)  # as "main"
+    register_source(registry, 0, make_record(WEIGHTS["B"]), BOB)  # as "main"
     update = make_record(WEIGHTS["A"], revision="main.2")
     assert listed(registry, 0, update, ALICE, keeps_pin=True).pin_only
     assert registry.resolve("llama").ref.identity != update.ref.identity
@@ -466,10 +466,10 @@ def test_an_update_that_stands_against_a_strangers_family_is_contested_too() -> 
 def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
     registry = Registry()
     for _ in range(300):
-        registry.register(0, make_record(WEIGHTS["A"]), BOB, address="ipv4:10.0.0.66")
+        register_source(registry, 0, make_record(WEIGHTS["A"]), BOB, address="ipv4:10.0.0.66")
     honest = [make_record(WEIGHTS["A"], role=role) for role in SourceRole]
     for record in honest:
-        registry.register(0, record, ALICE, address="ipv4:10.0.0.1")
+        register_source(registry, 0, record, ALICE, address="ipv4:10.0.0.1")
     sources = registry.resolve("llama").sources
     found = [s.record for s in in_turn(sources)]
     assert len(found) == 302 and found.index(honest[0]) == 1
@@ -478,7 +478,7 @@ def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
     # Nor do many revisions of one address.
     for number in range(300):
         record = make_record(WEIGHTS["A"], revision=f"r{number}")
-        registry.register(0, record, BOB, address="ipv4:10.0.0.66")
+        register_source(registry, 0, record, BOB, address="ipv4:10.0.0.66")
     sources = registry.resolve(f"llama@{honest[0].ref.identity.hex()}").sources
     assert len(sources) == 602
     taken = in_turn(sources)[:256]
@@ -489,12 +489,12 @@ def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
 def test_another_layout_wants_a_higher_generation() -> None:
     registry = machine()
     first = make_record(WEIGHTS["A"])
-    registry.register(0, first, ALICE)
+    register_source(registry, 0, first, ALICE)
     other = replace(first, ref=replace(first.ref, layout=b"l" * 32))
     with pytest.raises(StaleGenerationError, match="raise the generation"):
-        registry.register(0, other, ALICE)
+        register_source(registry, 0, other, ALICE)
     with pytest.raises(NotAllowedError):
-        registry.register(0, replace(other, generation=2), BOB)
+        register_source(registry, 0, replace(other, generation=2), BOB)
 
 
 def test_one_address_may_take_only_a_part_of_the_limits() -> None:
@@ -502,33 +502,33 @@ def test_one_address_may_take_only_a_part_of_the_limits() -> None:
     registry = Owned(limits=limits, binding_grace_s=10.0)
     greedy = [make_record(make_documents(str(i)), name=f"m{i}") for i in range(3)]
     for record in greedy[:2]:
-        registry.register(0, record, b"s" * 16, address="ipv4:10.0.0.1")
+        register_source(registry, 0, record, b"s" * 16, address="ipv4:10.0.0.1")
     with pytest.raises(CapacityError, match="2 models from ipv4:10.0.0.1"):
-        registry.register(0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
+        register_source(registry, 0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
     # A renewal, and another source of a bound model: neither is a new model.
-    registry.register(1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
+    register_source(registry, 1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
     again = make_record(make_documents("0"), name="m0")
-    registry.register(1, again, b"s" * 16, address="ipv4:10.0.0.1")
+    register_source(registry, 1, again, b"s" * 16, address="ipv4:10.0.0.1")
     with pytest.raises(CapacityError, match="3 sources from ipv4:10.0.0.1"):
         another = make_record(make_documents("0"), name="m0")
-        registry.register(1, another, b"s" * 16, address="ipv4:10.0.0.1")
-    registry.register(1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")
+        register_source(registry, 1, another, b"s" * 16, address="ipv4:10.0.0.1")
+    register_source(registry, 1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")
     # Sources and models that end no longer count.
     registry.deregister(2, greedy[1].source_id, b"s" * 16)
     fourth = make_record(make_documents("4"), name="m4")
-    registry.register(2, fourth, b"s" * 16, address="ipv4:10.0.0.1")
+    register_source(registry, 2, fourth, b"s" * 16, address="ipv4:10.0.0.1")
     registry.tick(1000)
     registry.tick(1010)
     assert not registry.sources() and not registry.models()
     for record in greedy[:2]:
-        registry.register(1010, record, b"s" * 16, address="ipv4:10.0.0.1")
+        register_source(registry, 1010, record, b"s" * 16, address="ipv4:10.0.0.1")
 
 
 def test_the_first_lease_is_longer_than_later_ones() -> None:
     registry = Registry(lease_s=1.0, first_lease_s=3.0)
     early, late = make_record(WEIGHTS["A"]), make_record(WEIGHTS["A"])
     for record in (early, late):
-        registry.register(0, record, b"s" * 16)
+        register_source(registry, 0, record, b"s" * 16)
     registry.heartbeat(0.5, early.source_id, b"s" * 16, SourceState.SERVING)
     registry.tick(1.5)
     assert [s.record for s in registry.sources()] == [late]
@@ -539,7 +539,7 @@ def test_the_first_lease_is_longer_than_later_ones() -> None:
 def test_a_stranger_that_contests_a_name_gets_it_only_when_its_owner_has_left_for_long() -> None:
     registry = machine()
     record, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
-    registry.register(0, record, ALICE)
+    register_source(registry, 0, record, ALICE)
     assert listed(registry, 0, other, BOB).pin_only
     registry.deregister(1, record.source_id, ALICE)
     assert registry.source(other.source_id).record.pin_only
@@ -562,8 +562,8 @@ def test_an_emptied_name_is_its_owners_for_a_grace_and_goes_to_who_contests_it_t
 ) -> None:
     registry = machine()
     record, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
-    registry.register(0, record, ALICE)
-    registry.register(0, other, BOB)
+    register_source(registry, 0, record, ALICE)
+    register_source(registry, 0, other, BOB)
     if how != "crashed":
         registry.deregister(0, record.source_id, ALICE, keeps_name=how != "deregistered")
     ends = {"deregistered": GRACE_S, "withdrawn for now": 2 * GRACE_S}
@@ -584,12 +584,14 @@ def test_an_emptied_name_takes_its_owners_receipt_and_no_strangers() -> None:
     record, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
     registry.tick(0)
     now = GRACE_S + 1  # the first grace is over
-    registry.register(now, record, ALICE)
+    register_source(registry, now, record, ALICE)
     registry.deregister(now, record.source_id, ALICE)
     was = receipt_of(other, BOB, issued_s=9.0)
     assert listed(registry, now, other, BOB, keeps_pin=True, receipt=was).pin_only
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
-    answer = registry.register(now, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
+    answer = register_source(
+        registry, now, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE)
+    )
     assert answer.record is not None and not answer.record.pin_only
     assert listed(registry, now, make_record(WEIGHTS["C"]), ALICE, replaces="main").model.revision
 
@@ -601,9 +603,9 @@ def test_names_that_are_kept_for_their_owners_are_bounded() -> None:
     other = make_record(WEIGHTS["B"], name="a")
     for record in kept:
         address = "ipv4:10.0.0.1" if record is kept[0] else "ipv4:10.0.0.2"
-        registry.register(0, record, ALICE, address=address)
+        register_source(registry, 0, record, ALICE, address=address)
         if record.model.name == "a":
-            registry.register(0, other, BOB, address="ipv4:10.0.0.1")
+            register_source(registry, 0, other, BOB, address="ipv4:10.0.0.1")
         registry.deregister(0, record.source_id, ALICE)
     assert not registry.source(other.source_id).record.pin_only
     for record in (kept[0], kept[2]):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.answers import in_turn
-from mx.core.registry import ChangeKind, Limits, Registration, Registry
+from mx.core.registry import ChangeKind, Limits, Registered, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -23,7 +23,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from tests.support.owners import commitment_of, owned, plain
-from tests.support.records import make_documents, make_record
+from tests.support.records import make_documents, make_record, register_source
 
 LEASE_S = 5.0
 GRACE_S = 20.0
@@ -366,8 +366,9 @@ class Machine(RuleBasedStateMachine):
             if isinstance(expected, tuple):
                 expected = self.model.register(record, secret, flags, *expected)
 
-        def register() -> Registration:
-            return self.machine.register(
+        def register() -> Registered:
+            return register_source(
+                self.machine,
                 self.model.now,
                 owned(record, secret),
                 secret,

@@ -7,7 +7,7 @@ import asyncio
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import MemoryState
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record, registration
 
 
 class Context:
@@ -23,7 +23,7 @@ async def test_lists_of_one_address_let_the_call_of_another_in() -> None:
     servicer = CoordinatorServicer(state)
     documents = make_documents("A")
     for _ in range(500):
-        await state.register(make_record(documents), by_digest(documents), b"s" * 32)
+        await state.register(registration(make_record(documents), b"s" * 32), by_digest(documents))
     listed: list[int] = []
 
     async def list_all() -> None:

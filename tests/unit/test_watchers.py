@@ -15,7 +15,7 @@ from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import CapacityError, MxError
-from tests.support.records import make_documents, make_record
+from tests.support.records import make_documents, make_record, register_source
 
 DOCUMENTS = make_documents("A")
 SECRET = b"s" * 16
@@ -48,7 +48,7 @@ def test_a_watcher_ends_with_what_is_listed(
             watcher = Watcher(log, name)
         with contextlib.suppress(MxError):
             if event in ("x", "y"):
-                members.register(0, RECORDS[source_id, event], SECRET)
+                register_source(members, 0, RECORDS[source_id, event], SECRET)
             elif event == "layers":
                 members.advertise(0, source_id, SECRET, 1, [(0, 1)] if number % 2 else [])
             elif event == "drain":
@@ -88,11 +88,11 @@ def take_all(watcher: Watcher, seen: dict[str, SourceRecord], limit: int) -> Non
 def test_a_source_that_moves_to_another_name_is_gone_for_watchers_of_the_old_one() -> None:
     members, log = Registry(), WatchLog()
     record = make_record(DOCUMENTS)
-    members.register(0, record, SECRET)
+    register_source(members, 0, record, SECRET)
     log.push(members.take_changes())
     watcher = Watcher(log, "llama")
     assert [change.kind for change in watcher.take(9)] == [ChangeKind.UP]
-    members.register(0, replace(record, model=ModelKey("other")), SECRET)
+    register_source(members, 0, replace(record, model=ModelKey("other")), SECRET)
     log.push(members.take_changes())
     (change,) = watcher.take(9)
     assert (change.kind, change.reason) == (ChangeKind.GONE, "replaced")
@@ -103,12 +103,12 @@ def test_the_number_of_ended_sources_that_are_kept_is_bounded() -> None:
     members, log = Registry(), WatchLog(max_gone=8)
     early, reader = Watcher(log), Watcher(log)
     record = make_record(DOCUMENTS)
-    members.register(0, record, SECRET)
+    register_source(members, 0, record, SECRET)
     log.push(members.take_changes())
     assert len(early.take(9)) == len(reader.take(9)) == 1
     for _ in range(100):
         fleeting = make_record(DOCUMENTS)
-        members.register(0, fleeting, SECRET)
+        register_source(members, 0, fleeting, SECRET)
         log.push(members.take_changes())
         members.deregister(0, fleeting.source_id, SECRET)
         log.push(members.take_changes())
