@@ -208,7 +208,7 @@ def rate_from_wire(value: float, what: str) -> float:
 
 
 def table_to_wire(table: AddressTable) -> pb.AddressTable:
-    """Return the message of a table without its rows, which travel in pages."""
+    """Return the message of a table without its rows, which are a document."""
     regions = []
     for region in table.regions:
         message = pb.Region(
@@ -222,6 +222,7 @@ def table_to_wire(table: AddressTable) -> pb.AddressTable:
         regions=regions,
         held=ranges_to_wire(table.held),
         rows=table.row_count,
+        rows_digest=table.rows_digest,
         layers=table.layer_count,
         payload_bytes=table.payload_nbytes,
     )
@@ -244,11 +245,15 @@ def _region_from_wire(index: int, message: pb.Region) -> Region:
 
 
 def table_from_wire(message: pb.AddressTable) -> AddressTable:
-    """Return a table without its rows, which `RowsDecoder` checks against it."""
+    """Return a table without its rows, which `mx.core.rows.check_rows` checks against it."""
     if len(message.regions) > MAX_REGIONS:
         raise _refuse(f"more than {MAX_REGIONS} regions")
     if message.rows > MAX_ROWS:
         raise _refuse(f"more than {MAX_ROWS} rows")
+    if message.rows or message.rows_digest:
+        digest_from_wire(message.rows_digest, "rows_digest")
+    if message.rows_digest and not message.rows:
+        raise _refuse("rows_digest: there are no rows")
     regions = tuple(_region_from_wire(i, item) for i, item in enumerate(message.regions))
     total = max(message.payload_bytes, sum(region.nbytes for region in regions))
     if total > MAX_TOTAL_BYTES:
@@ -265,6 +270,7 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         layer_count=message.layers,
         payload_nbytes=message.payload_bytes,
         row_count=message.rows,
+        rows_digest=message.rows_digest,
     )
     if message.layers > MAX_LAYERS:
         raise _refuse(f"{message.layers} layers are more than any model has")

@@ -11,19 +11,17 @@ from mx.core.types import Layout, SourceRecord
 from mx.errors import MxError, PeerProtocolError
 from mx.runtime import in_thread
 from mx.target.resolver import describe
-from mx.transport import TlsFiles
-from mx.wire.channel import Remote, Role, dial
 from mx.wire.locate import Locator
-from mx.wire.rows import fetch_table
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
     """A tensor, or a part of one where it lies in several: `nbytes` bytes from `address` in the
-    source's process. `device` is "cpu" or "cuda:UUID"."""
+    source's process, in its region of this number. `device` is "cpu" or "cuda:UUID"."""
 
     name: str
     layer: str
+    region: int
     device: str
     address: int
     nbytes: int
@@ -33,8 +31,7 @@ class PlacedTensor:
 class SourceTable:
     """One source's table, in execution order. `error` says why it could not be had.
 
-    `live` is True if the source lends memory where it is, or serves it in a layout that is not its
-    own.
+    `live` is True if the source lends memory where it is.
     """
 
     record: SourceRecord
@@ -51,7 +48,7 @@ def list_tables(
 ) -> list[SourceTable]:
     """Return where each source of a model has each tensor.
 
-    Rows come from the sources themselves, the rest from the coordinator.
+    The coordinator keeps the table of each source that is listed.
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
@@ -71,33 +68,21 @@ def list_tables(
         locator = Locator(options)
         try:
             located, manifest = await describe(locator)
+            return [await _table(locator, source, manifest.layout) for source in located.sources]
         finally:
             await locator.close()
-        return [
-            await _table(source, manifest.layout, options.tls, options.insecure)
-            for source in located.sources
-            if source.ref.layout == manifest.ref.layout
-        ]
 
     return runtime.run(ask)
 
 
-async def _table(
-    source: SourceRecord, layout: Layout, tls: TlsFiles | None, insecure: bool
-) -> SourceTable:
-    channel = dial(source.endpoint, tls=tls, insecure=insecure)
+async def _table(locator: Locator, source: SourceRecord, layout: Layout) -> SourceTable:
     try:
-        table = await fetch_table(
-            channel,
-            source,
-            most_rows=sum(len(layer.extents) for layer in layout.layers),
-            who=Remote(Role.SOURCE, source.endpoint, tls),
-        )
+        if source.table.row_count > sum(len(layer.extents) for layer in layout.layers):
+            raise PeerProtocolError(f"{source.endpoint} has more rows than the model has tensors")
+        table = await locator.table(source)
         extents = await in_thread(ExtentMap.of_table, layout, table)
     except MxError as error:
         return SourceTable(source, error=str(error))
-    finally:
-        await channel.close(None)
     regions = {region.index: region for region in table.regions}
     found = []
     for tensor in layout.tensors:
@@ -111,6 +96,7 @@ async def _table(
                 PlacedTensor(
                     tensor.name,
                     layout.layers[tensor.layer].name,
+                    region.index,
                     region.device,
                     region.base + place.region_offset,
                     place.nbytes,

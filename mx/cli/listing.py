@@ -10,12 +10,13 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.core.reference import parse_reference
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from mx.api.tables import SourceTable
+    from mx.config import Settings
     from mx.core.answers import BundleStatus
     from mx.wire.listing import SourceStatus
 
@@ -26,6 +27,10 @@ _MAX_SHOWN = 8
 @options.takes_settings
 def models(
     context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Only this one.", metavar="MODEL")] = "",
+    table: Annotated[
+        bool, typer.Option("--table", help="Show where each tensor of MODEL is, at each source.")
+    ] = False,
     *,
     as_json: bool,
 ) -> None:
@@ -38,15 +43,25 @@ def models(
     where the pin covers files. A model whose name stands for other weights by now is found by its
     pin only.
 
-    **Example**
+    **Examples**
 
     - `mx models --coordinator 10.0.0.1:7600 --insecure`
+
+    - `mx models llama-8b --table --json`
     """
     settings = options.settings_of(context)
     from mx import api
 
-    found = api.list_models(coordinator=settings.coordinator, settings=settings)
-    bundles = api.list_bundles(coordinator=settings.coordinator, settings=settings)
+    if table:
+        _show_tables(model, settings, as_json)
+        return
+    wanted = parse_reference(model)
+    found = [
+        each
+        for each in api.list_models(coordinator=settings.coordinator, settings=settings)
+        if wanted.fits(each.model, each.ref)
+    ]
+    bundles = api.list_bundles(wanted.name, coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [
             {
@@ -68,14 +83,15 @@ def models(
         outcome.emit({"coordinator": settings.coordinator, "models": listed, "bundles": in_bundles})
         return
     if not found:
-        outcome.say(f"the coordinator at {settings.coordinator} knows no models")
+        what = f"{model} as a model" if model else "models"
+        outcome.say(f"the coordinator at {settings.coordinator} knows no {what}")
         return
-    table = Table("model", "revision", "variant", box=None, pad_edge=False)
+    shown = Table("model", "revision", "variant", box=None, pad_edge=False)
     for name in ("size", "layers", "sources"):
-        table.add_column(name, justify="right")
-    table.add_column("found by")
+        shown.add_column(name, justify="right")
+    shown.add_column("found by")
     for entry in found:
-        table.add_row(
+        shown.add_row(
             entry.model.name,
             entry.model.revision,
             _spaced(entry.model.variant),
@@ -85,7 +101,7 @@ def models(
             str(entry.sources),
             "its pin only" if entry.pin_only else "name or pin",
         )
-    outcome.show(table)
+    outcome.show(shown)
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
     outcome.write("\npins:")
@@ -119,9 +135,7 @@ def sources(
     from mx import api
 
     if table:
-        if not model:
-            raise ConfigError("--table shows the sources of one model", hint="name the model")
-        _show_tables(api.list_tables(model, settings=settings), settings.coordinator, as_json)
+        _show_tables(model, settings, as_json)
         return
     found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
     if as_json:
@@ -152,7 +166,12 @@ def sources(
     outcome.show(rows)
 
 
-def _show_tables(tables: list[SourceTable], coordinator: str, as_json: bool) -> None:
+def _show_tables(model: str, settings: Settings, as_json: bool) -> None:
+    from mx import api
+
+    if not model:
+        raise ConfigError("--table shows the sources of one model", hint="name the model")
+    tables = api.list_tables(model, settings=settings)
     if as_json:
         listed = [
             {
@@ -165,18 +184,17 @@ def _show_tables(tables: list[SourceTable], coordinator: str, as_json: bool) -> 
             }
             for each in tables
         ]
-        outcome.emit({"coordinator": coordinator, "sources": listed})
+        outcome.emit({"coordinator": settings.coordinator, "sources": listed})
         return
     for each in tables:
         what = "each tensor where its owner has it" if each.live else "one arena"
         outcome.write(f"{each.record.model} at {each.record.endpoint}: {each.error or what}")
         rows = Table("tensor", "layer", "device", box=None, pad_edge=False)
-        for name in ("address", "bytes"):
+        for name in ("region", "address", "bytes"):
             rows.add_column(name, justify="right")
         for tensor in each.tensors:
-            rows.add_row(
-                tensor.name, tensor.layer, tensor.device, f"{tensor.address:#x}", str(tensor.nbytes)
-            )
+            place = str(tensor.region), f"{tensor.address:#x}", str(tensor.nbytes)
+            rows.add_row(tensor.name, tensor.layer, tensor.device, *place)
         outcome.show(rows)
 
 

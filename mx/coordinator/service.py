@@ -24,7 +24,6 @@ from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
 from mx.errors import ClosedError, PeerProtocolError, UnknownSourceError
 from mx.wire.documents import pages
-from mx.wire.rows import RowsDecoder
 from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -104,18 +103,12 @@ class CoordinatorServicer(PullsServicer):
         port = own_port(context, record.endpoint, record.requests_port)
         record = replace(record, requests_port=port)
         registration = replace(registration, record=record)
-        rows = RowsDecoder(record.table, record.table.row_count)
         address = address_of(context)
         async with Upload(self._state, record, address) as upload:
             async for request in requests:
-                match request.WhichOneof("part"):
-                    case "page":
-                        await upload.add(request.page)
-                    case "rows":
-                        rows.check(request.rows)
-                    case _:
-                        raise PeerProtocolError("Register: pages and rows follow the source")
-            rows.finish()
+                if request.WhichOneof("part") != "page":
+                    raise PeerProtocolError("Register: pages follow the source")
+                await upload.add(request.page)
             await upload.finish(self._decoded)
         self._proofs.check(registration, first.source)
         receipt = self._proofs.read(registration.intent.receipt)

@@ -164,7 +164,7 @@ class MemoryState:
         address: str = "",
     ) -> Registered:
         now = self.now()
-        for digest, nbytes in registration.record.ref.documents:
+        for digest, nbytes in registration.record.documents:
             data = documents.get(digest) or self._store.get(digest)
             if data is None:
                 raise PeerProtocolError(
@@ -252,23 +252,23 @@ class MemoryState:
 
     def _publish(self) -> None:
         """Report the changes. Documents are held for what is bound, and for each listed source,
-        whose files may differ."""
+        whose files may differ. What comes is held before what goes is released."""
         changes, now = self._registry.take_changes(), self.now()
         meant = self._registry.take_meant()
-        refs = [(ref, held, "") for ref, held in self._registry.take_refs()]
+        named = [(ref.documents, held, "") for ref, held in self._registry.take_refs()]
         for change in changes:
             source_id = change.record.source_id
             if change.kind is ChangeKind.UP:
                 self._payers[source_id] = self._registry.source(source_id).address
             payer = self._payers[source_id]
             if change.kind is not ChangeKind.GONE:
-                refs.append((change.record.ref, True, payer))
+                named.append((change.record.documents, True, payer))
             else:
                 del self._payers[source_id]
             if change.before is not None:
-                refs.append((change.before.ref, False, payer))
-        for ref, held, payer in sorted(refs, key=lambda each: not each[1]):  # none goes and comes
-            digests = [digest for digest, _ in ref.documents]
+                named.append((change.before.documents, False, payer))
+        for documents, held, payer in sorted(named, key=lambda each: not each[1]):  # see above
+            digests = [digest for digest, _ in documents]
             if held:
                 self._store.hold(digests, payer)
             else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from mx.coordinator.decoding import Decoded
 from mx.coordinator.state import StateStore
+from mx.core.rows import check_rows
 from mx.core.types import SourceRecord
 from mx.errors import ManifestError
+from mx.runtime import in_thread
 from mx.wire.documents import Assembler
 from mx.wire.v1 import common_pb2
 
@@ -25,12 +27,12 @@ class Upload:
             CapacityError: The manifest is too large.
         """
         self._state = state
-        self._ref = record.ref
+        self._record = record
         self._address = address
-        self._digests = [digest for digest, _ in record.ref.documents]
+        self._digests = [digest for digest, _ in record.documents]
         self._held: set[bytes] = set()
         self._reserved = 0
-        self._assembler = Assembler(record.ref.documents, who=record.endpoint)
+        self._assembler = Assembler(record.documents, who=record.endpoint)
 
     @property
     def documents(self) -> dict[bytes, bytes]:
@@ -64,10 +66,12 @@ class Upload:
         self._assembler.add(page)
 
     async def finish(self, decoded: Decoded) -> None:
-        """Decode the manifest, if all of its documents have come or are held.
+        """Decode the manifest, and check the rows of the table, if all documents have come or are
+        held.
 
         Raises:
             ManifestError: It can't be decoded; then nothing of it is held.
+            PeerProtocolError: The rows are wrong; the same.
         """
         documents = dict(self.documents)
         for digest in self._digests:
@@ -76,8 +80,11 @@ class Upload:
                 return  # `StateStore.register` says which one
             documents[digest] = data
         try:
-            await decoded.check(self._ref, documents, self._address)
+            await decoded.check(self._record.ref, documents, self._address)
         except ManifestError as error:
             raise ManifestError(
                 f"the manifest can't be decoded: {error.message}", hint=error.hint
             ) from error
+        table = self._record.table
+        for digest, _ in table.documents:
+            await in_thread(check_rows, table, documents[digest])

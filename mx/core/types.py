@@ -297,6 +297,10 @@ class Region:
     layers: tuple[int, int] | None = None
 
 
+#: The bytes of a row in the document of a table's rows.
+ROW_BYTES = 32
+
+
 class TableRow(NamedTuple):
     """An extent of scattered memory: layer-space range -> (region, offset in it)."""
 
@@ -312,9 +316,10 @@ class AddressTable:
     """The extents of layers that a source holds, and their places.
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
-    `row_count` is the number of rows, which travel apart from the rest. `layer_count` is the number
-    of the model's layers, and `payload_nbytes` that of its bytes, where rows describe the regions,
-    which may span far more; else 0.
+    `row_count` is the number of rows, which are a document of their own (`mx.core.rows`), and
+    `rows_digest` that one's digest. `layer_count` is the number of the model's layers, and
+    `payload_nbytes` that of its bytes, where rows describe the regions, which may span far more;
+    else 0.
     """
 
     layout_digest: bytes
@@ -324,6 +329,12 @@ class AddressTable:
     layer_count: int = 0
     payload_nbytes: int = 0
     row_count: int = 0
+    rows_digest: bytes = b""
+
+    @property
+    def documents(self) -> list[tuple[bytes, int]]:
+        """The document of its rows as (digest, nbytes), if there are any."""
+        return [(self.rows_digest, self.row_count * ROW_BYTES)] if self.row_count else []
 
     @property
     def nbytes(self) -> int:
@@ -332,8 +343,7 @@ class AddressTable:
 
     @property
     def scattered(self) -> bool:
-        """True if rows say where layers are. Readers get them from the source itself (Peer.Table),
-        and never attach to its memory."""
+        """True if rows say where layers are. Readers never attach to such memory."""
         return any(region.layers is None for region in self.regions)
 
 
@@ -390,6 +400,11 @@ class SourceRecord:
         """The HOST:PORT at which its process takes an engine's requests; "": at none."""
         host = self.endpoint.rpartition(":")[0]
         return f"{host}:{self.requests_port}" if self.requests_port else ""
+
+    @property
+    def documents(self) -> list[tuple[bytes, int]]:
+        """The documents that describe it as (digest, nbytes): its manifest's, and its rows."""
+        return [*self.ref.documents, *self.table.documents]
 
     @property
     def content(self) -> bytes:

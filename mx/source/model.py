@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mx.core import manifest as manifests
+from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap
 from mx.core.pages import Pages
+from mx.core.rows import encode_rows
 from mx.core.topology import Place
 from mx.core.types import (
+    ROW_BYTES,
     AddressTable,
     Alias,
     Manifest,
@@ -21,7 +24,6 @@ from mx.core.types import (
     SourceRecord,
     SourceRole,
     SourceState,
-    TableRow,
 )
 from mx.core.variant import document_of
 from mx.errors import ConfigError
@@ -66,6 +68,7 @@ class HeldModel:
     #: The stamps of the files that the weights were read from (`mx.storage.disk_file`); () if they
     #: were not read from files, or those may have changed meanwhile.
     stamps: tuple[Stamp, ...] = ()
+    _rows: dict[bytes, bytes] = field(default_factory=dict, repr=False)
 
     @property
     def content(self) -> bytes:
@@ -95,9 +98,17 @@ class HeldModel:
         return ExtentMap.of_arena(self.manifest.layout)
 
     @paused()
-    def rows(self) -> tuple[TableRow, ...]:
-        """Return the rows of the table: none if the memory is laid out as the manifest says."""
-        return self.places().rows if self.scattered else ()
+    def find_rows(self) -> None:
+        """Make the document of the table's rows, if the memory is not laid out as the manifest
+        says: `record` and `documents` have it from then on. For many tensors this takes a while."""
+        if self.scattered and not self._rows:
+            data = encode_rows(self.places().rows)
+            self._rows = {document_digest(data): data}
+
+    @property
+    def documents(self) -> Mapping[bytes, bytes]:
+        """The documents by digest: the manifest's, the side files, and the rows that were found."""
+        return self.manifest.documents | self._rows
 
     @property
     def device(self) -> str:
@@ -150,6 +161,8 @@ class HeldModel:
                 held=((0, layers),) if self.layers is None else tuple(self.layers),
                 layer_count=layers if self.scattered else 0,
                 payload_nbytes=self.manifest.layout.payload_nbytes if self.scattered else 0,
+                row_count=sum(map(len, self._rows.values())) // ROW_BYTES,
+                rows_digest=next(iter(self._rows), b""),
             ),
             transports=tuple(transports),
             variant_fields=document_of(self.key.variant),

@@ -102,13 +102,13 @@ class Registrar:
         """
 
         async def register() -> Registered:
-            rows = await in_thread(held.rows) if held.scattered else ()
+            if held.scattered:
+                await in_thread(held.find_rows)
             record = self._current(held)
-            table = replace(record.table, rows=rows, row_count=len(rows))
             intent = Intent(replaces, again or relay, self._receipts.get(before, b""))
             return await self._client.register(
-                Registration(replace(record, table=table), self._secret, intent),
-                held.manifest.documents,
+                Registration(record, self._secret, intent),
+                held.documents,
                 name_key=None if relay else self._name_key,
             )
 

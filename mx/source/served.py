@@ -10,7 +10,6 @@ from mx.core.types import SourceRecord
 from mx.source.model import HeldModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
-from mx.wire.v1 import common_pb2
 
 if TYPE_CHECKING:
     from mx.source.lending import Lending
@@ -85,8 +84,6 @@ class Served:
     cut: bool = False
     #: True while its name stands for other weights at the coordinator.
     pin_only: bool = False
-    #: The rows of its table as they are sent, once a reader has asked for them.
-    row_pages: list[common_pb2.TableRows] | None = None
     #: Looks after the memory if it is lent.
     watchman: Lending | None = None
 

@@ -10,15 +10,13 @@ from mx import codec
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.log import event
-from mx.runtime import in_thread
 from mx.source.doubts import Doubts
 from mx.source.grants import Grants
 from mx.source.requests import answer, check_open, first_message, principal_of
 from mx.source.served import Served
 from mx.swarm.stream import PeerStream
 from mx.wire.pages import PIECE_BYTES
-from mx.wire.rows import rows_to_wire
-from mx.wire.v1 import common_pb2, peer_pb2
+from mx.wire.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +83,6 @@ class PeerServicer:
                     data = page[offset : offset + PIECE_BYTES]
                     yield peer_pb2.LayerPage(layer=layer, offset=offset, data=data)
 
-    async def Table(
-        self, request: peer_pb2.TableRequest, context: Any
-    ) -> AsyncIterator[common_pb2.TableRows]:
-        if request.source_id not in self.models:
-            raise PeerRefusedError("this process serves no such source")
-        for page in await self._pages_of(self.models[request.source_id]):
-            yield page
-
     async def Open(
         self,
         request_iterator: AsyncIterator[peer_pb2.OpenRequest],
@@ -154,13 +144,6 @@ class PeerServicer:
             self.streams -= 1
             self.grants.limits.trades(principal, -1)
 
-    @staticmethod
-    async def _pages_of(served: Served) -> list[common_pb2.TableRows]:
-        if served.row_pages is None:  # made once, off the loop: 50,000 rows take a while
-            held = served.held
-            served.row_pages = await in_thread(lambda: list(rows_to_wire(held.rows())))
-        return served.row_pages
-
     # -- the source's side ----------------------------------------------------------------------
 
     def drain(self, grace_s: float) -> None:
@@ -207,7 +190,7 @@ class PeerServicer:
     def document(self, digest: bytes) -> bytes | None:
         """Return a document of any served model, or None."""
         for served in self.models.values():
-            data = served.held.manifest.documents.get(digest)
+            data = served.held.documents.get(digest)
             if data is not None:
                 return data
         return None

@@ -31,7 +31,6 @@ from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.listing import Lists, SourceStatus, bundle_status
 from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
-from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub
 from mx.wire.tls import diagnosing
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -125,12 +124,11 @@ class CoordinatorClient:
     ) -> Registered:
         """List a source, or list it again.
 
-        Uploads the documents of the manifest that the coordinator lacks, and the rows of the
-        source's table, in pages.
+        Uploads those of the source's documents, in pages, that the coordinator lacks.
 
         Args:
             registration: The source, and what it asks for.
-            documents: The documents of the manifest, by digest.
+            documents: The documents of its manifest, and that of its table's rows, by digest.
             name_key: The key of the name's owner, to prove that the source holds it.
 
         Raises:
@@ -149,7 +147,7 @@ class CoordinatorClient:
             proved, proof = _proved(registration, name_key, missing.nonce)
             source = codec.registration_to_wire(proved, proof, missing.nonce if proof else b"")
             try:
-                answer = await self._upload(source, wanted, record)
+                answer = await self._upload(source, wanted)
                 break
             except UnknownSourceError as error:  # it restarted since it gave the nonce
                 refused = error
@@ -168,16 +166,16 @@ class CoordinatorClient:
         """Return which documents the coordinator lacks, and a nonce. Raises as `register`."""
         async with diagnosing(self.remote):
             missing: pb.MissingResponse = await self._stub.Missing(
-                pb.MissingRequest(digests=[digest for digest, _ in record.ref.documents]),
+                pb.MissingRequest(digests=[digest for digest, _ in record.documents]),
                 timeout=self._timeout_s,
             )
         absent = [digest for digest in missing.digests if digest not in documents]
         if absent:
-            raise LocalError(f"document {absent[0][:8].hex()} of the manifest is missing here")
+            raise LocalError(f"document {absent[0][:8].hex()} of the source is missing here")
         return missing
 
     async def _upload(
-        self, source: pb.Source, wanted: Mapping[bytes, bytes], record: SourceRecord
+        self, source: pb.Source, wanted: Mapping[bytes, bytes]
     ) -> pb.RegisterResponse:
         """Register a source with these documents."""
 
@@ -186,11 +184,8 @@ class CoordinatorClient:
             for digest, data in wanted.items():
                 for page in wire_documents.pages(digest, data):
                     yield pb.RegisterRequest(page=page)
-            for rows in rows_to_wire(record.table.rows):
-                yield pb.RegisterRequest(rows=rows)
 
-        big = bool(wanted or record.table.rows)
-        timeout_s = max(self._timeout_s, _UPLOAD_TIMEOUT_S) if big else self._timeout_s
+        timeout_s = max(self._timeout_s, _UPLOAD_TIMEOUT_S) if wanted else self._timeout_s
         with translating(self.remote):
             answer: pb.RegisterResponse = await self._stub.Register(requests(), timeout=timeout_s)
         return answer

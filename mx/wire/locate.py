@@ -14,7 +14,8 @@ import grpc.aio
 from mx import codec
 from mx.core.reference import check_pin, pinned_name
 from mx.core.revisions import MAIN, is_main, update_number
-from mx.core.types import CHECKPOINT, Manifest, ManifestRef, ModelKey, SourceRecord
+from mx.core.rows import with_rows
+from mx.core.types import CHECKPOINT, AddressTable, Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     LocalError,
     ManifestError,
@@ -171,18 +172,37 @@ class Locator:
             NoSourceError, or the last error: Neither the coordinator nor a source gave them.
         """
         refs = [each for each in located.ref.documents if each[0] not in located.inlined]
+        found = await self._from_anywhere(refs, located.sources, "description")
+        return {**located.inlined, **found}
+
+    async def table(self, source: SourceRecord) -> AddressTable:
+        """Return a source's table with its rows: from the coordinator, else from the source.
+
+        Raises:
+            PeerProtocolError: A row is not valid.
+            NoSourceError, or the last error: Neither gave them.
+        """
+        refs = source.table.documents
+        found = await self._from_anywhere(refs, [source], "layer-address table")
+        return await in_thread(with_rows, source.table, found[refs[0][0]]) if refs else source.table
+
+    async def _from_anywhere(
+        self, refs: Sequence[tuple[bytes, int]], sources: Sequence[SourceRecord], what: str
+    ) -> dict[bytes, bytes]:
+        """Return documents, from the coordinator, else from the first of these sources that gives
+        all of them."""
         if not refs:
-            return dict(located.inlined)
+            return {}
         causes: list[MxError] = []
         if self._client is not None:
             try:
-                return {**located.inlined, **await self._client.fetch(refs)}
+                return await self._client.fetch(refs)
             except MxError as error:
                 causes.append(error)
-        found = await self._from_sources(refs, located.sources, causes)
+        found = await self._from_sources(refs, sources, causes)
         if found is None:
-            raise _none_gave("description", located.key.name, causes)
-        return {**located.inlined, **found}
+            raise _none_gave(what, self.name, causes)
+        return found
 
     async def side_files(self, manifest: Manifest, located: Located) -> dict[bytes, bytes]:
         """Fetch the side files into memory. Only sources with the same files hold them.

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mx import codec
 from mx.coordinator.daemon import Coordinator
+from mx.core.rows import encode_rows
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
-from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate
@@ -88,17 +88,17 @@ def test_raw_bytes() -> None:
 
 def valid_requests() -> dict[str, list[bytes]]:
     """A well-formed exchange for every method."""
-    record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1),))
+    rows = scattered_rows(3)
+    record = make_record(DOCUMENTS, rows=rows, held=((0, 1),))
     source_id = record.source_id
     digests = [digest for digest, _ in record.ref.documents]
     register = [
         pb.RegisterRequest(source=codec.registration_to_wire(registration(record, SECRET))),
         *(
             pb.RegisterRequest(page=page)
-            for digest, data in by_digest(DOCUMENTS).items()
+            for digest, data in by_digest([*DOCUMENTS, encode_rows(rows)]).items()
             for page in pages(digest, data)
         ),
-        *(pb.RegisterRequest(rows=rows) for rows in rows_to_wire(record.table.rows)),
     ]
     requests: dict[str, list[Any]] = {
         "Register": register,

@@ -5,6 +5,7 @@ A stranger's sources are records in the coordinator's state, whose endpoint does
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,6 @@ from mx.core.types import ModelKey
 from mx.errors import (
     EXIT_INTEGRITY,
     ManifestError,
-    MxError,
     NoSourceError,
     UnknownModelError,
 )
@@ -36,9 +36,7 @@ from mx.namekey import NameKey
 from mx.source.model import HeldModel, lend_tensors
 from mx.source.server import SourceServer
 from mx.transport import host_view
-from mx.wire.channel import Remote, Role, dial
 from mx.wire.documents import DocumentsServicer
-from mx.wire.rows import fetch_table
 from mx.wire.server import Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
 from tests.integration.conftest import error_of, free_port
@@ -136,23 +134,26 @@ def sources(address: str) -> list[Any]:
     return api.list_sources(coordinator=address, settings=SETTINGS)
 
 
-def test_rows_come_from_the_source_itself() -> None:
+@pytest.mark.parametrize("kept", [True, False], ids=["the coordinator", "the source"])
+def test_rows_come_from(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator keeps them; where it does not, the source has them."""
     first, second = held_model("m"), lent("m")
-    with coordinating() as address, serving(first, address), serving(second, address) as server:
+    state = MemoryState()
+    with coordinating(state) as address, serving(first, address), serving(second, address):
         listed = {s.record.source_id: s.record for s in sources(address)}
         record = listed[second.source_id]
-        assert record.table.scattered and record.table.rows == ()
+        assert record.table.scattered and record.table.row_count == 12
         assert not listed[first.source_id].table.scattered
-
-        async def ask(**changes: Any) -> Any:
-            async with dial(server.endpoint) as channel:
-                remote = Remote(Role.SOURCE, server.endpoint)
-                asked = replace(record, **changes)
-                return await fetch_table(channel, asked, most_rows=12, who=remote)
-
-        assert run(ask()).rows == second.rows() != ()
-        with pytest.raises(MxError, match="no such source"):
-            run(ask(source_id=first.source_id))
+        rows, document = record.table.rows_digest, state.document
+        assert document(rows) is not None
+        if not kept:
+            monkeypatch.setattr(state, "document", lambda d: None if d == rows else document(d))
+        tables = {t.record.source_id: t for t in api.list_tables("m", coordinator=address)}
+        assert not any(each.error for each in tables.values())
+        right = tensors(first.manifest, host_view(first.arena.view))
+        for each in tables.values():
+            assert {t.name: ctypes.string_at(t.address, t.nbytes) for t in each.tensors} == right
+            assert {(t.region, t.device) for t in each.tensors} == {(0, "cpu")}
 
 
 # -- a coordinator that has forgotten everything --------------------------------------------------
@@ -305,7 +306,7 @@ class Hider(CoordinatorServicer):
     async def Resolve(self, request: Any, context: Any) -> Any:
         answer = await super().Resolve(request, context)
         for source in answer.sources:
-            source.table.rows = 0
+            source.table.rows, source.table.rows_digest = 0, b""
             source.table.regions[0].layers.begin = 0
             source.table.regions[0].layers.end = source.table.held[-1].end
         return answer

@@ -23,7 +23,8 @@ from mx.coordinator.watchers import INTERVAL_S
 from mx.core.digest import document_digest
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.registry import Limits
-from mx.core.types import ModelKey, SourceState
+from mx.core.rows import encode_rows, with_rows
+from mx.core.types import ModelKey, SourceState, TableRow
 from mx.errors import (
     CapacityError,
     ConfigError,
@@ -38,7 +39,6 @@ from mx.errors import (
 from mx.namekey import NameKey
 from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
-from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from mx.wire.watching import WatchKind, WatchUpdate
@@ -83,17 +83,34 @@ async def test_50_000_tensors_pass_the_default_message_limit() -> None:
     scattered = make_record(documents, rows=rows, held=((0, 6250),))
     compact = make_record(documents)
     async with coordinator() as client:
+        every = by_digest([*documents, encode_rows(rows)])
         for record in (scattered, compact):
-            await register_at(client, record, by_digest(documents), source_secret=SECRET)
+            await register_at(client, record, every, source_secret=SECRET)
         found = await client.resolve("llama")
-        # Rows are the source's to give.
-        assert found.sources == [
-            replace(scattered, table=replace(scattered.table, rows=())),
-            compact,
-        ]
+        assert found.sources == [scattered, compact]
+        # The coordinator keeps the rows while their source is listed.
+        table = found.sources[0].table
+        (document,) = (await client.fetch(table.documents)).values()
+        assert with_rows(table, document).rows == rows
         refs = found.ref.documents
         both = await asyncio.gather(client.fetch(refs), client.fetch(refs))
         assert all(got == by_digest(documents) for got in both)
+
+
+async def test_rows_go_with_their_source_and_the_manifest_with_the_last() -> None:
+    rows = scattered_rows(4)
+    first = make_record(DOCUMENTS, rows=rows, held=((0, 1),))
+    async with coordinator(MemoryState(grace_s=0.0)) as client:
+        every = by_digest([*DOCUMENTS, encode_rows(rows)])
+        await register_at(client, first, every, source_secret=SECRET)
+        await register(client)
+        assert await client.fetch(first.table.documents)
+        await client.deregister(first.source_id)
+        await asyncio.sleep(0)
+        await client.list_sources()  # lets time pass
+        with pytest.raises(UnknownModelError):
+            await client.fetch(first.table.documents)
+        assert await client.fetch(first.ref.documents) == by_digest(DOCUMENTS)
 
 
 async def test_only_what_is_missing_is_uploaded() -> None:
@@ -188,10 +205,17 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
     ]
     wrong = pb.RegisterRequest.FromString(pages[0])
     wrong.page.data = b"x" * len(wrong.page.data)
-    rows = next(rows_to_wire(scattered_rows(2)))
-    outside = pb.RegisterRequest(rows=rows)
-    outside.rows.region_offset[1] = 1 << 44
-    scattered = source_message(rows=scattered_rows(2), held=((0, 1),))
+    first, second = scattered_rows(2)
+    beyond = (first, second._replace(region_offset=1 << 44))
+    scattered, outside = (
+        source_message(rows=rows, held=((0, 1),)) for rows in ((first, second), beyond)
+    )
+
+    def rows_of(*rows: TableRow) -> bytes:
+        data = encode_rows(rows)
+        (page,) = wire_documents.pages(document_digest(data), data)
+        return pb.RegisterRequest(page=page).SerializeToString()
+
     attempts: list[list[bytes]] = [
         [],
         pages,
@@ -202,7 +226,8 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
         [source_message(), *pages, source_message()],
         [source_message(name="a@b"), *pages],
         [scattered, *pages],
-        [scattered, *pages, outside.SerializeToString()],
+        [scattered, *pages, rows_of(first)],
+        [outside, *pages, rows_of(*beyond)],
     ]
     async with coordinator(state) as client:
         for attempt in attempts:
@@ -210,7 +235,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error.details()
         assert await client.list_sources() == [] and await client.list_models() == []
         assert await state.missing([document_digest(d) for d in DOCUMENTS])
-        good = [scattered, *pages, pb.RegisterRequest(rows=rows).SerializeToString()]
+        good = [scattered, *pages, rows_of(first, second)]
         channel: Any = client._channel
 
         async def requests() -> AsyncIterator[bytes]:

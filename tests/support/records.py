@@ -13,6 +13,7 @@ from mx.core.manifest import encode
 from mx.core.ownership import Receipt
 from mx.core.registration import Intent, Registration
 from mx.core.registry import Registered, Registry
+from mx.core.rows import encode_rows
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
@@ -81,8 +82,9 @@ def make_record(
     endpoint: str = "127.0.0.1:7700",
 ) -> SourceRecord:
     """Return a contiguous source of four layers in 1 MiB, or with `rows` a scattered one in
-    16 TiB."""
+    16 TiB, whose document of rows is `encode_rows(rows)`."""
     ref = make_ref(documents)
+    digest = document_digest(encode_rows(rows)) if rows else b""
     region = (
         Region(0, "cpu", 0x7F0000000000, 1 << 44)
         if rows
@@ -95,7 +97,9 @@ def make_record(
         endpoint=endpoint,
         place=Place(boot_id="b", hostname="h", uid=1, pid=2, addresses=("127.0.0.1",)),
         generation=generation,
-        table=AddressTable(ref.layout, (region,), rows, held, row_count=len(rows)),
+        table=AddressTable(
+            ref.layout, (region,), (), held, row_count=len(rows), rows_digest=digest
+        ),
         transports=("shm", "tcp"),
         role=role,
         state=state,

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from mx import codec
 from mx.core.registration import Intent
-from mx.core.types import AddressTable, ModelKey, Region, SourceRecord, TableRow
+from mx.core.types import AddressTable, ModelKey, Region, SourceRecord
 from mx.errors import ConfigError, PeerProtocolError
-from mx.wire.rows import ROWS_PER_PAGE, RowsDecoder, rows_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
 from tests.support.records import make_documents, make_record, registration, scattered_rows
@@ -36,17 +35,6 @@ def test_where_requests_are_taken_survives_a_round_trip_and_is_a_port() -> None:
     message.requests_port = 65_536
     with pytest.raises(PeerProtocolError, match="requests_port"):
         codec.source_from_wire(message)
-
-
-def test_rows_survive_a_round_trip_in_pages_below_the_message_limit() -> None:
-    rows = scattered_rows(50_000)
-    table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 44),))
-    decoder = RowsDecoder(table, len(rows))
-    pages = [page.SerializeToString() for page in rows_to_wire(rows)]
-    assert max(map(len, pages)) < 1 << 20
-    found = [row for page in pages for row in decoder.feed(pb.TableRows.FromString(page))]
-    decoder.finish()
-    assert tuple(found) == rows
 
 
 def good() -> cpb.Source:
@@ -142,47 +130,6 @@ def test_a_layer_is_in_one_region_only() -> None:
         codec.table_from_wire(codec.table_to_wire(table))
 
 
-SCATTERED = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1000), Region(1, "cpu", 0, 1000, (0, 1))))
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(0, 0, 1, 2, 0)],  # no such region
-        [(0, 0, 1, 1, 0)],  # a region that takes no rows
-        [(0, 0, 1001, 0, 0)],
-        [(0, 0, 1, 0, 1000)],
-        [(0, 0, 10, 0, U64_MAX)],
-        [(0, 0, U64_MAX, 0, 1)],
-        [(0, U64_MAX, 2, 0, 0)],
-        [(0, 0, 0, 0, 0)],
-        [(0, 0, 10, 0, 0), (0, 9, 10, 0, 10)],  # overlap
-        [(0, 10, 10, 0, 0), (0, 0, 10, 0, 10)],  # order
-        [(1, 0, 10, 0, 0), (0, 0, 10, 0, 10)],
-        [(0, 0, 10, 0, 0), (0, 10, 10, 0, 10), (0, 20, 10, 0, 20)],  # one too many
-    ],
-)
-def test_rows_outside_registered_regions_are_refused(
-    rows: list[tuple[int, int, int, int, int]],
-) -> None:
-    expected = min(2, len(rows))
-    for size in (1, len(rows)):  # also across pages
-        decoder = RowsDecoder(SCATTERED, expected)
-        pages = [rows[i : i + size] for i in range(0, len(rows), size)]
-        with pytest.raises(PeerProtocolError):
-            for page in pages:
-                for message in rows_to_wire([TableRow(*row) for row in page]):
-                    decoder.check(message)
-
-
-def test_missing_rows_and_ragged_columns_are_refused() -> None:
-    decoder = RowsDecoder(SCATTERED, 1)
-    with pytest.raises(PeerProtocolError, match="0 of 1"):
-        decoder.finish()
-    with pytest.raises(PeerProtocolError, match="columns"):
-        decoder.check(pb.TableRows(layer=[1], offset=[1, 2]))
-
-
 @pytest.mark.parametrize("name", ["", "a@b", "a:b", "a[b", "a\tb", "n" * 257, "a "])
 def test_a_bad_name_is_the_callers_mistake(name: str) -> None:
     with pytest.raises(ConfigError):
@@ -245,7 +192,7 @@ def test_weights_without_files_survive_a_round_trip() -> None:
 def test_scattered_sources_may_hold_any_layer() -> None:
     record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1000),))
     decoded = codec.source_from_wire(codec.source_to_wire(record))
-    assert decoded == replace(record, table=replace(record.table, rows=()))
+    assert decoded == record
 
 
 class Counted(int):
@@ -331,16 +278,6 @@ def test_a_scattered_table_says_how_many_layers_and_bytes_the_model_has() -> Non
     wire = codec.table_to_wire(replace(table, payload_nbytes=codec.MAX_TOTAL_BYTES + 1))
     with pytest.raises(PeerProtocolError, match="more than any memory"):
         codec.table_from_wire(wire)
-
-
-def test_a_page_of_rows_is_bounded() -> None:
-    rows = [TableRow(0, i, 1, 0, i) for i in range(ROWS_PER_PAGE + 1)]
-    table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 20),))
-    pages = list(rows_to_wire(rows))
-    assert [len(page.layer) for page in pages] == [ROWS_PER_PAGE, 1]
-    pages[0].MergeFrom(pages[1])
-    with pytest.raises(PeerProtocolError, match="in one message"):
-        RowsDecoder(table, len(rows)).check(pages[0])
 
 
 def test_errors_name_the_field() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 
 from mx.core.extents import ExtentMap
 from mx.core.layout import TensorSpec, plan_layout
+from mx.core.rows import encode_rows, with_rows
 from mx.core.types import AddressTable, Region, TableRow
 from mx.errors import PeerProtocolError
-from mx.wire.rows import RowsDecoder, rows_to_wire
 
 sizes = st.lists(st.sampled_from([0, 1, 255, 256, 257, 4096, 70_000]), min_size=1, max_size=12)
 
@@ -43,10 +42,13 @@ def test_every_byte_of_scattered_memory_is_found(
     )
     # As a reader gets it.
     layers = len(layout.layers)
-    table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, len(memory)),), held=((0, layers),))
-    decoder = RowsDecoder(table, len(sizes))
-    rows = [row for page in rows_to_wire(extents.rows) for row in decoder.feed(page)]
-    received = ExtentMap.of_table(layout, replace(table, rows=tuple(rows)))
+    table = AddressTable(
+        b"l" * 32,
+        (Region(0, "cpu", 0, len(memory)),),
+        held=((0, layers),),
+        row_count=len(extents.rows),
+    )
+    received = ExtentMap.of_table(layout, with_rows(table, encode_rows(extents.rows)))
     assert received.rows == extents.rows
     for tensor in layout.tensors:
         low, high = sorted(rng.randint(0, tensor.nbytes) for _ in range(2))

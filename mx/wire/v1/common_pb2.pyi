@@ -52,20 +52,22 @@ class FetchRequest(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AddressTable(_message.Message):
-    __slots__ = ("layout_digest", "regions", "held", "rows", "layers", "payload_bytes")
+    __slots__ = ("layout_digest", "regions", "held", "rows", "layers", "payload_bytes", "rows_digest")
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     layout_digest: bytes
     regions: _containers.RepeatedCompositeFieldContainer[Region]
     held: _containers.RepeatedCompositeFieldContainer[Range]
     rows: int
     layers: int
     payload_bytes: int
-    def __init__(self, layout_digest: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., rows: _Optional[int] = ..., layers: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    rows_digest: bytes
+    def __init__(self, layout_digest: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., rows: _Optional[int] = ..., layers: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., rows_digest: _Optional[bytes] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("index", "device", "base", "nbytes", "layers")
@@ -88,20 +90,6 @@ class Range(_message.Message):
     begin: int
     end: int
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
-
-class TableRows(_message.Message):
-    __slots__ = ("layer", "offset", "nbytes", "region", "region_offset")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    NBYTES_FIELD_NUMBER: _ClassVar[int]
-    REGION_FIELD_NUMBER: _ClassVar[int]
-    REGION_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    layer: _containers.RepeatedScalarFieldContainer[int]
-    offset: _containers.RepeatedScalarFieldContainer[int]
-    nbytes: _containers.RepeatedScalarFieldContainer[int]
-    region: _containers.RepeatedScalarFieldContainer[int]
-    region_offset: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., nbytes: _Optional[_Iterable[int]] = ..., region: _Optional[_Iterable[int]] = ..., region_offset: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("boot_id", "hostname", "uid", "pid", "pid_start_ticks", "pid_namespace", "net_namespace", "user_namespace", "ipc_namespace", "device", "addresses", "driver", "nics", "gpus", "numa_nodes")

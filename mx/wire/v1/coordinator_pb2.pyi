@@ -74,14 +74,12 @@ class Source(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("source", "page", "rows")
+    __slots__ = ("source", "page")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
     source: Source
     page: _common_pb2.Page
-    rows: _common_pb2.TableRows
-    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., rows: _Optional[_Union[_common_pb2.TableRows, _Mapping]] = ...) -> None: ...
+    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt")

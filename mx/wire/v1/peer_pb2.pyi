@@ -143,12 +143,6 @@ class LayerPage(_message.Message):
     data: bytes
     def __init__(self, layer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class TableRequest(_message.Message):
-    __slots__ = ("source_id",)
-    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
-    source_id: str
-    def __init__(self, source_id: _Optional[str] = ...) -> None: ...
-
 class SwarmMessage(_message.Message):
     __slots__ = ("hello", "welcome", "have", "request", "allow", "reject", "finished", "cancel", "unchoke", "not_interested", "suggest", "decline", "coordinated", "peers", "interested")
     HELLO_FIELD_NUMBER: _ClassVar[int]
