@@ -168,8 +168,9 @@ def planned_again(columns: Columns) -> Columns:
 
 
 def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias]) -> Columns:
-    _check_ties(by_name, aliases)
-    by_name, aliases = _canonical(by_name, aliases)
+    if aliases:
+        _check_ties(by_name, aliases)
+        by_name, aliases = _canonical(by_name, aliases)
     size_of = {each: kind_nbytes(each) for each in set(by_name.values())}
     sizes = {name: size_of[each] for name, each in by_name.items()}
     target_of = {alias.name: alias.target for alias in aliases}

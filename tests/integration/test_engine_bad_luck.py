@@ -179,7 +179,7 @@ def waiting():
 def going(self, name):
     while not waiting():
         time.sleep(0.05)
-    os.write(1, b"going\n")  # several threads come here
+    os.write(1, b"going\\n")  # several threads come here
     return tensor(self, name)
 
 weights.Weights.tensor = going
