@@ -347,7 +347,9 @@ def holds_its_part(host: str, listed: dict[str, int]) -> bool:
 
 @pytest.fixture
 def parts(lan: Lan) -> Parts:
-    lan.hosts.throttle(lan.links[ORIGIN], 1, ORIGIN)
+    # Slow enough that neither is complete for a minute; and no slower, since a queue that takes
+    # longer to drain than a ping may take lets only the first of two pulls read anything.
+    lan.hosts.throttle(lan.links[ORIGIN], 3, ORIGIN)
     addresses = {host: lan.links[host].address(host) for host in HALVES}
     for host, other in ((FIRST, SECOND), (SECOND, FIRST)):
         blackhole = ("route", "add", "blackhole", f"{addresses[other]}/32")
