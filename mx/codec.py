@@ -245,7 +245,7 @@ def _region_from_wire(index: int, message: pb.Region) -> Region:
 
 
 def table_from_wire(message: pb.AddressTable) -> AddressTable:
-    """Return a table without its rows, which `mx.core.rows.check_rows` checks against it."""
+    """Return a table without its rows, which `mx.wire.rows.check_rows` checks against it."""
     if len(message.regions) > MAX_REGIONS:
         raise _refuse(f"more than {MAX_REGIONS} regions")
     if message.rows > MAX_ROWS:

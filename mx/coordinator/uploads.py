@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from mx.coordinator.decoding import Decoded
 from mx.coordinator.state import StateStore
-from mx.core.rows import check_rows
 from mx.core.types import SourceRecord
 from mx.errors import ManifestError
 from mx.runtime import in_thread
 from mx.wire.documents import Assembler
+from mx.wire.rows import check_rows
 from mx.wire.v1 import common_pb2
 
 

@@ -104,7 +104,7 @@ class ExtentMap:
 
         Args:
             layout: The layout of its manifest.
-            table: Its table, with its rows if it is scattered; the codec and `mx.core.rows` have
+            table: Its table, with its rows if it is scattered; the codec and `mx.wire.rows` have
                 checked it in itself.
 
         Raises:

@@ -316,7 +316,7 @@ class AddressTable:
     """The extents of layers that a source holds, and their places.
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
-    `row_count` is the number of rows, which are a document of their own (`mx.core.rows`), and
+    `row_count` is the number of rows, which are a document of their own (`mx.wire.rows`), and
     `rows_digest` that one's digest. `layer_count` is the number of the model's layers, and
     `payload_nbytes` that of its bytes, where rows describe the regions, which may span far more;
     else 0.

@@ -11,7 +11,6 @@ from mx.core import manifest as manifests
 from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap
 from mx.core.pages import Pages
-from mx.core.rows import encode_rows
 from mx.core.topology import Place
 from mx.core.types import (
     ROW_BYTES,
@@ -40,6 +39,7 @@ from mx.storage.osfile import read_error
 from mx.storage.reader import fill_from_tensors, hash_in_place
 from mx.storage.side_files import read_side_files
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, View
+from mx.wire.rows import encode_rows
 
 
 @dataclass(eq=False)

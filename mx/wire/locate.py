@@ -14,7 +14,6 @@ import grpc.aio
 from mx import codec
 from mx.core.reference import check_pin, pinned_name
 from mx.core.revisions import MAIN, is_main, update_number
-from mx.core.rows import with_rows
 from mx.core.types import CHECKPOINT, AddressTable, Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     LocalError,
@@ -31,6 +30,7 @@ from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import WritePage, fetch, fetch_to
+from mx.wire.rows import with_rows
 from mx.wire.rpc import Stub
 from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2

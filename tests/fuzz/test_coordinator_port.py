@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mx import codec
 from mx.coordinator.daemon import Coordinator
-from mx.core.rows import encode_rows
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
+from mx.wire.rows import encode_rows
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate

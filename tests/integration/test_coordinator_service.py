@@ -23,7 +23,6 @@ from mx.coordinator.watchers import INTERVAL_S
 from mx.core.digest import document_digest
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.registry import Limits
-from mx.core.rows import encode_rows, with_rows
 from mx.core.types import ModelKey, SourceState, TableRow
 from mx.errors import (
     CapacityError,
@@ -39,6 +38,7 @@ from mx.errors import (
 from mx.namekey import NameKey
 from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
+from mx.wire.rows import encode_rows, with_rows
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from mx.wire.watching import WatchKind, WatchUpdate

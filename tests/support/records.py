@@ -13,7 +13,6 @@ from mx.core.manifest import encode
 from mx.core.ownership import Receipt
 from mx.core.registration import Intent, Registration
 from mx.core.registry import Registered, Registry
-from mx.core.rows import encode_rows
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
@@ -31,6 +30,7 @@ from mx.core.types import (
 from mx.namekey import NameKey
 from mx.wire import client as client_module
 from mx.wire.client import CoordinatorClient
+from mx.wire.rows import encode_rows
 
 
 @cache

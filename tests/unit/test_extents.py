@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mx.core.extents import ExtentMap
 from mx.core.layout import TensorSpec, plan_layout
-from mx.core.rows import encode_rows, with_rows
 from mx.core.types import AddressTable, Region, TableRow
 from mx.errors import PeerProtocolError
+from mx.wire.rows import encode_rows, with_rows
 
 sizes = st.lists(st.sampled_from([0, 1, 255, 256, 257, 4096, 70_000]), min_size=1, max_size=12)
 

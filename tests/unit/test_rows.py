@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.rows import check_rows, encode_rows, with_rows
 from mx.core.types import ROW_BYTES, AddressTable, Region, TableRow
 from mx.errors import PeerProtocolError
+from mx.wire.rows import check_rows, encode_rows, with_rows
 from tests.support.records import scattered_rows
 
 U64_MAX = (1 << 64) - 1
