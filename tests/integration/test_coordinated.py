@@ -72,7 +72,8 @@ def test_pulls_of_one_machine_give_to_each_other_where_that_is_asked_for(
     for number, report in enumerate(reports):
         assert same(load_file(tmp_path / str(number) / "model.safetensors"), load_file(weights))
         assert sum(path["bytes"] for path in report["paths"]) == MODEL_NBYTES
-        assert {path["source"] for path in report["paths"]} > {origin}
+        # One that begins late may find everything at the others.
+        assert {path["source"] for path in report["paths"]} - {origin}
         from_origin += sum(p["bytes"] for p in report["paths"] if p["source"] == origin)
-    assert from_origin < (TARGETS - 0.5) * MODEL_NBYTES
+    assert MODEL_NBYTES <= from_origin < (TARGETS - 0.5) * MODEL_NBYTES
     assert all(report["verified"] == "digest" for report in reports)
