@@ -23,6 +23,7 @@ from mx.core.types import (
     SourceState,
 )
 from mx.core.variant import FIELDS, members_of, membership, note_document, why_not_a_variant
+from mx.core.versions import MAX_VERSION
 from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
@@ -156,6 +157,7 @@ def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
     message = pb.ManifestRef(
         identity=pb.DocumentRef(digest=ref.identity, nbytes=identity),
         layout=pb.DocumentRef(digest=ref.layout, nbytes=layout),
+        layout_version=ref.layout_version,
     )
     if ref.packaging:
         message.packaging.digest, message.packaging.nbytes = ref.packaging, packaging
@@ -171,11 +173,14 @@ def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
         digest_from_wire(part.digest, name)
         if not 0 < part.nbytes <= MAX_DOCUMENT_BYTES:
             raise _refuse(f"{name}: a document has 1 to {MAX_DOCUMENT_BYTES} bytes")
+    if not 0 < message.layout_version <= MAX_VERSION:
+        raise _refuse(f"layout_version: {message.layout_version}")
     return ManifestRef(
         message.identity.digest,
         message.layout.digest,
         message.packaging.digest,
         (message.identity.nbytes, message.layout.nbytes, message.packaging.nbytes),
+        message.layout_version,
     )
 
 

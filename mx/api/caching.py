@@ -17,6 +17,7 @@ from mx.errors import ConfigError, LocalError
 from mx.memory.budget import available_nbytes
 from mx.wire.address import is_local
 from mx.wire.cache import CacheClient, CacheServicer, CacheStatus
+from mx.wire.client import CoordinatorClient
 from mx.wire.private import cache_socket, make_folder, socket_in_use
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import cache_pb2
@@ -219,8 +220,9 @@ async def _start(
     *,
     embed: bool,
 ) -> Cache:
-    embedded = await join_or_embed(
+    embedded, _ = await join_or_embed(
         address,
+        CoordinatorClient.list_models,
         named_by=named_by(coordinator, settings),
         embed=embed,
         wait_s=settings.wait_s,

@@ -25,6 +25,7 @@ def hold(
     key: ModelKey,
     device: str,
     *,
+    layout_version: int | None = None,
     files: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -35,6 +36,7 @@ def hold(
         what: As for `serve`.
         key: The name, revision and variant to hold it as.
         device: "cpu" or "cuda:UUID".
+        layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel with tensors; None: no files do.
         on_progress: As for `serve`.
         cancelled: As for `serve`.
@@ -50,6 +52,7 @@ def hold(
             held = hold_checkpoint(
                 Path(what),
                 key,
+                layout_version=layout_version,
                 device=device,
                 shortcuts=device == "cpu",
                 threads=2,
@@ -67,6 +70,7 @@ def hold(
         found.views(),
         key,
         files=files,
+        layout_version=layout_version,
         device=device,
         shortcuts=device == "cpu",
     )
@@ -76,6 +80,7 @@ def lend(
     what: Any,
     key: ModelKey,
     *,
+    layout_version: int | None = None,
     files: Path | None = None,
     non_persistent: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
@@ -85,6 +90,7 @@ def lend(
     Args:
         what: The module or the state dict; the model refers to it.
         key: The name, revision and variant to lend it as.
+        layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel along; None: no files do.
         non_persistent: Whether to lend the buffers that a state dict leaves out, too.
         cancelled: As for `serve`.
@@ -108,6 +114,7 @@ def lend(
             tensors,
             key,
             files=files,
+            layout_version=layout_version,
             cancelled=cancelled,
         )
 

@@ -132,7 +132,10 @@ def serve_pipeline(
             component: source.pinned.rpartition("@")[2]
             for component, source in zip(components, sources, strict=True)
         }
-        held = _held_files(root, ModelKey(reference.name, revision, DEFAULT_VARIANT), pins)
+        # The coordinator has named the version for the components, which are listed with it.
+        version = sources[0].manifest.layout.version
+        key = ModelKey(reference.name, revision, DEFAULT_VARIANT)
+        held = _held_files(root, key, pins, version)
         where, update = sources[0].coordinator_address, bool(more.get("update"))
         source = _serve_held(held, where, settings, update=update)
         failing.callback(source.close)
@@ -145,7 +148,9 @@ def _has_weights(entry: os.DirEntry[str]) -> bool:
     return any(name.endswith(_TENSORS) for name in os.listdir(entry.path))
 
 
-def _held_files(root: Path, key: ModelKey, pins: Mapping[str, str]) -> HeldModel:
+def _held_files(
+    root: Path, key: ModelKey, pins: Mapping[str, str], layout_version: int
+) -> HeldModel:
     """Return a model of a pipeline's small files, and of the pins of its components."""
     check_model_key(key)
     files, documents, _ = read_side_files(root, None, ())
@@ -155,7 +160,7 @@ def _held_files(root: Path, key: ModelKey, pins: Mapping[str, str]) -> HeldModel
     files = (*(each for each in files if each.path != COMPONENTS), side)
     tensors = {INDEX: (root / INDEX).read_bytes(), COMPONENTS: said}
     specs = [manifests.TensorSpec(name, "U8", (len(data),)) for name, data in tensors.items()]
-    layout = manifests.plan_layout(specs, ())
+    layout = manifests.plan_layout(specs, (), layout_version)
     arena = MemfdArena(layout.arena_nbytes, name=str(key))
     try:
         view = arena.view

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mx import config, namekey, runtime
 from mx.api.common import (
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from mx.coordinator.daemon import Coordinator
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Readers of live memory have leases of this length at most: its owner waits for them before it
 #: writes.
@@ -97,14 +100,16 @@ def named_by(coordinator: str | None, settings: config.Settings) -> str:
 
 async def join_or_embed(
     address: str,
+    ask: Callable[[CoordinatorClient], Awaitable[_T]],
     *,
     named_by: str,
     embed: bool,
     wait_s: float,
     settings: config.Settings,
     cancelled: Callable[[], bool],
-) -> Coordinator | None:
-    """Make sure that a coordinator answers at `address`, and return it if it is embedded here.
+) -> tuple[Coordinator | None, _T | None]:
+    """Ask the coordinator at `address`. Return None and its answer; where there is none, the one
+    that is embedded here, and None.
 
     Where `named_by` says that the user named the address, wait for it up to `wait_s` and embed
     none.
@@ -117,8 +122,8 @@ async def join_or_embed(
     )
     must_be_there = bool(named_by) or not embed
     try:
-        await _until_it_answers(client, wait_s if must_be_there else 0.0, cancelled)
-        return None
+        patience_s = wait_s if must_be_there else 0.0
+        return None, await _answered(client, ask, patience_s, cancelled)
     except CoordinatorError as error:
         if isinstance(error, CoordinatorVersionError):
             raise  # there is a coordinator, so that none can be embedded here
@@ -139,7 +144,7 @@ async def join_or_embed(
     except BaseException:
         await uncut(coordinator.stop())
         raise
-    return coordinator
+    return coordinator, None
 
 
 def _key_of(what: Any, model: str, revision: str, variant: str | ProcessingKey) -> ModelKey:
@@ -167,10 +172,13 @@ def _key_of(what: Any, model: str, revision: str, variant: str | ProcessingKey) 
     return key
 
 
-async def _until_it_answers(
-    client: CoordinatorClient, wait_s: float, cancelled: Callable[[], bool]
-) -> None:
-    """Try until the coordinator answers.
+async def _answered(
+    client: CoordinatorClient,
+    ask: Callable[[CoordinatorClient], Awaitable[_T]],
+    wait_s: float,
+    cancelled: Callable[[], bool],
+) -> _T:
+    """Ask until the coordinator answers.
 
     Raises CoordinatorError after `wait_s`, and at once if the coordinator refuses.
     """
@@ -178,8 +186,7 @@ async def _until_it_answers(
     said = False
     while True:
         try:
-            await client.list_models()
-            return
+            return await ask(client)
         except CoordinatorError as error:
             left_s = deadline_s - time.monotonic()
             if type(error) is not CoordinatorError or left_s <= 0 or cancelled():
@@ -276,12 +283,13 @@ def serve(
     name_key = namekey.load(settings)
     address = coordinator or settings.coordinator
 
-    def take(stopped: Callable[[], bool]) -> HeldModel:
+    def take(layout_version: int | None, stopped: Callable[[], bool]) -> HeldModel:
         if copy:
             return hold(
                 what,
                 key,
                 where,
+                layout_version=layout_version,
                 files=folder,
                 on_progress=on_progress,
                 cancelled=stopped,
@@ -289,6 +297,7 @@ def serve(
         return lend(
             what,
             key,
+            layout_version=layout_version,
             files=folder,
             non_persistent=non_persistent_buffers,
             cancelled=stopped,
@@ -300,15 +309,16 @@ def serve(
         embedded: Coordinator | None = None
         held: HeldModel | None = None
         try:
-            embedded = await join_or_embed(
+            embedded, layout_version = await join_or_embed(
                 address,
+                lambda client: client.layout_version(key),
                 named_by=named_by(coordinator, settings),
                 embed=embed,
                 wait_s=settings.wait_s,
                 settings=settings,
                 cancelled=cancelled,
             )
-            held = await taken_in(take, cancelled)
+            held = await taken_in(partial(take, layout_version), cancelled)
             await offer(server, held, address, update=update)
             return Source(loop, server, held, address, embedded, updatable=True)
         except BaseException:

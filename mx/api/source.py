@@ -246,6 +246,7 @@ class Source(Closable):
                     what,
                     old.key,
                     old.device,
+                    layout_version=old.manifest.layout.version,
                     on_progress=on_progress,
                     cancelled=stopped,
                 )

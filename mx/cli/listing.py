@@ -73,6 +73,7 @@ def models(
                 "pin": entry.ref.pin.hex(),
                 "pin_covers_files": bool(entry.ref.packaging),
                 "pin_only": entry.pin_only,
+                "layout_version": entry.ref.layout_version,
                 "bytes": entry.nbytes,
                 "layers": entry.layers,
                 "sources": entry.sources,

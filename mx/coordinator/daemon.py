@@ -151,7 +151,7 @@ class Coordinator:
         self._listening = await listen(
             address,
             [
-                Service(coordinator, self._servicer),
+                Service(coordinator, self._servicer, self._servicer.on_call),
                 Service(documents, DocumentsServicer(self._state.document)),
             ],
             tls=tls,

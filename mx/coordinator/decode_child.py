@@ -28,7 +28,7 @@ def main() -> dict[str, str]:
 
     digests = [bytes.fromhex(digest) for digest in head["digests"]]
     sizes = (head["sizes"][0], head["sizes"][1], head["sizes"][2])
-    ref = ManifestRef(digests[0], digests[1], digests[2], sizes)
+    ref = ManifestRef(digests[0], digests[1], digests[2], sizes, head["layout_version"])
     documents = {digest: sys.stdin.buffer.read(nbytes) for digest, nbytes in ref.documents}
     try:
         manifest.decode(ref, documents)

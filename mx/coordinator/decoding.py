@@ -70,6 +70,7 @@ def _decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> None:
         "path": sys.path,
         "digests": [each.hex() for each in (ref.identity, ref.layout, ref.packaging)],
         "sizes": ref.sizes,
+        "layout_version": ref.layout_version,
     }
     sent = [json.dumps(head).encode(), b"\n", *(documents[digest] for digest, _ in ref.documents)]
     try:

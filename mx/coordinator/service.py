@@ -19,10 +19,17 @@ from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
+from mx.core import layout_rules
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
-from mx.errors import ClosedError, PeerProtocolError, UnknownSourceError
+from mx.core.versions import HINT, Versions, own
+from mx.errors import (
+    ClosedError,
+    CoordinatorVersionError,
+    PeerProtocolError,
+    UnknownSourceError,
+)
 from mx.wire.documents import pages
 from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -59,6 +66,7 @@ class CoordinatorServicer(PullsServicer):
         self._turns = Turns()
         self._log = WatchLog()
         self._names = MeantLog()
+        self._layouts = layout_rules.InUse()
         self._watchers: dict[str, set[Watcher]] = {}
         # A thousand sources may be behind one address, but no address may take the whole limit.
         self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
@@ -82,7 +90,20 @@ class CoordinatorServicer(PullsServicer):
             for watcher in watchers:
                 watcher.woken.set()
 
+    def on_call(self, context: Any, versions: Versions) -> None:
+        """Note the layout version of a caller that does not plan the newest one."""
+        newest = versions.layout.high
+        if newest < layout_rules.newest():
+            self._layouts.began(newest)
+            context.add_done_callback(lambda _: self._layouts.ended(newest, self._state.now()))
+
     # -- sources --------------------------------------------------------------------------------
+
+    async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
+        del context
+        ref = await self._state.bound(codec.key_from_wire(request.model))
+        version = self._layouts.named(self._state.now()) if ref is None else ref.layout_version
+        return pb.LayoutResponse(version=version)
 
     async def Register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
         with self._registering.admitted(context):
@@ -100,13 +121,22 @@ class CoordinatorServicer(PullsServicer):
             raise PeerProtocolError("Register: the first message carries the source")
         registration = codec.registration_from_wire(first.source)
         record = registration.record
+        if record.ref.layout_version not in layout_rules.RULES:
+            raise CoordinatorVersionError(
+                f"{record.model} is in layout {record.ref.layout_version}; this coordinator plans "
+                f"layout {own().layout}",
+                hint=HINT,
+            )
         port = own_port(context, record.endpoint, record.requests_port)
         record = replace(record, requests_port=port)
         registration = replace(registration, record=record)
         address = address_of(context)
         async with Upload(self._state, record, address) as upload:
             async for request in requests:
-                if request.WhichOneof("part") != "page":
+                part = request.WhichOneof("part")
+                if part is None:  # what a later release sends besides
+                    continue
+                if part != "page":
                     raise PeerProtocolError("Register: pages follow the source")
                 await upload.add(request.page)
             await upload.finish(self._decoded)

@@ -17,7 +17,7 @@ from mx.core.named import Meant
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
 from mx.core.registry import Change, ChangeKind, Limits, Registered, Registry
-from mx.core.types import SourceRecord, SourceState
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
 
@@ -93,6 +93,8 @@ class StateStore(Protocol):
     async def deregister(
         self, source_id: str, secret: bytes, *, keeps_name: bool = False
     ) -> None: ...
+
+    async def bound(self, key: ModelKey) -> ManifestRef | None: ...
 
     async def source(self, source_id: str) -> Listed: ...
 
@@ -220,6 +222,10 @@ class MemoryState:
             self._registry.deregister(self.now(), source_id, secret, keeps_name=keeps_name)
         finally:
             self._publish()
+
+    async def bound(self, key: ModelKey) -> ManifestRef | None:
+        await self.tick()
+        return self._registry.bound(key)
 
     async def source(self, source_id: str) -> Listed:
         await self.tick()

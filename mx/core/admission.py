@@ -76,8 +76,9 @@ def admit(
         bindings.quota.check(address)
     elif binding.ref.layout != ref.layout:
         raise BindingError(
-            f"{key} is listed in another layout of the same weights",
-            hint="run the same version of mx everywhere",
+            f"{key} is listed in layout {binding.ref.layout_version}, and these are the same "
+            f"weights in layout {ref.layout_version}",
+            hint="start this source again: it lays them out as those that are listed",
         )
     return found
 

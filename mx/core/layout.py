@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 
-from mx.core.naming import layers_in_execution_order
+from mx.core.layout_rules import RULES, newest
 from mx.core.packaging import MAX_NAME_CHARS, bad_tensor_name
 from mx.core.types import (
     DTYPE_BITS,
@@ -138,12 +138,19 @@ def alias_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     return tuple(s if n > 1 else 1 for n, s in zip(shape, stride, strict=True))
 
 
-def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> Layout:
+def plan_layout(
+    specs: Iterable[TensorSpec], aliases: Sequence[Alias] = (), version: int | None = None
+) -> Layout:
     """Return the layout of these tensors, the same for any order of `specs` and `aliases`.
 
     Layers are in execution order. A tensor lies in the earliest layer of itself and its aliases,
     so that a tie never makes the first layer wait for the last. Of several names that view all of
     a tensor the least one is the tensor's, and the others are its aliases.
+
+    Args:
+        specs: The tensors.
+        aliases: Views of them.
+        version: A layout version that `mx.core.layout_rules` has; None: the newest.
 
     Raises:
         ManifestError: There are no tensors, a name is duplicate or bad, a tensor has no valid
@@ -154,20 +161,23 @@ def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> L
         if spec.name in by_name:
             raise ManifestError(f"there are two tensors {spec.name!r}")
         by_name[spec.name] = (spec.dtype, tuple(spec.shape), tuple(spec.stride))
-    return build_layout(*_planned(by_name, aliases))
+    version = newest() if version is None else version
+    return build_layout(*_planned(by_name, aliases, version), version=version)
 
 
-def planned_again(columns: Columns) -> Columns:
+def planned_again(columns: Columns, version: int) -> Columns:
     """Return the columns of the layout that `plan_layout` returns for the same tensors.
 
     Args:
         columns: Columns that `build_layout` has taken.
+        version: As for `plan_layout`.
     """
     _, names, kinds, kind, aliases = columns
-    return _planned(dict(zip(names, map(kinds.__getitem__, kind), strict=True)), aliases)
+    by_name = dict(zip(names, map(kinds.__getitem__, kind), strict=True))
+    return _planned(by_name, aliases, version)
 
 
-def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias]) -> Columns:
+def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias], version: int) -> Columns:
     if aliases:
         _check_ties(by_name, aliases)
         by_name, aliases = _canonical(by_name, aliases)
@@ -179,7 +189,7 @@ def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias]) -> Columns:
     layers: list[tuple[str, int]] = []
     moved: set[str] = set()
     tied = set(target_of.values())
-    for label, members in layers_in_execution_order(sizes, sizes):
+    for label, members in RULES[version].layers(sizes, sizes):
         if tied:
             members = [target_of.get(name, name) for name in members]
             members = [name for name in dict.fromkeys(members) if name not in moved]
@@ -233,6 +243,8 @@ def build_layout(
     kinds: Sequence[Kind],
     kind: list[int],
     aliases: Sequence[Alias],
+    *,
+    version: int | None = None,
 ) -> Layout:
     """Check the columns of a layout and compute every place.
 
@@ -245,6 +257,7 @@ def build_layout(
         kinds: The dtypes and shapes that tensors have.
         kind: The index into `kinds` of each tensor.
         aliases: Views of these tensors.
+        version: As for `plan_layout`.
 
     Returns:
         The layout. It refers to the arguments; do not change them afterwards.
@@ -290,7 +303,7 @@ def build_layout(
 
     if aliases:
         _check_aliases(aliases, dict(zip(names, kind, strict=True)), kinds, size_of)
-    return Layout(built, tensors, aliases)
+    return Layout(built, tensors, aliases, version)
 
 
 def _check_names(

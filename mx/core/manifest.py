@@ -35,6 +35,7 @@ from mx.core.layout import (
     plan_layout,
     planned_again,
 )
+from mx.core.layout_rules import RULES
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
@@ -53,6 +54,7 @@ from mx.core.types import (
     Packaging,
     SideFile,
 )
+from mx.core.versions import HINT
 from mx.errors import ManifestError
 from mx.text import shown
 
@@ -60,8 +62,8 @@ __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 
 #: The most chunks of a model.
 MAX_CHUNKS = 1 << 20
-#: Of the layout and the packaging document.
-VERSION = 2
+#: Of the packaging document. That of the layout document is the layout version.
+PACKAGING_VERSION = 2
 
 
 def encode(
@@ -95,7 +97,8 @@ def encode(
         counts[tensor.layer] += 1
     layers = [(layer.name, count) for layer, count in zip(layout.layers, counts, strict=True)]
     columns = (layers, names, kinds, kind, list(layout.aliases))
-    if planned_again(columns) != columns or build_layout(*columns).layers != layout.layers:
+    version = layout.version
+    if planned_again(columns, version) != columns or build_layout(*columns).layers != layout.layers:
         raise ManifestError("the layout was not made by plan_layout")
     _check_chunks(layout)
     _check_packaging(packaging, names)
@@ -103,7 +106,7 @@ def encode(
     identity = records.document(roots)
     in_order = tuple([roots[name] for name in names])
     _check_roots(layout, in_order)
-    places = _layout_document(columns)
+    places = _layout_document(columns, version)
     files = _packaging_document(packaging, names) if packaging != Packaging() else b""
     documents = {document_digest(each): each for each in (identity, places, files) if each}
     return Manifest(
@@ -112,6 +115,7 @@ def encode(
             document_digest(places),
             document_digest(files) if files else b"",
             (len(identity), len(places), len(files)),
+            version,
         ),
         layout,
         packaging,
@@ -135,9 +139,14 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
         ManifestError: A document is missing, malformed, or contradicts `ref` or another document.
     """
     identity, layout_data, packaging_data = _verified(ref, documents)
-    columns = _read_layout(layout_data)
-    layout = build_layout(*columns)
-    if _layout_document(planned_again(columns)) != layout_data:
+    version, columns = _read_layout(layout_data)
+    if version != ref.layout_version:
+        raise ManifestError(
+            f"the layout has version {version}, not {ref.layout_version} as announced",
+            hint="its source is broken or lies",
+        )
+    layout = build_layout(*columns, version=version)
+    if _layout_document(planned_again(columns, version), version) != layout_data:
         raise ManifestError(
             "the layout is not the one that follows from these tensors",
             hint="its source is broken or lies",
@@ -189,7 +198,7 @@ def _check_chunks(layout: Layout) -> None:
 # -- layout ---------------------------------------------------------------------------------------
 
 
-def _layout_document(columns: Columns) -> bytes:
+def _layout_document(columns: Columns, version: int) -> bytes:
     layers, names, kinds, kind, aliases = columns
     head = {
         "aliases": [
@@ -199,16 +208,16 @@ def _layout_document(columns: Columns) -> bytes:
         "kinds": [kind_to_json(each) for each in kinds],
         "layer_names": [name for name, _ in layers],
         "layer_tensors": [count for _, count in layers],
-        "version": VERSION,
+        "version": version,
     }
     return join_binary(write_json(head), write_names(names))
 
 
-def _read_layout(data: bytes) -> Columns:
+def _read_layout(data: bytes) -> tuple[int, Columns]:
     what = "layout"
     head, raw = split_binary(data, what)
     document = read_json(head, what)
-    _check_version(document, what)
+    version = _version_of(document, what, tuple(RULES))
     labels = take_list(document, "layer_names", str, what)
     counts = take_list(document, "layer_tensors", int, what)
     if raw.count(b"\0") >= MAX_TENSORS:  # as text they take thirty times their size
@@ -234,7 +243,7 @@ def _read_layout(data: bytes) -> Columns:
                 aliases.append(Alias(name, target, dtype, _ints(shape), offset, _ints(stride)))
             case _:
                 raise ManifestError("an alias in the layout document is malformed")
-    return list(zip(labels, counts, strict=True)), names, kinds, kind, aliases
+    return version, (list(zip(labels, counts, strict=True)), names, kinds, kind, aliases)
 
 
 def _ints(values: list[object]) -> tuple[int, ...]:
@@ -243,13 +252,15 @@ def _ints(values: list[object]) -> tuple[int, ...]:
     return tuple(cast(list[int], values))
 
 
-def _check_version(document: dict[str, object], what: str) -> None:
+def _version_of(document: dict[str, object], what: str, known: Sequence[int]) -> int:
     version = take(document, "version", int, what)
-    if version != VERSION:
+    if version not in known:
+        reads = " and ".join(map(str, sorted(known)))
         raise ManifestError(
-            f"the {what} document has version {str(version)[:9]}, this mx reads {VERSION}",
-            hint="run the same version of mx on both sides",
+            f"the {what} document has version {str(version)[:9]}, this mx reads {reads}",
+            hint=HINT,
         )
+    return version
 
 
 # -- packaging ------------------------------------------------------------------------------------
@@ -272,7 +283,7 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
                 for file in packaging.files
             ],
             "side_files": [[s.path, s.nbytes, s.digest.hex()] for s in packaging.side_files],
-            "version": VERSION,
+            "version": PACKAGING_VERSION,
         }
     )
 
@@ -280,7 +291,7 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
 def _read_packaging(data: bytes, names: list[str]) -> Packaging:
     what = "packaging"
     document = read_json(data, what)
-    _check_version(document, what)
+    _version_of(document, what, (PACKAGING_VERSION,))
     ordered = sorted(names)
     files = []
     for entry in take_list(document, "files", list, what):

@@ -29,7 +29,7 @@ from mx.core.named import Meant
 from mx.core.ownership import Receipt
 from mx.core.quota import Quota
 from mx.core.registration import Registration
-from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
 
@@ -310,6 +310,11 @@ class Registry:
         self._name()
 
     # -- questions (call `tick` first) ------------------------------------------------------------
+
+    def bound(self, key: ModelKey) -> ManifestRef | None:
+        """Return the manifest that a key stands for, or None."""
+        binding = self._bindings.get(key)
+        return None if binding is None else binding.ref
 
     def source(self, source_id: str) -> Listed:
         """Return a listed source.

@@ -356,4 +356,4 @@ def _subset(
             )
         layers.append(Layer(layer.index, layer.name, end, arena_offset, tuple(extents), first))
         arena_offset = align_up(arena_offset + end, LAYER_ALIGNMENT_BYTES)
-    return Subset(model, Layout(layers, tensors, ties), members)
+    return Subset(model, Layout(layers, tensors, ties, model.version), members)

@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
-from mx.core.grid import ChunkGrid, chunk_nbytes_of
+from mx.core.grid import ChunkGrid
+from mx.core.layout_rules import RULES, newest
 from mx.core.topology import Place
 from mx.units import align_up
 
@@ -126,7 +127,7 @@ class Layout:
     `mx.core.layout` builds layouts and validates them. `tensors` are ordered by (layer, offset).
     The constructor also takes a function that makes them, and calls it once, on the first access:
     to make 50,000 objects takes longer than everything else that a pull does before its first
-    read.
+    read. `version` is the layout version by whose rules it is planned, None for the newest.
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class Layout:
         layers: Sequence[Layer],
         tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
         aliases: Sequence[Alias] = (),
+        version: int | None = None,
     ) -> None:
+        self.version = newest() if version is None else version
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._tensors = tensors
         self.aliases: tuple[Alias, ...] = tuple(aliases)
@@ -165,7 +168,8 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return (self.layers, self.tensors, self.aliases) == (
+        return (self.version, self.layers, self.tensors, self.aliases) == (
+            other.version,
             other.layers,
             other.tensors,
             other.aliases,
@@ -210,13 +214,15 @@ class ManifestRef:
 
     `identity` is both the model's identity and the digest of the identity document. `packaging` is
     b"" for weights without files. `sizes` are those of the identity, the layout and the packaging
-    document, 0 for the last if there is none.
+    document, 0 for the last if there is none. `layout_version` is the one that the layout document
+    names.
     """
 
     identity: bytes
     layout: bytes
     packaging: bytes
     sizes: tuple[int, int, int]
+    layout_version: int = field(default_factory=newest)
 
     @property
     def documents(self) -> list[tuple[bytes, int]]:
@@ -278,7 +284,8 @@ class Manifest:
     @cached_property
     def grid(self) -> ChunkGrid:
         """The chunks of the layout."""
-        return ChunkGrid(self.layout, chunk_nbytes_of(self.layout.payload_nbytes))
+        rules = RULES[self.layout.version]
+        return ChunkGrid(self.layout, rules.chunk_nbytes(self.layout.payload_nbytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,36 @@
 """The versions that both processes state in the first frame of every call. Pure.
 
-A peer that sends none is of version 1, before which there was nothing. What a peer sends is read
-strictly, but a version that this mx does not know is still read as one: the refusal names it.
+Wire and layout are ranges, and two processes understand each other where both ranges overlap; the
+digest version is exact. A peer that sends none is of version 1, before which there was nothing.
+What a peer sends is read strictly, but a version that this mx does not know is still read as one:
+the refusal names it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mx.core import layout_rules
 from mx.errors import PeerProtocolError
 
-#: Calls and their messages, tickets, and what is said before data moves.
-WIRE_VERSION = 6
-#: The order and the places of tensors, and how they are cut into chunks.
-LAYOUT_VERSION = 2
+#: Calls and their messages, tickets, and what is said before data moves: the newest that this mx
+#: speaks, and the oldest that it understands and that understands it.
+WIRE_VERSION = 7
+WIRE_MIN_VERSION = 7
 #: What is hashed, by what, and how digests make an identity.
 DIGEST_VERSION = 2
 
+#: What a refusal advises.
+HINT = "run one release of mx on both sides, or two that follow each other"
+
 #: The longest text that is read.
 MAX_TEXT_CHARS = 128
-_MAX_NUMBER = 65_535
+MAX_VERSION = 65_535
 _NAMES = ("wire", "layout", "digest")
-_TEXT = re.compile(r"[a-z]{1,16}=[1-9][0-9]{0,4}(?:,[a-z]{1,16}=[1-9][0-9]{0,4}){2,7}")
+_TEXT = re.compile(r"[a-z]{1,16}=[1-9][0-9]{0,4}(?:,[a-z]{1,16}=[1-9][0-9]{0,4}){2,9}")
 #: What is shown of a text that can't be read.
 _SHOWN_CHARS = 40
 #: What a peer speaks that sends no versions, for messages.
@@ -31,32 +38,62 @@ SILENT = "wire 1 (an older mx, which sends no versions)"
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """The versions from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __contains__(self, version: int) -> bool:
+        return self.low <= version <= self.high
+
+    def overlaps(self, other: Span) -> bool:
+        """Return True if a version is in both."""
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.high}" if self.low == self.high else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
 class Versions:
     """What a process speaks. `others` are versions that only a newer mx has: name and number."""
 
-    wire: int
-    layout: int
+    wire: Span
+    layout: Span
     digest: int
     others: tuple[tuple[str, int], ...] = ()
 
-    def _pairs(self) -> tuple[tuple[str, int], ...]:
-        own = zip(_NAMES, (self.wire, self.layout, self.digest), strict=True)
-        return (*own, *self.others)
-
     def encode(self) -> str:
-        """Return the text that `decode` reads, such as "wire=2,layout=2,digest=2"."""
-        return ",".join(f"{name}={number}" for name, number in self._pairs())
+        """Return the text that `decode` reads, such as "wire=8,layout=3,digest=2,wiremin=7": a
+        range's lower end is named where it is not its upper one."""
+        pairs = [("wire", self.wire.high), ("layout", self.layout.high), ("digest", self.digest)]
+        for name, span in (("wire", self.wire), ("layout", self.layout)):
+            if span.low != span.high:
+                pairs.append((f"{name}min", span.low))
+        return ",".join(f"{name}={number}" for name, number in (*pairs, *self.others))
+
+    def understands(self, other: Versions) -> bool:
+        """Return True if two processes that speak these understand each other."""
+        return (
+            self.wire.overlaps(other.wire)
+            and self.layout.overlaps(other.layout)
+            and self.digest == other.digest
+        )
 
     def __str__(self) -> str:
-        """Return the text for messages, such as "wire 2, layout 2, digest 2"."""
-        return ", ".join(f"{name} {number}" for name, number in self._pairs())
+        """Return the text for messages, such as "wire 7 to 8, layout 2, digest 2"."""
+        own = (("wire", self.wire), ("layout", self.layout), ("digest", self.digest))
+        return ", ".join(f"{name} {number}" for name, number in (*own, *self.others))
 
 
 def own() -> Versions:
     """Return what this process speaks."""
-    return Versions(WIRE_VERSION, LAYOUT_VERSION, DIGEST_VERSION)
+    layout = Span(layout_rules.oldest(), layout_rules.newest())
+    return Versions(Span(WIRE_MIN_VERSION, WIRE_VERSION), layout, DIGEST_VERSION)
 
 
+@functools.lru_cache(64)  # a process meets few different ones
 def decode(text: str) -> Versions:
     """Return the versions that a peer has sent.
 
@@ -69,29 +106,44 @@ def decode(text: str) -> Versions:
     # The length first: the pattern is only tried on short texts.
     if len(text) <= MAX_TEXT_CHARS and _TEXT.fullmatch(text):
         pairs = [(name, int(number)) for name, number in (e.split("=") for e in text.split(","))]
-        names = [name for name, _ in pairs]
-        (_, wire), (_, layout), (_, digest), *others = pairs
-        is_valid = len(set(names)) == len(names) and max(n for _, n in pairs) <= _MAX_NUMBER
-        if is_valid and tuple(names[:3]) == _NAMES:
-            return Versions(wire, layout, digest, tuple(others))
+        found = dict(pairs)
+        is_valid = len(found) == len(pairs) and max(found.values()) <= MAX_VERSION
+        if is_valid and tuple(found)[:3] == _NAMES:
+            wire, layout, digest = (found.pop(name) for name in _NAMES)
+            low_wire, low_layout = found.pop("wiremin", wire), found.pop("layoutmin", layout)
+            spans = Span(low_wire, wire), Span(low_layout, layout)
+            versions = Versions(*spans, digest, tuple(found.items()))
+            if low_wire <= wire and low_layout <= layout and versions.encode() == text:
+                return versions
     raise PeerProtocolError(f"versions that can't be read: {text[:_SHOWN_CHARS]!a}")
 
 
-def mismatch(sent: Sequence[str]) -> str | None:
-    """Compare what a peer has sent with what this process speaks.
+def read(sent: Sequence[str]) -> Versions | str:
+    """Return the versions that a peer has sent; else what is to be said of them.
 
     Args:
         sent: The texts that came under the name of the versions: one, or none from an old peer.
-
-    Returns:
-        None if the peer speaks the same; else what it speaks, for a message.
     """
     if not sent:
         return SILENT
     if len(sent) > 1:
         return f"versions that can't be read: {len(sent)} texts"
     try:
-        theirs = decode(sent[0])
+        return decode(sent[0])
     except PeerProtocolError as error:
         return error.message
-    return None if theirs == own() else str(theirs)
+
+
+def mismatch(sent: Sequence[str]) -> str | None:
+    """Compare what a peer has sent with what this process speaks.
+
+    Args:
+        sent: As for `read`.
+
+    Returns:
+        None if both understand each other; else what the peer speaks, for a message.
+    """
+    theirs = read(sent)
+    if isinstance(theirs, str):
+        return theirs
+    return None if own().understands(theirs) else str(theirs)

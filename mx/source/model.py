@@ -181,6 +181,7 @@ def hold_checkpoint(
     path: Path,
     key: ModelKey,
     *,
+    layout_version: int | None = None,
     device: str = "cpu",
     shortcuts: bool = False,
     threads: int,
@@ -192,6 +193,7 @@ def hold_checkpoint(
     Args:
         path: The checkpoint: a file or a folder.
         key: The key to serve it under.
+        layout_version: As for `plan_layout`.
         device: "cpu" or a GPU.
         shortcuts: Whether to compute the shortcut digests too.
         threads: The number of threads that read and hash.
@@ -207,6 +209,7 @@ def hold_checkpoint(
     loaded = load_checkpoint(
         path,
         lambda layout: _new_arena(layout.arena_nbytes, key, device),
+        layout_version=layout_version,
         shortcuts=shortcuts,
         threads=threads,
         progress=progress,
@@ -234,6 +237,7 @@ def hold_tensors(
     key: ModelKey,
     *,
     files: Path | None = None,
+    layout_version: int | None = None,
     device: str = "cpu",
     shortcuts: bool = False,
 ) -> HeldModel:
@@ -246,6 +250,7 @@ def hold_tensors(
         tensors: The bytes of each tensor, in storage order, read until this returns.
         key: The key to serve them under.
         files: A folder whose side files travel along; None: no files do.
+        layout_version: As for `plan_layout`.
         device: "cpu" or a GPU.
         shortcuts: Whether to compute the shortcut digests too.
 
@@ -256,7 +261,7 @@ def hold_tensors(
         MxError: As `plan_layout`, as the arena's constructor, and as `read_side_files`.
     """
     packaging, documents = _packaged(files)
-    layout = manifests.plan_layout(specs, aliases)
+    layout = manifests.plan_layout(specs, aliases, layout_version)
     arena = _new_arena(layout.arena_nbytes, key, device)
     try:
         with destination(arena, layout) as there:
@@ -284,6 +289,7 @@ def lend_tensors(
     key: ModelKey,
     *,
     files: Path | None = None,
+    layout_version: int | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
     """Hash tensors where they are, and return them as a model to lend. Nothing is copied.
@@ -294,13 +300,14 @@ def lend_tensors(
         tensors: Returns them as they are at the moment.
         key: The key to serve them under.
         files: A folder whose side files travel along; None: no files do.
+        layout_version: As for `plan_layout`.
         cancelled: Polled; if it returns True, hashing stops with an error.
 
     Raises:
         MxError: As `plan_layout`, and as `read_side_files`.
     """
     packaging, documents = _packaged(files)
-    layout = manifests.plan_layout(described.specs, described.aliases)
+    layout = manifests.plan_layout(described.specs, described.aliases, layout_version)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     try:
         filled = hash_in_place(layout, memory.view, cancelled=cancelled)

@@ -78,6 +78,7 @@ def load_checkpoint(
     path: Path,
     arena_of: Callable[[Layout], A],
     *,
+    layout_version: int | None = None,
     shortcuts: bool = False,
     threads: int,
     opened: Callable[[Checkpoint], None] = lambda checkpoint: None,
@@ -89,6 +90,7 @@ def load_checkpoint(
     Args:
         path: A safetensors file, or a folder.
         arena_of: Makes the arena, given the layout.
+        layout_version: As for `plan_layout`.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
         opened: Called with the checkpoint, whose side files are read, before its tensors are.
@@ -110,6 +112,7 @@ def load_checkpoint(
     return load_opened(
         checkpoint,
         arena_of,
+        layout_version=layout_version,
         shortcuts=shortcuts,
         threads=threads,
         progress=progress,
@@ -121,6 +124,7 @@ def load_opened(
     checkpoint: Checkpoint,
     arena_of: Callable[[Layout], A],
     *,
+    layout_version: int | None = None,
     shortcuts: bool = False,
     threads: int,
     in_layer_order: bool = False,
@@ -133,7 +137,7 @@ def load_opened(
     `in_layer_order` is as for `fill`. `on_layer` is called on reader threads with each layer that
     is complete, where the arena is host memory.
     """
-    layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
+    layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases, layout_version)
     total = layout.payload_nbytes
     arena = arena_of(layout)
     try:

@@ -301,6 +301,8 @@ class Node:
         kind = message.WhichOneof("message")
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
+            case None:
+                pass  # what a later release says besides
             case "have":
                 chunks = from_bytes(message.have, self._chunk_count)
                 if peer.readable:

@@ -133,6 +133,8 @@ class Origin:
 
     def _heard(self, number: int, peer: _Peer, message: SwarmMessage) -> None:
         kind = message.WhichOneof("message")
+        if kind is None:  # what a later release says besides
+            return
         now_s = time.monotonic()
         if kind == "have":
             chunks = from_bytes(message.have, self._chunk_count)

@@ -76,9 +76,11 @@ class FromStore(Attempt):
         checkpoint = store.open(Opening(closed.is_set, loop, options.store_timeout_s))
         # Until its weights are read, a pin proves nothing of it.
         loop.call_soon_threadsafe(self.edition.files.opened, checkpoint)
+        listed = self._context.history.named
         loaded: Loaded[Memory | SubsetMemory] = load_opened(
             checkpoint,
             self._allocate,
+            layout_version=None if listed is None else listed.layout_version,
             threads=store.threads,
             in_layer_order=store.step == OBJECTS,
             on_layer=self._landed,

@@ -138,6 +138,8 @@ class CacheClient:
                 if answer is None:
                     return "it ended the call"
                 match answer.WhichOneof("event"):
+                    case None:
+                        pass  # what a later release says besides
                     case "holding":
                         on_progress(answer.holding.done_bytes, answer.holding.nbytes)
                     case "held":

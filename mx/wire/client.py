@@ -32,6 +32,7 @@ from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.listing import Lists, SourceStatus, bundle_status
 from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
 from mx.wire.rpc import Stub
+from mx.wire.status import planned_here
 from mx.wire.tls import diagnosing
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.watching import WatchUpdate, update_from_wire
@@ -404,6 +405,25 @@ class CoordinatorClient:
                         yield update
         finally:
             stream.cancel()
+
+    async def layout_version(self, key: ModelKey) -> int:
+        """Return the layout version by which a source has to plan a model.
+
+        Args:
+            key: What the source is about to hold.
+
+        Raises:
+            CoordinatorVersionError: The model is listed in a layout that this process does not
+                plan.
+            CoordinatorError: The coordinator does not answer.
+        """
+        async with diagnosing(self.remote):
+            request = pb.LayoutRequest(model=codec.key_to_wire(key))
+            answer = await self._stub.Layout(request, timeout=self._timeout_s)
+        async with self._reading():
+            version = int(answer.version)
+        planned_here(version, f"{key} is listed by the coordinator", self.remote)
+        return version
 
     async def list_models(self) -> list[ModelStatus]:
         """Return every known model. Skips a malformed entry, with a warning, as the other lists."""

@@ -181,7 +181,8 @@ class Lease:
             await self._call.write(request)
             while True:
                 event = await self._next()
-                if event.WhichOneof("event") != "draining":
+                # None: what a later release says besides.
+                if event.WhichOneof("event") not in ("draining", None):
                     return event
 
     @contextlib.asynccontextmanager
@@ -214,6 +215,8 @@ class Lease:
             while True:
                 event = await self._next()
                 match event.WhichOneof("event"):
+                    case None:
+                        pass  # what a later release says besides
                     case "renewed":
                         lease_s = self._believed_s(event.renewed.lease_s)
                         if self._pacer is not None:

@@ -32,6 +32,7 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.documents import WritePage, fetch, fetch_to
 from mx.wire.rows import with_rows
 from mx.wire.rpc import Stub
+from mx.wire.status import planned_here
 from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2
 
@@ -102,6 +103,8 @@ class Locator:
                 f"{found.model}@{found.ref.pin.hex()}, which the pin does not name",
                 hint="it is broken or lies: ask another one, or a source with `peer`",
             )
+        remote = Remote(Role.COORDINATOR, str(self._where.coordinator))
+        planned_here(found.ref.layout_version, f"{found.model} is listed", remote)
         return _located(found.model, found.ref, found.sources, found.documents)
 
     @property
@@ -160,7 +163,9 @@ class Locator:
                 f"{address} does not hold {wanted}" + (f"@{pin}" if pin else ""),
                 hint=f"it holds {held}",
             )
-        return _located(found[0].model, found[0].ref, found, {})
+        ref = found[0].ref
+        planned_here(ref.layout_version, f"{address} holds {found[0].model}", remote)
+        return _located(found[0].model, ref, found, {})
 
     async def documents(self, located: Located) -> dict[bytes, bytes]:
         """Fetch the manifest's documents: from the coordinator, else from any source.

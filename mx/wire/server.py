@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from mx import runtime
 from mx.core import versions
+from mx.core.versions import Versions
 from mx.errors import (
     LocalError,
     MxError,
@@ -50,7 +51,7 @@ from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
 from mx.wire.upkeep import Upkeep
-from mx.wire.versions import SAME_HINT, headers, sent
+from mx.wire.versions import headers, sent
 
 _log = logging.getLogger(__name__)
 _refusals = Throttle()
@@ -92,11 +93,13 @@ class Service:
 
     The methods have the names of the proto and the form that grpc.aio expects (`request, context`;
     a streamed answer is yielded, or written to the context). An `MxError` that a method raises
-    becomes the call's status.
+    becomes the call's status. `on_call` gets the context of each call that is understood, and what
+    its caller speaks.
     """
 
     descriptor: ServiceDescriptor
     servicer: object
+    on_call: Callable[[Any, Versions], None] = lambda context, versions: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +157,24 @@ class _CheckedRequests:
             ) from None
 
 
-async def _agree_on_versions(context: Any, service: str, *, streams_out: bool) -> None:
-    """Tell a client what this process speaks, if the client speaks the same.
+async def _agree_on_versions(context: Any, service: str, *, streams_out: bool) -> Versions:
+    """Tell a client what this process speaks, and return what the client speaks, if both understand
+    each other.
 
     Raises:
-        PeerVersionError: It speaks something else.
+        PeerVersionError: They do not.
     """
-    theirs = versions.mismatch(sent(context.invocation_metadata()))
-    if theirs is not None:
+    theirs = versions.read(sent(context.invocation_metadata()))
+    if isinstance(theirs, str) or not versions.own().understands(theirs):
         raise PeerVersionError(
             f"this {_NAMES.get(service, 'process')} speaks {versions.own()}; you speak {theirs}",
-            hint=SAME_HINT,
+            hint=versions.HINT,
         )
     if streams_out:
         await context.send_initial_metadata(headers())
     else:  # with the only message: a frame of its own would add half to the cost of such a call
         context.set_trailing_metadata(headers())
+    return theirs
 
 
 async def _abort(context: Any, error: MxError) -> None:
@@ -216,11 +221,11 @@ async def _drain(requests: AsyncIterator[object], most: int = _DRAIN_MESSAGES) -
 
 
 def _method_handler(
-    method: MethodDescriptor, servicer: object, calls: Calls, *, is_ours: bool = True
+    method: MethodDescriptor, service: Service, calls: Calls, *, is_ours: bool = True
 ) -> Any:
-    behaviour: Any = getattr(servicer, method.name)
+    behaviour: Any = getattr(service.servicer, method.name)
     streams_in, streams_out = method.client_streaming, method.server_streaming
-    service = method.containing_service.name
+    name = method.containing_service.name
 
     def malformed() -> MxError:
         return PeerProtocolError(f"{method.full_name}: malformed {method.input_type.name}")
@@ -228,7 +233,8 @@ def _method_handler(
     async def incoming(requests: Any, context: Any) -> Any:
         try:
             if is_ours:
-                await _agree_on_versions(context, service, streams_out=streams_out)
+                spoken = await _agree_on_versions(context, name, streams_out=streams_out)
+                service.on_call(context, spoken)
         except PeerVersionError:
             if streams_in and streams_out:  # its first message is under way
                 await _drain(requests, 1)
@@ -287,7 +293,7 @@ def _method_handler(
 def _add(server: grpc.aio.Server, service: Service, calls: Calls, *, is_ours: bool = True) -> None:
     """Add a service; one that is not ours knows no versions, and may lack methods."""
     handlers = {
-        method.name: _method_handler(method, service.servicer, calls, is_ours=is_ours)
+        method.name: _method_handler(method, service, calls, is_ours=is_ours)
         for method in service.descriptor.methods
         if is_ours or _is_async(getattr(service.servicer, method.name))
     }

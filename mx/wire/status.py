@@ -45,7 +45,7 @@ from mx.errors import (
 )
 from mx.text import plain
 from mx.transport import TlsFiles
-from mx.wire.versions import SAME_HINT, answered
+from mx.wire.versions import answered
 
 DETAIL_KEY = "mx-error-bin"
 # All trailing metadata share 8 KiB. These limits are in bytes as sent.
@@ -213,7 +213,7 @@ def _version_error(remote: Remote, message: str, hint: str) -> MxError:
 
 
 def check_versions(texts: Sequence[str], remote: Remote, said: str = "") -> None:
-    """Raise an error unless an answer is of the versions that this process speaks.
+    """Raise an error unless the process that answers and this one understand each other.
 
     Args:
         texts: What `mx.wire.versions.answered` returns for it.
@@ -232,7 +232,24 @@ def check_versions(texts: Sequence[str], remote: Remote, said: str = "") -> None
         )
         if said and theirs not in said:  # else it is a refusal that says the same
             message += f"; it answered: {said}"
-        raise _version_error(remote, message, SAME_HINT)
+        raise _version_error(remote, message, versions.HINT)
+
+
+def planned_here(version: int, what: str, remote: Remote) -> None:
+    """Raise an error unless this process plans a layout version.
+
+    Args:
+        version: The layout version.
+        what: Whose it is, for the message.
+        remote: Who says so.
+
+    Raises:
+        CoordinatorVersionError: It does not, and a coordinator has said so.
+        PeerVersionError: It does not, and a source has said so.
+    """
+    if version not in versions.own().layout:
+        message = f"{what} in layout {version}; this mx plans layout {versions.own().layout}"
+        raise _version_error(remote, message, versions.HINT)
 
 
 def of_other_versions(

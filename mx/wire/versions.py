@@ -8,7 +8,6 @@ from typing import Any
 from mx.core.versions import own
 
 VERSIONS_KEY = "mx-versions"
-SAME_HINT = "run the same version of mx on both sides"
 
 
 def headers() -> tuple[tuple[str, str], ...]:

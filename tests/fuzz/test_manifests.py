@@ -157,10 +157,13 @@ def test_layouts_of_anything(made: Columns) -> None:
     try:
         manifest = encode(layout, Packaging(), roots)
     except ManifestError:
-        layout = build_layout(*planned_again((layers, names, kinds, kind, aliases)))
+        layout = build_layout(*planned_again((layers, names, kinds, kind, aliases), layout.version))
         _is_sound(layout)
         return
-    assert planned_again((layers, names, kinds, kind, aliases))[:2] == (layers, names)
+    assert planned_again((layers, names, kinds, kind, aliases), layout.version)[:2] == (
+        layers,
+        names,
+    )
     assert decode(manifest.ref, manifest.documents) == manifest
     if layout.payload_nbytes < 1 << 40:
         _is_cut(manifest)

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mx.core.topology import Place
-from mx.core.versions import WIRE_VERSION, own
+from mx.core.versions import HINT, WIRE_VERSION, own
 from mx.errors import (
     CoordinatorError,
     CoordinatorVersionError,
@@ -167,7 +167,7 @@ async def test_a_client_of_another_version_is_refused_before_its_call_is_looked_
             assert await call.code() is grpc.StatusCode.PERMISSION_DENIED, path
             details = await call.details()
             assert f"speaks {own()}; you speak {said}" in details
-            assert "run the same version of mx on both sides" in details
+            assert HINT in details
             assert versions_of(await call.trailing_metadata()) == [own().encode()]
 
 
@@ -234,7 +234,7 @@ async def test_no_answer_of_a_server_of_another_version_is_used(metadata: Any, s
             assert caught.value.message == (
                 f"the coordinator at {address} speaks {said}; this mx speaks {own()}"
             )
-            assert caught.value.hint == "run the same version of mx on both sides"
+            assert caught.value.hint == HINT
             with pytest.raises(PeerVersionError) as caught_too:
                 await called(address, method, Role.SOURCE)
             assert caught_too.value.peer == address

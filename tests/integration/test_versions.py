@@ -18,7 +18,8 @@ import pytest
 
 from mx import api, config
 from mx.api.serving import join_or_embed
-from mx.core.versions import own
+from mx.core.layout_rules import newest
+from mx.core.versions import HINT, WIRE_VERSION, Span, own
 from mx.errors import (
     EXIT_NO_SOURCE,
     EXIT_OK,
@@ -32,7 +33,6 @@ from tests.support.records import by_digest, make_documents, make_record, regist
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
-HINT = "run the same version of mx on both sides"
 OLDER = """
 import mx.core.versions, mx.wire.versions
 mx.wire.versions.headers = lambda: ()
@@ -40,16 +40,19 @@ mx.core.versions.mismatch = lambda sent: None
 """
 NEWER = """
 import mx.core.versions
-mx.core.versions.WIRE_VERSION += 1
+mx.core.versions.WIRE_VERSION += 2
+mx.core.versions.WIRE_MIN_VERSION += 2
 """
 NEWER_LAYOUT = """
-import mx.core.versions
-mx.core.versions.LAYOUT_VERSION += 1
+from mx.core.layout_rules import RULES, oldest
+from tests.support.next_release import next_layout
+next_layout()
+del RULES[oldest()]
 """
 SPEAKS = {
     OLDER: "wire 1 (an older mx, which sends no versions)",
-    NEWER: str(replace(own(), wire=own().wire + 1)),
-    NEWER_LAYOUT: str(replace(own(), layout=own().layout + 1)),
+    NEWER: str(replace(own(), wire=Span(WIRE_VERSION + 2, WIRE_VERSION + 2))),
+    NEWER_LAYOUT: str(replace(own(), layout=Span(newest() + 1, newest() + 1))),
 }
 other = pytest.mark.parametrize("change", [OLDER, NEWER], ids=["older", "newer"])
 
@@ -147,7 +150,13 @@ def test_no_coordinator_is_embedded_where_one_of_another_version_answers(
 ) -> None:
     address = other_coordinator(run_other, change)
     joining = join_or_embed(
-        address, named_by="", embed=True, wait_s=0.0, settings=settings, cancelled=lambda: False
+        address,
+        CoordinatorClient.list_models,
+        named_by="",
+        embed=True,
+        wait_s=0.0,
+        settings=settings,
+        cancelled=lambda: False,
     )
     with pytest.raises(CoordinatorVersionError):
         asyncio.run(joining)
@@ -202,7 +211,8 @@ uuid.uuid4 = lambda: uuid.UUID("00000000-0000-4000-8000-000000000000")
 called_with = mx.wire.rpc.headers()
 mx.wire.rpc.headers = lambda: called_with
 mx.wire.rpc.check_versions = lambda *answer: None
-mx.core.versions.WIRE_VERSION += 1
+mx.core.versions.WIRE_VERSION += 2
+mx.core.versions.WIRE_MIN_VERSION += 2
 source = api.serve(sys.argv[2], model="m", coordinator=coordinator)
 print(source.endpoint, flush=True)
 sys.stdin.read()

@@ -24,6 +24,7 @@ from mx.core.layout import (
     contiguous_strides,
     permuted_stride,
 )
+from mx.core.layout_rules import RULES, LayoutRules, newest
 from mx.core.manifest import MAX_CHUNKS, decode, encode, plan_layout
 from mx.core.packaging import MAX_NAME_CHARS
 from mx.core.types import (
@@ -36,8 +37,9 @@ from mx.core.types import (
     Packaging,
     SideFile,
 )
+from mx.core.versions import HINT
 from mx.errors import ManifestError
-from mx.units import align_up
+from mx.units import MIB, align_up
 
 SPECS = [
     TensorSpec("model.embed_tokens.weight", "BF16", (50, 30)),
@@ -191,6 +193,31 @@ def test_identity_does_not_depend_on_how_the_weights_are_carried() -> None:
         assert other.ref.packaging != one.ref.packaging
         assert other.ref.identity == one.ref.identity
         assert other.ref.layout == one.ref.layout
+
+
+def test_layout_versions_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights, in two layouts: one identity, and each decodes as what it says that it
+    is."""
+    older = manifest_of(aliases=())
+    current = RULES[newest()]
+    backwards = LayoutRules(lambda *names: current.layers(*names)[::-1], lambda nbytes: 2 * MIB)
+    monkeypatch.setitem(RULES, newest() + 1, backwards)
+    newer = manifest_of(aliases=())
+    assert newer.ref.identity == older.ref.identity and newer.ref.layout != older.ref.layout
+    assert newer.layout.version == newer.ref.layout_version == older.layout.version + 1
+    assert [layer.name for layer in newer.layout.layers] == [
+        layer.name for layer in reversed(older.layout.layers)
+    ]
+    assert newer.grid.chunk_nbytes == 2 * MIB != older.grid.chunk_nbytes
+    for made in (older, newer):
+        assert decode(made.ref, made.documents).layout == made.layout
+        other = replace(made.ref, layout_version=2 * newest() - 1 - made.ref.layout_version)
+        with pytest.raises(ManifestError, match="as announced"):
+            decode(other, made.documents)
+    monkeypatch.delitem(RULES, newest())
+    with pytest.raises(ManifestError, match="this mx reads 2") as caught:
+        decode(newer.ref, newer.documents)
+    assert caught.value.hint == HINT
 
 
 def test_fine_tunes_share_a_layout_and_no_identity() -> None:

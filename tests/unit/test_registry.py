@@ -342,13 +342,16 @@ def test_a_crash_does_not_free_a_name_but_its_owner_can() -> None:
 
 
 def test_one_layout_for_the_same_weights() -> None:
-    """The coordinator has checked that it is the one that follows from them."""
+    """It is the one that follows from them by the layout version of the first source."""
     registry = machine()
     first = make_record(WEIGHTS["A"])
     register_source(registry, 0, first, ALICE)
-    ref = replace(first.ref, layout=b"l" * 32)
+    assert registry.bound(first.model) == first.ref
+    assert registry.bound(replace(first.model, revision="other")) is None
+    version = first.ref.layout_version + 1
+    ref = replace(first.ref, layout=b"l" * 32, layout_version=version)
     other = replace(make_record(WEIGHTS["A"]), ref=ref)
-    with pytest.raises(BindingError, match="another layout"):
+    with pytest.raises(BindingError, match=f"layout {version - 1}, and these .* layout {version}"):
         register_source(registry, 0, other, BOB)
     assert records(registry.sources()) == [first]
 

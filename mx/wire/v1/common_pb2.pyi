@@ -16,14 +16,16 @@ class ModelKey(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ...) -> None: ...
 
 class ManifestRef(_message.Message):
-    __slots__ = ("identity", "layout", "packaging")
+    __slots__ = ("identity", "layout", "packaging", "layout_version")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PACKAGING_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
     identity: DocumentRef
     layout: DocumentRef
     packaging: DocumentRef
-    def __init__(self, identity: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout: _Optional[_Union[DocumentRef, _Mapping]] = ..., packaging: _Optional[_Union[DocumentRef, _Mapping]] = ...) -> None: ...
+    layout_version: int
+    def __init__(self, identity: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout: _Optional[_Union[DocumentRef, _Mapping]] = ..., packaging: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout_version: _Optional[int] = ...) -> None: ...
 
 class DocumentRef(_message.Message):
     __slots__ = ("digest", "nbytes")

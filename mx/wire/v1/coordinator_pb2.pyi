@@ -97,6 +97,18 @@ class RegisterResponse(_message.Message):
     receipt: bytes
     def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
+class LayoutRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelKey
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ...) -> None: ...
+
+class LayoutResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
 class MissingRequest(_message.Message):
     __slots__ = ("digests",)
     DIGESTS_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,236 @@
+"""This release and the next one work together, in each role and direction, while a fleet is
+upgraded. The next one is this tree with more fields, more messages, and in some tests one more
+layout version."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from mx.core.layout_rules import newest
+from mx.core.versions import own
+from mx.errors import EXIT_NO_SOURCE, EXIT_OK
+from tests.integration.conftest import Command, environment, free_port
+from tests.integration.test_main_job import same
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+THIS = ""
+NEXT = "from tests.support.next_release import next_release; next_release()"
+#: The next release also plans a new layout version.
+LAID = f"{NEXT}; from tests.support.next_release import next_layout; next_layout()"
+NAMES = {THIS: "this", NEXT: "next", LAID: "laid"}
+
+
+class Released(Command):
+    """One of our commands in one of the releases."""
+
+    def __init__(self, release: str, *arguments: str, daemon: bool = False, **more: str) -> None:
+        self._release = release
+        super().__init__(*arguments, daemon=daemon, env=environment(**more))
+
+    def command(self, entry: str) -> list[str]:
+        return [sys.executable, "-c", f"{self._release}\nfrom mx.cli import {entry}; {entry}()"]
+
+    def report(self) -> dict[str, Any]:
+        """Wait for a command with --json that succeeds, and return what it prints. Nothing that
+        the other release says is skipped or warned of."""
+        assert self.wait(90) == EXIT_OK, f"{self.out}\n{self.err}"
+        assert "skipped" not in self.err and "Traceback" not in self.err, self.err
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+    def error(self) -> dict[str, Any]:
+        """Wait for a command with --json that fails, and return its error."""
+        code = self.wait(90)
+        error = json.loads(self.out)["error"]
+        assert isinstance(error, dict) and error["exit_code"] == code, self.out
+        return error
+
+
+Released_ = Callable[..., Released]
+
+
+@pytest.fixture
+def released() -> Iterator[Released_]:
+    """Start commands of a release, its name first; they end with the test."""
+    with contextlib.ExitStack() as started:
+
+        def start(release: str, *arguments: str, daemon: bool = False, **more: str) -> Released:
+            command = Released(release, *arguments, daemon=daemon, **more)
+            started.callback(command.end)
+            return command
+
+        yield start
+
+
+def coordinate(released: Released_, release: str, port: int | None = None) -> tuple[str, Released]:
+    address = f"127.0.0.1:{port or free_port()}"
+    command = released(release, "--listen", address, daemon=True)
+    command.until(lambda: "listens on" in command.err, "listening")
+    return address, command
+
+
+def offer(
+    released: Released_, release: str, checkpoint: Path, coordinator: str, model: str = "m"
+) -> tuple[str, Released]:
+    command = released(
+        release, "serve", str(checkpoint), "--model", model, "--coordinator", coordinator, "--json"
+    )
+    return str(command.json()["endpoint"]), command
+
+
+def pull(released: Released_, release: str, coordinator: str, *more: str) -> Released:
+    arguments = ("pull", "m", "--coordinator", coordinator, "--json")
+    return released(release, *arguments, *more)
+
+
+def listed(released: Released_, release: str, coordinator: str) -> tuple[int, int]:
+    """Return the layout version in which the only model is listed, and how many sources it has."""
+    found = released(release, "models", "--coordinator", coordinator, "--json").report()
+    (model,) = found["models"]
+    return model["layout_version"], model["sources"]
+
+
+MIXED = [each for each in itertools.product((THIS, NEXT), repeat=3) if len(set(each)) > 1]
+
+
+@pytest.mark.parametrize(
+    ("coordinators", "sources", "readers"),
+    MIXED,
+    ids=["-".join(NAMES[each] for each in mixed) for mixed in MIXED],
+)
+@pytest.mark.usefixtures("coordinated")
+def test_each_role_may_be_of_either_release(
+    released: Released_,
+    coordinators: str,
+    sources: str,
+    readers: str,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    coordinator, _ = coordinate(released, coordinators)
+    endpoint, source = offer(released, sources, checkpoint, coordinator)
+    held = pull(released, readers, coordinator, "--hold", "--transport", "tcp")
+    relay = held.json()
+    assert relay["verified"]
+    # From the origin and the one that holds it, in the other release: they trade.
+    other = THIS if readers == NEXT else NEXT
+    last = pull(released, other, coordinator, "--transport", "tcp", "--out", str(tmp_path / "o"))
+    assert {path["transport"] for path in last.report()["paths"]} == {"tcp"}
+    assert same(load_file(next((tmp_path / "o").glob("*.safetensors"))), load_file(checkpoint))
+    shared = pull(released, readers, coordinator).report()
+    assert shared["bytes"] == relay["bytes"]
+    named = released(readers, "pull", "m", "--from", f"peer={endpoint}", "--json").report()
+    assert named["pin"] == relay["pin"]
+    for verb in ("models", "sources", "topo"):
+        assert released(readers, verb, "--coordinator", coordinator, "--json").report()
+    assert released(readers, "plan", "m", "--coordinator", coordinator, "--json").report()
+    for command in (held, source):
+        command.signal(signal.SIGINT)
+        assert command.wait(60) == EXIT_OK, command.err
+
+
+@pytest.mark.parametrize(("caches", "readers"), [(THIS, NEXT), (NEXT, THIS)], ids=["this", "next"])
+def test_a_cache_of_the_other_release(
+    released: Released_, caches: str, readers: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    coordinator, _ = coordinate(released, THIS)
+    offer(released, THIS, checkpoint, coordinator)
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    where = {"MX_PEER_CACHE_SOCKET": str(folder / "socket")}
+    cache = released(caches, "serve", "--cache", "--coordinator", coordinator, **where)
+    cache.until((folder / "socket").exists, "the cache")
+    command = ("pull", "m", "--from", "auto", "--coordinator", coordinator, "--json")
+    report = released(readers, *command, **where).report()
+    assert [step["step"] for step in report["steps"] if step.get("used")] or report["paths"]
+
+
+def test_a_fleet_is_upgraded_while_it_runs(released: Released_, checkpoint: Path) -> None:
+    """Pulls of both releases succeed at each step: sources one by one, then the coordinator."""
+    address, coordinator = coordinate(released, THIS)
+    port = int(address.rpartition(":")[2])
+
+    def both_pull() -> None:
+        running = [pull(released, each, address, "--wait", "30s") for each in (THIS, NEXT)]
+        pins = {each.report()["pin"] for each in running}
+        assert len(pins) == 1
+
+    fleet = [offer(released, THIS, checkpoint, address)[1] for _ in range(2)]
+    both_pull()
+    for old in list(fleet):
+        fleet.append(offer(released, NEXT, checkpoint, address)[1])
+        both_pull()
+        old.signal(signal.SIGINT)
+        assert old.wait(60) == EXIT_OK, old.err
+        both_pull()
+    coordinator.signal(signal.SIGINT)
+    assert coordinator.wait(60) == EXIT_OK, coordinator.err
+    coordinate(released, NEXT, port)
+    both_pull()
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def test_the_new_layout_begins_when_all_plan_it(released: Released_, checkpoint: Path) -> None:
+    coordinator, _ = coordinate(released, LAID)
+    offer(released, LAID, checkpoint, coordinator)
+    assert listed(released, LAID, coordinator) == (newest() + 1, 1)
+    report = pull(released, LAID, coordinator, "--transport", "tcp").report()
+    assert report["verified"]
+    # What only plans the older one is told both.
+    error = pull(released, THIS, coordinator).error()
+    assert (error["type"], error["exit_code"]) == ("CoordinatorVersionError", EXIT_NO_SOURCE)
+    assert f"in layout {newest() + 1}" in error["message"]
+    assert f"this mx plans layout {own().layout}" in error["message"]
+    serving = ("serve", str(checkpoint), "--model", "m", "--coordinator", coordinator, "--json")
+    error = released(THIS, *serving).error()
+    assert error["type"] == "CoordinatorVersionError"
+    assert f"in layout {newest() + 1}" in error["message"]
+
+
+@pytest.mark.parametrize("coordinators", [THIS, LAID], ids=["this", "laid"])
+def test_a_mixed_fleet_keeps_the_older_layout(
+    released: Released_, coordinators: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Whoever comes first: the swarm is one."""
+    coordinator, _ = coordinate(released, coordinators)
+    # The older release is in use: it asks, though nothing is listed yet.
+    released(THIS, "models", "--coordinator", coordinator, "--json").report()
+    newer, _ = offer(released, LAID, checkpoint, coordinator)
+    older, _ = offer(released, THIS, checkpoint, coordinator)
+    for release in (THIS, LAID):
+        assert listed(released, release, coordinator) == (newest(), 2)
+        for endpoint in (newer, older):
+            out = tmp_path / f"{NAMES[release]}-{endpoint == newer}"
+            where = ("--from", f"peer={endpoint}", "--transport", "tcp", "--out", str(out))
+            assert released(release, "pull", "m", "--json", *where).report()["verified"]
+            assert same(load_file(next(out.glob("*.safetensors"))), load_file(checkpoint))
+
+
+def test_a_later_source_takes_the_layout_that_is_listed(
+    released: Released_, checkpoint: Path
+) -> None:
+    """Also while the older release is not in use any more, and also those of the newer one."""
+    coordinator, _ = coordinate(released, LAID)
+    _, old = offer(released, THIS, checkpoint, coordinator)
+    offer(released, LAID, checkpoint, coordinator)
+    assert listed(released, LAID, coordinator) == (newest(), 2)
+    old.signal(signal.SIGINT)
+    assert old.wait(60) == EXIT_OK, old.err
+    offer(released, LAID, checkpoint, coordinator)
+    assert listed(released, LAID, coordinator) == (newest(), 2)
+    report = pull(released, LAID, coordinator, "--transport", "tcp").report()
+    assert report["verified"]
