@@ -9,7 +9,6 @@ import sys
 import termios
 import time
 import tty
-from types import TracebackType
 from typing import Any
 
 
@@ -31,12 +30,7 @@ class Keys:
             self._descriptor = descriptor
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             with contextlib.suppress(termios.error):  # the terminal was closed
                 termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)

@@ -20,7 +20,6 @@ import ctypes
 import enum
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from mx.cuda.device import Device, Event, PinnedMemory, Stream
@@ -184,10 +183,5 @@ class LayerSignals:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
