@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from mx.core.types import Layout
-from mx.errors import CheckpointError
+from mx.errors import CheckpointError, MxError
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.memory.verify import check_overlapping
@@ -16,7 +17,9 @@ from mx.storage.stores import OBJECTS, Opening, Store
 from mx.target.attempt import Attempt, Context
 from mx.target.edition import Edition
 from mx.target.report import PathReport, PullReport, VerifiedBy
-from mx.wire.locate import write_side_files
+from mx.wire.locate import Locator, write_side_files
+
+log = logging.getLogger(__name__)
 
 
 class FromStore(Attempt):
@@ -44,7 +47,8 @@ class FromStore(Attempt):
         """
         options, store = self._options, self._store
         # Uncut: once the pull is closed no thread may write to `into`.
-        loaded = await uncut(in_thread(self._load, asyncio.get_running_loop()))
+        version = await self._layout_version()
+        loaded = await uncut(in_thread(self._load, asyncio.get_running_loop(), version))
         manifest, arena = loaded.manifest, loaded.arena
         if isinstance(arena, SubsetMemory):
             self.edition.subset, arena = arena.subset, arena.memory
@@ -66,9 +70,27 @@ class FromStore(Attempt):
         report.defined_by = "" if options.pin or self._expected else store.step
         return await self._commit(delivery, report)
 
+    async def _layout_version(self) -> int | None:
+        """Return the layout version of a model that others are to read from here; None for any."""
+        options, listed = self._options, self._history.named
+        if listed is not None:
+            return listed.layout_version
+        if not options.hold or options.coordinator is None:
+            return None
+        locator = Locator(options)
+        try:
+            return await locator.layout_version(options.key)
+        except MxError as error:  # to pull needs no coordinator; the registration will say it
+            log.debug("no layout version is known: %s", error)
+            return None
+        finally:
+            await locator.close()
+
     # -- on a thread ------------------------------------------------------------------------------
 
-    def _load(self, loop: asyncio.AbstractEventLoop) -> Loaded[Memory | SubsetMemory]:
+    def _load(
+        self, loop: asyncio.AbstractEventLoop, layout_version: int | None
+    ) -> Loaded[Memory | SubsetMemory]:
         """Read the checkpoint into new memory. `out` is checked before. Blocks."""
         options, store, closed = self._options, self._store, self._context.closed
         if options.out is not None:
@@ -76,11 +98,10 @@ class FromStore(Attempt):
         checkpoint = store.open(Opening(closed.is_set, loop, options.store_timeout_s))
         # Until its weights are read, a pin proves nothing of it.
         loop.call_soon_threadsafe(self.edition.files.opened, checkpoint)
-        listed = self._context.history.named
         loaded: Loaded[Memory | SubsetMemory] = load_opened(
             checkpoint,
             self._allocate,
-            layout_version=None if listed is None else listed.layout_version,
+            layout_version=layout_version,
             threads=store.threads,
             in_layer_order=store.step == OBJECTS,
             on_layer=self._landed,

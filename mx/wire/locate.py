@@ -111,6 +111,11 @@ class Locator:
     def _pin(self) -> str:
         return self._where.name.partition("@")[2]
 
+    async def layout_version(self, key: ModelKey) -> int:
+        """Return the layout version for a model that this process is about to hold. Raises as
+        `CoordinatorClient.layout_version`."""
+        return await self._coordinator().layout_version(key)
+
     async def again(self, located: Located) -> list[SourceRecord]:
         """Return the sources that hold the located weights, or parts of them, now. Raises as
         `locate`."""

@@ -234,3 +234,15 @@ def test_a_later_source_takes_the_layout_that_is_listed(
     assert listed(released, LAID, coordinator) == (newest(), 2)
     report = pull(released, LAID, coordinator, "--transport", "tcp").report()
     assert report["verified"]
+
+
+def test_what_a_pull_holds_from_disk_has_the_layout_of_the_fleet(
+    released: Released_, checkpoint: Path
+) -> None:
+    """No source has described it: it asks before it takes memory, as a source does."""
+    coordinator, _ = coordinate(released, THIS)
+    held = pull(released, LAID, coordinator, "--from", f"disk={checkpoint}", "--hold")
+    pinned = f"m@{held.json()['pin']}"  # it binds no name
+    held.until(lambda: listed(released, THIS, coordinator) == (newest(), 1), "its registration")
+    reading = ("pull", pinned, "--coordinator", coordinator, "--json", "--transport", "tcp")
+    assert released(THIS, *reading).report()["verified"]
