@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 OLDER = """
 import mx.core.versions, mx.wire.versions
 mx.wire.versions.headers = lambda: ()
-mx.core.versions.mismatch = lambda sent: None
+mx.core.versions.read = lambda sent: mx.core.versions.own()
 """
 NEWER = """
 import mx.core.versions
