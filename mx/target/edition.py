@@ -65,11 +65,6 @@ class EditionLog:
         """
         self.pull.planned(self._ready, n_layers, manifest)
 
-    def tell(self, manifest: Manifest) -> None:
-        """Record that the caller knows this manifest, or its files: from now on the edition is of
-        these weights."""
-        self._ready.told = manifest.ref.identity
-
     @property
     def told(self) -> bool:
         """Return True if the caller knows which weights these are."""
@@ -193,7 +188,7 @@ class Edition:
         self.lock = threading.Lock()
         self._access = _Access(self)
         self.log = EditionLog(log, ready, self._access)
-        self.files = SideFiles(options, self.log)
+        self.files = SideFiles(options, ready)
         self._into = options.into
         self._view: View | None = None
 

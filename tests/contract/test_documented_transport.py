@@ -23,9 +23,9 @@ def documented(transport: str) -> str:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     page = "\n\n".join(blocks)
     lines = page.splitlines()
-    for node in ast.parse(page).body:
+    for node in reversed(ast.parse(page).body):
         if isinstance(node, ast.ClassDef) and node.name in TRANSPORTS - {transport}:
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            lines[node.lineno - 1 : node.end_lineno] = []
     return "\n".join(lines)
 
 

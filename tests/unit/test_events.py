@@ -124,7 +124,8 @@ async def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_me
 
 async def test_what_an_ended_edition_records_reaches_nobody() -> None:
     state, seen = EventLog(0.0), list[int]()
-    ended = edition(state)
+    ready = state.begin_anew()
+    ended = edition(state, ready)
     ended.planned(2)
     state.on_layer(lambda event: seen.append(event.index))
     reader = state.layers()
@@ -134,7 +135,7 @@ async def test_what_an_ended_edition_records_reaches_nobody() -> None:
     with pytest.raises(RevisionChangedError):
         reader.next()
     ended.planned(1)
-    ended.tell(manifest(1))
+    ready.told = manifest(1).ref.identity
     ended.layer_ready(event(1))
     now.planned(2, manifest(2))  # not of the weights that the caller knew before
     assert (seen, now.layers_ready) == ([0], 0)
