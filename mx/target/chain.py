@@ -84,13 +84,13 @@ class Chain:
             self._near[each.endpoint] = each.place.boot_id == boot_id != ""
 
     def sources_gave(self, paths: Sequence[PathReport], error: MxError | None) -> None:
-        """Record what sources gave, once.
+        """Record what sources gave, once. Of sources alone the pull's report tells as much.
 
         Args:
             paths: What came over each path.
             error: Why they did not give everything; None: they did.
         """
-        if self.steps:
+        if self.steps or not (self.options.bound or self.options.stores):
             return
         given = dict.fromkeys((ATTACH, HOST, PEERS), 0)
         for path in paths:
@@ -141,9 +141,7 @@ class Chain:
         self.steps.append(report)
         given = f", {format_bytes(report.bytes)}" if report.bytes else ""
         because = f": {report.reason}" if report.reason else ""
-        # Of sources alone a pull's report tells as much.
-        level = logging.INFO if self.options.bound or self.options.stores else logging.DEBUG
-        log.log(level, "step %s: %s%s%s", report.step, report.outcome, given, because)
+        log.info("step %s: %s%s%s", report.step, report.outcome, given, because)
 
     def report(self) -> list[StepReport]:
         """Return all steps in the chain's order, those that were skipped or not needed among

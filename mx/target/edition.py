@@ -70,16 +70,13 @@ class EditionLog:
         """Return True if the caller knows which weights these are."""
         return self._ready.told is not None
 
-    def event(self, layer: Layer, by: VerifiedBy, revision: str = "") -> LayerEvent:
-        """Return the event of a layer that is ready now."""
+    def layer_ready(self, layer: Layer, by: VerifiedBy, revision: str = "") -> bool:
+        """Record that a layer is ready now, and call the subscribers. Returns True if it is the
+        last one. Raises what a callback raises."""
         at_s = time.monotonic() - self.pull.started_s
-        return LayerEvent(
+        event = LayerEvent(
             layer.index, layer.name, layer.nbytes, by.value, at_s, revision, self._tensors_of
         )
-
-    def layer_ready(self, event: LayerEvent) -> bool:
-        """Record the event, and call the subscribers. Returns True if it is the last layer's.
-        Raises what a callback raises."""
         return self.pull.layer_ready(self._ready, event, self.raised)
 
     @property
