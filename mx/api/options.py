@@ -266,11 +266,11 @@ def _host(
             f"only this machine reaches {dialled}: this pull passes nothing on to others "
             "(`listen=HOST:0` with an address of this machine, or `advertise=HOST:PORT`, lets it)"
         )
-    options = source_options(settings, asked, live=live)
 
     def make(
         source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Memory
     ) -> Relay:
+        options = source_options(settings, asked, live=live)
         return Relay(source_id, options, transports(), coordinator, key, manifest, pages, arena)
 
     return make, ""
