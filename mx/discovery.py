@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mx.core.topology import Gpu, Nic, NumaNode, Place
+from mx.core.topology import Gpu, Nic, Place
 from mx.errors import ConfigError
 from mx.hardware import Topology, read_gpus, read_nics, read_numa_nodes
 from mx.hardware.gpus import GpusFound
@@ -51,11 +51,6 @@ def process_start_ticks(pid: int) -> int:
 
 
 @functools.cache
-def _numa_nodes() -> tuple[NumaNode, ...]:
-    return read_numa_nodes()
-
-
-@functools.cache
 def _gpus() -> GpusFound:
     return read_gpus()
 
@@ -81,7 +76,7 @@ def here(
     device: str = "cpu", addresses: Sequence[str] | None = None, *, nics: Sequence[str] = ()
 ) -> Place:
     """Return this process's place as it registers it: with the interfaces that have addresses,
-    and the GPU of `device`.
+    and the GPU of `device`. NUMA nodes, which no path depends on, are left out.
 
     Args:
         device: "cpu" or "cuda:UUID". NVML is not used for "cpu".
@@ -121,12 +116,13 @@ def topology(transports: Mapping[str, Transport], *, nics: Sequence[str] = ()) -
     except OSError as error:
         found, missing["nics"] = [], f"the kernel does not list its interfaces: {error}"
     addresses = [address for each in _chosen(found, nics) for address in _plain(each)]
-    numa_nodes, gpus = _numa_nodes(), _gpus()
+    numa_nodes, gpus = read_numa_nodes(), _gpus()
     if not numa_nodes:
         missing["numa_nodes"] = "the kernel does not list its NUMA nodes"
     if gpus.reason:
         missing["gpus"] = gpus.reason
     place = _place("cpu", addresses, read_nics(found, known=_nic_hardware), gpus.gpus, gpus.driver)
+    place = replace(place, numa_nodes=numa_nodes)
     return Topology(place, missing, {name: each.probe() for name, each in transports.items()})
 
 
@@ -156,7 +152,6 @@ def _place(
         driver=driver,
         nics=nics,
         gpus=gpus,
-        numa_nodes=_numa_nodes(),
     )
 
 

@@ -112,7 +112,7 @@ class Keeper:
     # -- holding ----------------------------------------------------------------------------------
 
     async def hold(self, wanted: Wanted, progress: list[tuple[int, int]]) -> HeldAt:
-        """See `mx.wire.cache.Holder`."""
+        """See `mx.wire.cache.CacheServicer`."""
         if wanted.only_if_held:
             return self._offered(wanted)
         found = await self._find(wanted)
@@ -266,7 +266,7 @@ class Keeper:
     # -- what is held -----------------------------------------------------------------------------
 
     async def status(self) -> CacheStatus:
-        """See `mx.wire.cache.Holder`."""
+        """See `mx.wire.cache.CacheServicer`."""
         in_use = await self._in_use()
         now_s, models = time.monotonic(), []
         for each in self._table.held:

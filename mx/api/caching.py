@@ -233,7 +233,10 @@ async def _start(
     try:
         budget_bytes = settings.cache_memory or available_nbytes() // 2
         keeper = Keeper(settings, address, budget_bytes)
-        service = Service(cache_pb2.DESCRIPTOR.services_by_name["Cache"], CacheServicer(keeper))
+        service = Service(
+            cache_pb2.DESCRIPTOR.services_by_name["Cache"],
+            CacheServicer(keeper.hold, keeper.status),
+        )
 
         async def listens() -> None:
             listening.append(await listen(f"unix:{lock.socket}", [service]))

@@ -121,9 +121,12 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         selection=_selection(asked.get("only"), asked.get("slices")),
         local_ranks=asked.get("local_ranks"),
     )
-    _check_subset(options)
-    _check_ranks(options)
-    _check_files_only(options)
+    if options.selection is not None:
+        _check_subset(options)
+    if options.local_ranks is not None:
+        _check_ranks(options)
+    if options.files_only:
+        _check_files_only(options)
     if options.hold and coordinator:
         dialled_host(settings.listen, settings.advertise, coordinator)
     return replace(options, cache=_cache(options, settings))
@@ -178,7 +181,7 @@ def _selection(
 def _check_subset(options: PullOptions) -> None:
     """Raise ConfigError for options that a pull of some tensors can't have."""
     for name in ("out", "hold", "reuse", "follow", "device", "files_only"):
-        if options.selection is not None and getattr(options, name) not in _UNUSED:
+        if getattr(options, name) not in _UNUSED:
             raise ConfigError(
                 f"a pull with `only` or `slices` can't have `{name}` in this version",
                 hint="pull all tensors, or leave that out",
@@ -187,8 +190,6 @@ def _check_subset(options: PullOptions) -> None:
 
 def _check_ranks(options: PullOptions) -> None:
     """Raise ConfigError if pulls with these options can't share what they read."""
-    if options.local_ranks is None:
-        return
     check_type("local_ranks", options.local_ranks, LocalRanks, "it is mx.LocalRanks(rank, size)")
     if options.selection is None:
         raise ConfigError(
@@ -241,8 +242,6 @@ def _check_types(given: Mapping[str, object]) -> None:
 
 def _check_files_only(options: PullOptions) -> None:
     """Raise ConfigError for what a pull of files only can't do."""
-    if not options.files_only:
-        return
     for name in ("hold", "into", "reuse", "follow", "device"):
         if getattr(options, name) not in _UNUSED:
             raise ConfigError(
@@ -267,11 +266,11 @@ def _host(
             f"only this machine reaches {dialled}: this pull passes nothing on to others "
             "(`listen=HOST:0` with an address of this machine, or `advertise=HOST:PORT`, lets it)"
         )
-    options = source_options(settings, asked, live=live)
 
     def make(
         source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Memory
     ) -> Relay:
+        options = source_options(settings, asked, live=live)
         return Relay(source_id, options, transports(), coordinator, key, manifest, pages, arena)
 
     return make, ""

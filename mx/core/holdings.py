@@ -6,7 +6,7 @@ is given to readers, when a layer is ready) reads this set or subscribes to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from mx.core.grid import ChunkGrid
@@ -28,6 +28,17 @@ def members(chunks: int) -> Iterator[int]:
         low = chunks & -chunks
         yield low.bit_length() - 1
         chunks ^= low
+
+
+def ranges_of(layers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending layers as half-open ranges."""
+    found: list[tuple[int, int]] = []
+    for layer in layers:
+        if found and found[-1][1] == layer:
+            found[-1] = (found[-1][0], layer + 1)
+        else:
+            found.append((layer, layer + 1))
+    return found
 
 
 class Holdings:
@@ -71,15 +82,7 @@ class Holdings:
 
     def layers(self) -> tuple[tuple[int, int], ...]:
         """Return the layers whose chunks are all verified, as half-open ranges."""
-        found: list[tuple[int, int]] = []
-        for layer in range(len(self._layers)):
-            if not self.has_layer(layer):
-                continue
-            if found and found[-1][1] == layer:
-                found[-1] = (found[-1][0], layer + 1)
-            else:
-                found.append((layer, layer + 1))
-        return tuple(found)
+        return tuple(ranges_of(filter(self.has_layer, range(len(self._layers)))))
 
     def subscribe(self, listener: HoldingsListener) -> int:
         """Report every later change to `listener`.

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mx.core.pages import Pages
-from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
@@ -29,7 +28,7 @@ from mx.target.edition import EditionLog
 from mx.target.events import EventLog
 from mx.target.opening import open_store, stoppable
 from mx.target.options import PullOptions
-from mx.target.reads import Connection
+from mx.target.reads import Connection, StorePath, StoreSource
 from mx.target.report import (
     FAILED,
     PARTLY,
@@ -48,25 +47,6 @@ log = logging.getLogger(__name__)
 
 #: The steps whose bytes come from processes, in order.
 ATTACH, HOST, PEERS = "attach", "host", "peers"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSource:
-    """A store in place of a source: `key` is what it is blamed by, `endpoint` what it is called."""
-
-    key: str
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class StorePath:
-    """The path to a store, as far as a transfer asks for it. Its speed is not known before."""
-
-    source: StoreSource
-    transport: str
-    gb_per_s: float = 0.0
-    rail: Rail | None = None
-    medium: Medium = Medium.MEMORY
 
 
 class _NoLease:
@@ -104,13 +84,13 @@ class Chain:
             self._near[each.endpoint] = each.place.boot_id == boot_id != ""
 
     def sources_gave(self, paths: Sequence[PathReport], error: MxError | None) -> None:
-        """Record what sources gave, once.
+        """Record what sources gave, once. Of sources alone the pull's report tells as much.
 
         Args:
             paths: What came over each path.
             error: Why they did not give everything; None: they did.
         """
-        if self.steps:
+        if self.steps or not (self.options.bound or self.options.stores):
             return
         given = dict.fromkeys((ATTACH, HOST, PEERS), 0)
         for path in paths:
@@ -161,9 +141,7 @@ class Chain:
         self.steps.append(report)
         given = f", {format_bytes(report.bytes)}" if report.bytes else ""
         because = f": {report.reason}" if report.reason else ""
-        # Of sources alone a pull's report tells as much.
-        level = logging.INFO if self.options.bound or self.options.stores else logging.DEBUG
-        log.log(level, "step %s: %s%s%s", report.step, report.outcome, given, because)
+        log.info("step %s: %s%s%s", report.step, report.outcome, given, because)
 
     def report(self) -> list[StepReport]:
         """Return all steps in the chain's order, those that were skipped or not needed among

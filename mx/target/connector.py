@@ -71,7 +71,7 @@ class Connector:
         for path in paths:
             if path in self._begun:
                 continue
-            self._begun[path] = asyncio.create_task(self._traced(path), name="mx-connect")
+            self._begun[path] = asyncio.create_task(self._connect(path), name="mx-connect")
 
     async def open(self, path: SourcePath, layout: Layout) -> Connection:
         """Get a grant from the path's source, and open a session on it.
@@ -85,11 +85,11 @@ class Connector:
             LocalError: This machine can't open it.
         """
         begun = self._begun.pop(path, None)
-        connection, regions = await (begun if begun is not None else self._traced(path))
+        connection, regions = await (begun if begun is not None else self._connect(path))
         if begun is not None and connection.lease.check() is not None:
             # It was begun long ago, and the source has ended a lease that was not used.
             await self.give_back(connection)
-            connection, regions = await self._traced(path)
+            connection, regions = await self._connect(path)
         try:
             if (offered_nbytes := sum(regions[:1])) < layout.arena_nbytes:
                 raise PeerProtocolError(
@@ -102,23 +102,20 @@ class Connector:
             raise
         return connection
 
-    async def _traced(self, path: SourcePath) -> tuple[Connection, tuple[int, ...]]:
-        with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):
-            return await self._connect(path)
-
     async def _connect(self, path: SourcePath) -> tuple[Connection, tuple[int, ...]]:
         """Return the connection, and how many bytes each of the source's regions holds."""
-        lease, granted = await self._grant_for(path)
-        self._users[lease] += 1
-        try:
-            session = await self._session(path, granted)
-            vouched = session.vouched_digests() if isinstance(session, Vouching) else None
-            connection = Connection(path, lease, session, vouched=vouched)
-            self._leases[lease].append(connection)
-        except BaseException:
-            await self._leave(lease)
-            raise
-        return connection, granted.region_nbytes
+        with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):
+            lease, granted = await self._grant_for(path)
+            self._users[lease] += 1
+            try:
+                session = await self._session(path, granted)
+                vouched = session.vouched_digests() if isinstance(session, Vouching) else None
+                connection = Connection(path, lease, session, vouched=vouched)
+                self._leases[lease].append(connection)
+            except BaseException:
+                await self._leave(lease)
+                raise
+            return connection, granted.region_nbytes
 
     async def _grant_for(self, path: SourcePath) -> tuple[Lease, Granted]:
         key = (path.source.key, path.transport)

@@ -107,9 +107,8 @@ class Delivery:
         """Write a layer that is ready, and fire its event."""
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
-        event = self._log.event(self._layers[layer], by, self._revision)
         with self._log.guard():  # callbacks may raise
-            if self._log.layer_ready(event):
+            if self._log.layer_ready(self._layers[layer], by, self._revision):
                 self._log.complete()
 
     def _place(self, arena: View, layer: int) -> View:

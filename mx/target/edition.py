@@ -65,26 +65,18 @@ class EditionLog:
         """
         self.pull.planned(self._ready, n_layers, manifest)
 
-    def tell(self, manifest: Manifest) -> None:
-        """Record that the caller knows this manifest, or its files: from now on the edition is of
-        these weights."""
-        self._ready.told = manifest.ref.identity
-
     @property
     def told(self) -> bool:
         """Return True if the caller knows which weights these are."""
         return self._ready.told is not None
 
-    def event(self, layer: Layer, by: VerifiedBy, revision: str = "") -> LayerEvent:
-        """Return the event of a layer that is ready now."""
+    def layer_ready(self, layer: Layer, by: VerifiedBy, revision: str = "") -> bool:
+        """Record that a layer is ready now, and call the subscribers. Returns True if it is the
+        last one. Raises what a callback raises."""
         at_s = time.monotonic() - self.pull.started_s
-        return LayerEvent(
+        event = LayerEvent(
             layer.index, layer.name, layer.nbytes, by.value, at_s, revision, self._tensors_of
         )
-
-    def layer_ready(self, event: LayerEvent) -> bool:
-        """Record the event, and call the subscribers. Returns True if it is the last layer's.
-        Raises what a callback raises."""
         return self.pull.layer_ready(self._ready, event, self.raised)
 
     @property
@@ -193,7 +185,7 @@ class Edition:
         self.lock = threading.Lock()
         self._access = _Access(self)
         self.log = EditionLog(log, ready, self._access)
-        self.files = SideFiles(options, self.log)
+        self.files = SideFiles(options, ready)
         self._into = options.into
         self._view: View | None = None
 

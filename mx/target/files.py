@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mx import trace
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
 from mx.runtime import in_thread, uncut, unexpected
 from mx.storage.safetensors import Checkpoint
+from mx.target.events import Readiness
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.report import LeftSource
@@ -156,33 +156,22 @@ class _Known:
     located: Located | None = None
 
 
-class Told(Protocol):
-    """What the caller knows of an edition: `mx.target.edition.EditionLog`."""
-
-    @property
-    def told(self) -> bool:
-        """True if he knows which weights these are."""
-
-    def tell(self, manifest: Manifest) -> None:
-        """Record that he knows these, or their files."""
-
-
 class SideFiles:
     """One edition's side files in memory, at most 256 MiB; on the loop. `close` it.
 
     They are got by the first `get`, once for all that ask, and kept until `close`.
     """
 
-    def __init__(self, options: PullOptions, log: Told) -> None:
+    def __init__(self, options: PullOptions, ready: Readiness) -> None:
         """
         Args:
             options: The pull's options.
-            log: The edition's.
+            ready: What is known of the edition: whether the caller knows which weights these are.
         """
         self.source = ""  # that gave the files: its endpoint, or a store's place
         self.left: list[LeftSource] = []
         self._options = options
-        self._log = log
+        self._ready = ready
         self._known: _Known | None = None
         self._changed = asyncio.Event()
         self._files: dict[str, bytes] | None = None
@@ -202,7 +191,7 @@ class SideFiles:
     def opened(self, checkpoint: Checkpoint) -> None:
         """Take the files of a checkpoint on disk, before its weights are read. Only these say
         which weights they are: with a pin, or if the caller knows already, this does nothing."""
-        if "@" not in self._options.name and not self._log.told:
+        if "@" not in self._options.name and self._ready.told is None:
             wanted = self._options.wanted_files(checkpoint.packaging)
             self._know(_Known(wanted, checkpoint.side_documents))
 
@@ -267,7 +256,7 @@ class SideFiles:
                     break  # else more is known by now
         if known.manifest is not None:
             known.manifest.documents.update(documents)  # this pull's readers may want them
-            self._log.tell(known.manifest)
+            self._ready.told = known.manifest.ref.identity
         self._files = {side.path: documents[side.digest] for side in known.packaging.side_files}
         return self._files
 

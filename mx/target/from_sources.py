@@ -9,16 +9,16 @@ import functools
 import logging
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from mx import trace
 from mx.core.connections import Connections, Entry
 from mx.core.pages import Pages
-from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.selection import Subset
 from mx.core.types import Layout, Manifest
 from mx.core.wanted import Wanted
-from mx.errors import LocalError, MxError
+from mx.errors import LocalError, MxError, NoSourceError
 from mx.memory.arena import BorrowedArena
 from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
@@ -38,10 +38,10 @@ from mx.target.prefill import Fill, prefilling
 from mx.target.ranks import meet_ranks
 from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
-from mx.target.resolver import Found, find, retry_until_found
+from mx.target.resolver import Found, fetch_manifest, locate, retry_until_found
 from mx.target.transfer import Transfer
 from mx.transport import Span
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import Locator
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,8 @@ class FromSources(Attempt):
             closing.push_async_callback(connector.close)
             found = await self._resolve(locator, connector)
             delivery = self._deliver(found.manifest, strong=options.strong)
-            closing.push_async_callback(in_thread, delivery.settle)
+            if options.strong:
+                closing.push_async_callback(in_thread, delivery.settle)
             if options.out is not None:
                 await write_first(options, locator, found, delivery.side_page, self._log.waiting)
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
@@ -110,25 +111,11 @@ class FromSources(Attempt):
     # -- resolve, plan ----------------------------------------------------------------------------
 
     async def _resolve(self, locator: Locator, connector: Connector) -> Found:
-        options, history = self._options, self._history
-
-        def begin(located: Located, paths: Plan) -> None:
-            history.key, history.named = located.key, located.ref
-            connector.begin(paths.chosen)
-
+        options = self._options
         # A source that changes its weights comes back.
         wait_s = max(options.wait_s, FOLLOW_S) if options.follow else options.wait_s
         found = await retry_until_found(
-            lambda: find(
-                locator,
-                self._context.plan,
-                begin,
-                relays_do=bool(self.edition.reader_id),
-                side_files=options.hold,
-                stores_do=options.bound and bool(options.stores),
-            ),
-            wait_s,
-            self._log.waiting,
+            lambda: self._find(locator, connector), wait_s, self._log.waiting
         )
         self.edition.manifest = found.manifest
         if options.selection is not None:  # names of 50,000 tensors take a while
@@ -136,6 +123,32 @@ class FromSources(Attempt):
         self.edition.log.planned(len(found.manifest.layout.layers), found.manifest)
         self.edition.files.described(found.located, found.manifest)
         return found
+
+    async def _find(self, locator: Locator, connector: Connector) -> Found:
+        """Look the model up once, plan, begin to connect, and fetch the manifest meanwhile.
+
+        Raises:
+            UnknownModelError, CoordinatorError, SourceError, ManifestError.
+        """
+        options, history, plan = self._options, self._history, self._context.plan
+        located = await locate(locator)
+        paths = plan([source for source in located.sources if source.whole])
+        history.key, history.named = located.key, located.ref
+        connector.begin(paths.chosen)
+        manifest = await fetch_manifest(locator, located)
+        in_parts = [source for source in located.sources if not source.whole]
+        # A manifest is enough with stores, which may hold the weights.
+        enough = paths.paths or (options.bound and options.stores)
+        if not enough and not (self.edition.reader_id and plan(in_parts).paths):
+            raise NoSourceError(
+                f"no source of {located.key} can be reached from here: "
+                + (paths.why_none() or "none is registered"),
+                hint="start one with mx serve, or name one with `peer=HOST:PORT`",
+            )
+        if options.hold:  # later readers of this pull may write the side files
+            sides = await locator.side_files(manifest, located)
+            manifest = replace(manifest, documents=manifest.documents | sides)
+        return Found(located, manifest, paths)
 
     # -- allocate, prefill ------------------------------------------------------------------------
 
@@ -208,7 +221,7 @@ class FromSources(Attempt):
 
         self._log.phase = "connecting"
         unmapped: tuple[Connection, Entry] | None = None  # its memory can still be copied
-        if fill is None:
+        if attachable and fill is None:
             attacher = Attacher(connector, connections, manifest, delivery, causes)
             mapped, unmapped = await attacher.run()
             self._history.left += attacher.left

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from mx.core.progress import Progress
 from mx.core.reuse import Held
@@ -159,14 +159,13 @@ class Job:
 
     async def _from_store(self, store: Store, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
-        context = self._context
-        return await self._attempted(lambda: FromStore(context, self.edition, store, last=last))
+        return await self._attempted(FromStore(self._context, self.edition, store, last=last))
 
-    async def _attempted(self, attempt: Callable[[], FromSources | FromStore]) -> PullReport:
-        """Undo what earlier attempts have begun, and fill the present edition by a new one."""
+    async def _attempted(self, attempt: FromSources | FromStore) -> PullReport:
+        """Undo what earlier attempts have begun, and fill the present edition by this one."""
         await uncut(self._discard())
-        self._attempt = made = attempt()
-        return await made.run()
+        self._attempt = attempt
+        return await attempt.run()
 
     async def _discard(self, *present: Attempt) -> str:
         """Free what the ended attempts, and this one, have. Returns what the last one's `discard`
@@ -185,7 +184,7 @@ class Job:
         what the name means then, and keep what is equal."""
         while True:
             try:
-                return await self._attempted(lambda: FromSources(self._context, self.edition))
+                return await self._attempted(FromSources(self._context, self.edition))
             except MxError as error:
                 lasting = isinstance(error, LocalError | ConfigError | CoordinatorError)
                 if not self.options.follow or lasting or not self._may_follow(error):

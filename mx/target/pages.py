@@ -122,7 +122,7 @@ class PageFetcher:
         )
         ref = self._transfer.manifest.ref
         for source in ordered:
-            if not self._transfer.excludes(source.key) and source.ref.same_weights(ref):
+            if source.key not in self._transfer.excluded and source.ref.same_weights(ref):
                 yield source
 
     async def _ask(self, source: SourceRecord) -> None:

@@ -58,28 +58,23 @@ class ReadLease(Protocol):
         """Give the lease back; does not block. Idempotent."""
 
 
-class ReadSource(Protocol):
-    """What bytes are read from: `key` is what it is blamed by, `endpoint` what it is called."""
+@dataclass(frozen=True, slots=True)
+class StoreSource:
+    """A store in place of a source: `key` is what it is blamed by, `endpoint` what it is called."""
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def endpoint(self) -> str: ...
+    key: str
+    endpoint: str
 
 
-class ReadPath(Protocol):
-    """A path to something that is no registered source, such as a store."""
+@dataclass(frozen=True, slots=True)
+class StorePath:
+    """The path to a store, as far as a transfer asks for it. Its speed is not known before."""
 
-    @property
-    def source(self) -> ReadSource: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def gb_per_s(self) -> float: ...
-    @property
-    def rail(self) -> Rail | None: ...
-    @property
-    def medium(self) -> Medium: ...
+    source: StoreSource
+    transport: str
+    gb_per_s: float = 0.0
+    rail: Rail | None = None
+    medium: Medium = Medium.MEMORY
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +84,7 @@ class Connection:
     Session and lease belong to the `Connector` that opened them.
     """
 
-    path: SourcePath | ReadPath
+    path: SourcePath | StorePath
     lease: ReadLease
     session: Session
     opened_at_s: float = 0.0  # monotonic: when it was first read through

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mx import trace
 from mx.core import manifest as manifests
 from mx.core.planner import Plan
-from mx.core.types import Manifest, SourceRecord
+from mx.core.types import Manifest
 from mx.errors import (
     CoordinatorError,
     MxError,
@@ -45,64 +45,34 @@ class Found:
     paths: Plan
 
 
-async def find(
-    locator: Locator,
-    plan: Callable[[Sequence[SourceRecord]], Plan],
-    begin: Callable[[Located, Plan], None],
-    *,
-    relays_do: bool,
-    side_files: bool,
-    stores_do: bool = False,
-) -> Found:
-    """Look the model up once, and fetch its manifest.
-
-    Args:
-        locator: Looks it up at the coordinator, or at the peer that the user named.
-        plan: Finds the paths to sources.
-        begin: Called with the paths before the manifest is fetched.
-        relays_do: True if sources that hold only parts are enough.
-        side_files: Fetch the side files too, into memory.
-        stores_do: True if a manifest is enough, since a store may hold the weights.
-
-    Raises:
-        UnknownModelError, CoordinatorError, SourceError, ManifestError.
-    """
-    located = await _located(locator)
-    paths = plan([source for source in located.sources if source.whole])
-    begin(located, paths)
-    manifest = await _manifest(locator, located)
-    in_parts = [source for source in located.sources if not source.whole]
-    if not (paths.paths or stores_do or (relays_do and plan(in_parts).paths)):
-        raise NoSourceError(
-            f"no source of {located.key} can be reached from here: "
-            + (paths.why_none() or "none is registered"),
-            hint="start one with mx serve, or name one with `peer=HOST:PORT`",
-        )
-    if side_files:  # later readers of this pull may write them
-        sides = await locator.side_files(manifest, located)
-        manifest = replace(manifest, documents=manifest.documents | sides)
-    return Found(located, manifest, paths)
-
-
 async def describe(locator: Locator) -> tuple[Located, Manifest]:
-    """Look the model up once, and fetch its manifest, as `find`, even if no source can be
-    reached.
+    """Look the model up once, and fetch its manifest, even if no source can be reached.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
-    located = await _located(locator)
-    return located, await _manifest(locator, located)
+    located = await locate(locator)
+    return located, await fetch_manifest(locator, located)
 
 
-async def _located(locator: Locator) -> Located:
+async def locate(locator: Locator) -> Located:
+    """Look the model up once, at the coordinator or at the peer that the user named.
+
+    Raises:
+        UnknownModelError, CoordinatorError, SourceError.
+    """
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
         span.set(sources=len(located.sources))
     return located
 
 
-async def _manifest(locator: Locator, located: Located) -> Manifest:
+async def fetch_manifest(locator: Locator, located: Located) -> Manifest:
+    """Fetch the manifest of a model that was looked up.
+
+    Raises:
+        CoordinatorError, SourceError, ManifestError.
+    """
     with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.

@@ -23,6 +23,7 @@ class PartSink:
     __slots__ = (
         "connection",
         "landing",
+        "part",
         "landed_nbytes",
         "_transfer",
         "_make_hasher",
@@ -48,6 +49,7 @@ class PartSink:
         """
         self.connection = connection
         self.landing = landing
+        self.part = landing.part
         self.landed_nbytes = 0
         self._transfer = transfer
         self._make_hasher = make_hasher
@@ -56,10 +58,6 @@ class PartSink:
             self._hasher = make_hasher(landing.blocks)
         else:
             self._hasher = BlockHasher([host_view(b) for b in landing.blocks], shortcut_digest)
-
-    @property
-    def part(self) -> Part:
-        return self.landing.part
 
     def landed(self, nbytes: int) -> None:
         self._hasher.landed(nbytes)

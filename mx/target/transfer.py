@@ -122,7 +122,8 @@ class Transfer:
         self._in_flight: dict[Part, PartSink] = {}
         self._others: dict[tuple[str, str], PathReport] = {}  # what no connection brought
         self._began_s = time.monotonic()
-        self._excluded: dict[str, MxError] = {}
+        #: Sources that are read from no more, and why.
+        self.excluded: dict[str, MxError] = {}
         self._put = threading.Condition()
         self._putting = 0
 
@@ -273,8 +274,8 @@ class Transfer:
         """Begin reading through a session. Returns the connection's number. Raises the error for
         which its source was excluded."""
         path = connection.path
-        if path.source.key in self._excluded:
-            raise another(self._excluded[path.source.key])
+        if path.source.key in self.excluded:
+            raise another(self.excluded[path.source.key])
         self.start()
         with self._lock:
             number = len(self._connections)
@@ -307,14 +308,10 @@ class Transfer:
     def exclude(self, key: str, error: MxError, *, for_good: bool = False) -> None:
         """Give up all connections to a source; `for_good`: and refuse new ones."""
         if for_good:
-            self._excluded[key] = error
+            self.excluded[key] = error
         for number, connection in enumerate(self.connections):
             if connection.path.source.key == key:
                 self.connection_lost(number, error)
-
-    def excludes(self, key: str) -> bool:
-        """Return True if the source was excluded for good."""
-        return key in self._excluded
 
     @property
     def due_s(self) -> float:

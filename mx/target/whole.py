@@ -141,7 +141,5 @@ class FromStore(Attempt):
         if isinstance(arena, LiveMemory) and layer in arena.overlapping:
             return  # not known to be right before all of them are there
         if self.edition.early_layout is not None:
-            event = self.edition.log.event(
-                self.edition.early_layout.layers[layer], VerifiedBy.DIGEST
-            )
-            self.edition.log.layer_ready(event)
+            landed = self.edition.early_layout.layers[layer]
+            self.edition.log.layer_ready(landed, VerifiedBy.DIGEST)

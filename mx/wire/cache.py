@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mx import codec
 from mx.core.types import ManifestRef, ModelKey
@@ -188,22 +188,21 @@ class CacheClient:
         )
 
 
-class Holder(Protocol):
-    """What holds the models."""
-
-    async def hold(self, wanted: Wanted, progress: list[tuple[int, int]]) -> HeldAt:
-        """Return where a model is, once it is held. `progress[0]` is set meanwhile. Raises
-        MxError: why it is not held."""
-
-    async def status(self) -> CacheStatus:
-        """Return what is held."""
-
-
 class CacheServicer:
     """Answers the calls of clients."""
 
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
+    def __init__(
+        self,
+        hold: Callable[[Wanted, list[tuple[int, int]]], Awaitable[HeldAt]],
+        status: Callable[[], Awaitable[CacheStatus]],
+    ) -> None:
+        """
+        Args:
+            hold: Returns where a model is, once it is held. Sets the first item of the list to the
+                (bytes so far, bytes in total) meanwhile. Raises MxError: why it is not held.
+            status: Returns what is held.
+        """
+        self._hold, self._status = hold, status
         self._calls = 0
 
     async def Hold(self, request: pb.HoldRequest, context: Any) -> AsyncIterator[pb.HoldEvent]:
@@ -224,7 +223,7 @@ class CacheServicer:
             raise CapacityError(f"the cache answers {MOST_CALLS} calls already, its limit")
         self._calls += 1
         progress = [(0, 0)]
-        holding = asyncio.ensure_future(self._holder.hold(wanted, progress))
+        holding = asyncio.ensure_future(self._hold(wanted, progress))
         try:
             while not (await asyncio.wait((holding,), timeout=REPORT_S))[0]:
                 done, total = progress[0]
@@ -237,7 +236,7 @@ class CacheServicer:
 
     async def Status(self, request: pb.CacheStatusRequest, context: Any) -> pb.CacheStatusResponse:
         del request, context
-        status = await self._holder.status()
+        status = await self._status()
         return pb.CacheStatusResponse(
             budget_bytes=status.budget_bytes,
             held_bytes=status.held_bytes,

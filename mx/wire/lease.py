@@ -63,6 +63,9 @@ class Granted:
 class Lease:
     """One reader's lease. Made, opened and closed on the loop; `check` works on any thread."""
 
+    #: The source can be asked whether a chunk is right in its memory.
+    answers = True
+
     def __init__(
         self,
         channel: grpc.aio.Channel,
@@ -84,6 +87,7 @@ class Lease:
         """
         self._reader_id = reader_id
         self._source = source
+        self.peer = source.endpoint
         self._remote = Remote(Role.SOURCE, source.endpoint, tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         self._stub: Stub | None = Stub(channel, service, self._remote)
@@ -102,13 +106,8 @@ class Lease:
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
         self._read_nbytes = read_nbytes
-        self.coordinated = (
-            False  # True once the source has reported that other pulls read there too
-        )
-
-    @property
-    def peer(self) -> str:
-        return self._source.endpoint
+        #: True once the source has reported that other pulls read there too.
+        self.coordinated = False
 
     async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
         """Get a grant. Called once.
@@ -275,11 +274,6 @@ class Lease:
             read_bytes=self._read_nbytes(),
             wrong_chunks=wrong,
         )
-
-    @property
-    def answers(self) -> bool:
-        """True: the source can be asked whether a chunk is right in its memory."""
-        return True
 
     def ask(self, chunk: int, right: Callable[[], None]) -> None:
         """Ask the source whether a chunk is right in its memory; from any thread.

@@ -7,28 +7,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import grpc.aio
 
+from mx.codec import ranges_to_wire
+from mx.core.holdings import ranges_of
 from mx.core.types import ManifestRef
 from mx.errors import PeerProtocolError, PeerTimeoutError
 from mx.units import MIB
 from mx.wire.channel import Remote, translating
 from mx.wire.rpc import Stub
-from mx.wire.v1 import common_pb2, peer_pb2
+from mx.wire.v1 import peer_pb2
 
 #: The most bytes in one message.
 PIECE_BYTES = MIB
 #: The least rate of a page.
 LEAST_BYTES_PER_S = MIB
-
-
-def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ascending layers as half-open ranges."""
-    found: list[tuple[int, int]] = []
-    for layer in layers:
-        if found and found[-1][1] == layer:
-            found[-1] = (found[-1][0], layer + 1)
-        else:
-            found.append((layer, layer + 1))
-    return found
 
 
 async def fetch_pages(
@@ -57,7 +48,7 @@ async def fetch_pages(
         MxError: As `translate`, if the RPC fails.
     """
     stub = Stub(channel, peer_pb2.DESCRIPTOR.services_by_name["Peer"], who)
-    ranges = [common_pb2.Range(begin=begin, end=end) for begin, end in ranges_of(layers)]
+    ranges = ranges_to_wire(ranges_of(layers))
     request = peer_pb2.PagesRequest(identity=ref.identity, layout=ref.layout, layers=ranges)
     wanted = set(layers)
     layer, page = -1, bytearray()

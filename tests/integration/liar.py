@@ -41,7 +41,8 @@ def serve(coordinator: str, host: str, lies: Mapping[str, Any]) -> None:
     server._place = replace(server._place, **place)
     if "addresses" in lies:
         exposures = server._servicer.models[held.source_id].exposures
-        cast(TcpExposure, exposures["tcp"])._addresses = lies["addresses"]
+        tcp = cast(TcpExposure, exposures["tcp"])
+        tcp.listeners = replace(tcp.listeners, fields={"addresses": lies["addresses"]})
     loop.run(server.register(coordinator))
     print(server.endpoint, flush=True)
     threading.Event().wait()

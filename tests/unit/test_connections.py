@@ -31,7 +31,7 @@ from mx.swarm.sharing import Sharing
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.events import EventLog
-from mx.target.reads import Connection, ReadPath
+from mx.target.reads import Connection, StorePath
 from mx.target.transfer import Transfer
 from mx.transport import Session
 from mx.wire.locate import Located, Locator
@@ -96,8 +96,8 @@ class Stage:
         self, fails: dict[SourcePath, MxError] | None = None, *, patience_s: float = 0.0
     ) -> None:
         self.tried: list[SourcePath] = []
-        self.added: list[SourcePath | ReadPath] = []
-        self.given_back: list[SourcePath | ReadPath] = []
+        self.added: list[SourcePath | StorePath] = []
+        self.given_back: list[SourcePath | StorePath] = []
         self.causes: list[MxError] = []
         self.no_more = self.ticked = 0
         self.due_s = math.inf

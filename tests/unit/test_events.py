@@ -13,7 +13,7 @@ import pytest
 from mx.core.digest import document_digest
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
-from mx.core.types import Manifest, Packaging
+from mx.core.types import Layer, Manifest, Packaging
 from mx.errors import (
     ClosedError,
     ConfigError,
@@ -24,11 +24,12 @@ from mx.errors import (
 )
 from mx.target.edition import EditionLog
 from mx.target.events import EventLog, Readiness
-from mx.target.report import LayerEvent, PullReport, no_tensors
+from mx.target.report import LayerEvent, PullReport, VerifiedBy, no_tensors
 
 
-def event(index: int) -> LayerEvent:
-    return LayerEvent(index, f"layer.{index}", 1, "digest", 0.0)
+def landed(index: int) -> tuple[Layer, VerifiedBy]:
+    """Return a layer, and how it was verified."""
+    return Layer(index, f"layer.{index}", 1, 0, (), 0), VerifiedBy.DIGEST
 
 
 def edition(state: EventLog, ready: Readiness | None = None) -> EditionLog:
@@ -44,7 +45,7 @@ async def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_tim
     state = EventLog(0.0)
     now = edition(state)
     now.planned(4)
-    now.layer_ready(event(2))
+    now.layer_ready(*landed(2))
     called: list[int] = []
     entered, go_on = threading.Event(), threading.Event()
 
@@ -56,17 +57,17 @@ async def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_tim
 
     state.on_layer(slow)
     assert called == [2]
-    first = threading.Thread(target=now.layer_ready, args=(event(0),))
+    first = threading.Thread(target=now.layer_ready, args=landed(0))
     first.start()
     assert entered.wait(10)
     # While one thread is in the callback, others leave their events to it.
-    assert not now.layer_ready(event(3))
-    assert now.layer_ready(event(1))
+    assert not now.layer_ready(*landed(3))
+    assert now.layer_ready(*landed(1))
     assert called == [2]
     go_on.set()
     first.join()
     assert called == [2, 0, 3, 1]
-    assert not now.layer_ready(event(1))
+    assert not now.layer_ready(*landed(1))
     assert called == [2, 0, 3, 1]
 
 
@@ -82,12 +83,12 @@ async def test_an_exception_of_a_callback_is_raised_where_the_event_or_the_callb
 
     state.on_layer(refuse)
     with pytest.raises(RuntimeError, match=r"layer\.0"):
-        now.layer_ready(event(0))
+        now.layer_ready(*landed(0))
     assert now.is_ready(0)
     with pytest.raises(RuntimeError, match=r"layer\.0"):
         state.on_layer(refuse)
     with pytest.raises(RuntimeError, match=r"layer\.1"):  # it was not left busy
-        now.layer_ready(event(1))
+        now.layer_ready(*landed(1))
 
 
 def test_the_first_outcome_counts() -> None:
@@ -118,27 +119,28 @@ async def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_me
     state = EventLog(0.0)
     now = edition(state)
     now.planned(2)
-    now.layer_ready(event(0))
+    now.layer_ready(*landed(0))
     assert state.begin_again() is None
 
 
 async def test_what_an_ended_edition_records_reaches_nobody() -> None:
     state, seen = EventLog(0.0), list[int]()
-    ended = edition(state)
+    ready = state.begin_anew()
+    ended = edition(state, ready)
     ended.planned(2)
     state.on_layer(lambda event: seen.append(event.index))
     reader = state.layers()
-    ended.layer_ready(event(0))
+    ended.layer_ready(*landed(0))
     assert reader.next() is not None
     now = edition(state)
     with pytest.raises(RevisionChangedError):
         reader.next()
     ended.planned(1)
-    ended.tell(manifest(1))
-    ended.layer_ready(event(1))
+    ready.told = manifest(1).ref.identity
+    ended.layer_ready(*landed(1))
     now.planned(2, manifest(2))  # not of the weights that the caller knew before
     assert (seen, now.layers_ready) == ([0], 0)
-    now.layer_ready(event(1))
+    now.layer_ready(*landed(1))
     assert (seen, now.layers_ready) == ([0, 1], 1)
     assert not now.is_ready(0)
 
@@ -156,12 +158,12 @@ async def test_a_callbacks_error_ends_the_edition_whose_event_it_refused() -> No
         assert go_on.wait(10)
 
     state.on_layer(refuse_others)
-    old = threading.Thread(target=ended.layer_ready, args=(event(0),))
+    old = threading.Thread(target=ended.layer_ready, args=landed(0))
     old.start()
     assert entered.wait(10)
     now = edition(state)
     now.planned(2)
-    now.layer_ready(event(1))
+    now.layer_ready(*landed(1))
     go_on.set()
     old.join()
     await asyncio.sleep(0)

@@ -274,6 +274,7 @@ def test_another_process_in_the_source_s_place(bench: Bench) -> None:
         ({"pid": "1"}, PeerProtocolError),
         ({"pid": -1}, PeerProtocolError),
         ({"socket": "x" * 200}, PeerProtocolError),
+        ({"socket": "mx-\ud800"}, PeerProtocolError),
     ):
         with pytest.raises(kind):
             bench.open_ticket(grant_id, altered(ticket, **changes), source.sizes, tls=None)

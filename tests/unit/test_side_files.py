@@ -15,12 +15,10 @@ from mx.core.types import Manifest
 from mx.errors import ClosedError, IntegrityError, PeerLostError, RevisionChangedError
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import DiskStore
-from mx.target.edition import EditionLog
 from mx.target.events import EventLog, Readiness, changed
 from mx.target.files import Collector, SideFiles
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
-from mx.target.report import no_tensors
 from tests.support.checkpoints import manifest_of
 
 CONFIG = {"config.json": b"{}", "same.json": b"{}", "empty.txt": b""}
@@ -58,12 +56,6 @@ def checkpoint(folder: Path, first: int = 0) -> tuple[Checkpoint, Manifest]:
     return open_checkpoint(folder), manifest_of(folder)[0]
 
 
-def told(log: EventLog | None = None, ready: Readiness | None = None) -> EditionLog:
-    """Return the log of an edition: of a new pull's, or of this one's."""
-    log = log or EventLog(0.0)
-    return EditionLog(log, ready or log.begin_anew(), no_tensors)
-
-
 async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:
     """Return a request that waits."""
     task = asyncio.create_task(files.get())
@@ -75,7 +67,7 @@ async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:
 
 async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), told())
+    files = SideFiles(PullOptions("m"), Readiness())
     first, second = await asked(files), await asked(files)
     files.opened(opened)
     assert await first == await second == CONFIG
@@ -87,7 +79,7 @@ async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -
 
 async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), told())
+    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), Readiness())
     files.opened(opened)
     request = await asked(files)
     files.loaded(manifest)
@@ -97,7 +89,7 @@ async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
 
 async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Path) -> None:
     opened, _ = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), told())
+    files = SideFiles(PullOptions("m"), Readiness())
     first, second = await asked(files), await asked(files)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -108,7 +100,7 @@ async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Pat
 
 
 async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
-    files = SideFiles(PullOptions("m"), told())
+    files = SideFiles(PullOptions("m"), Readiness())
     requests = [await asked(files), await asked(files)]
     files.end(PeerLostError("it died", peer="a:1"))
     errors = await asyncio.gather(*requests, files.get(), return_exceptions=True)
@@ -118,13 +110,13 @@ async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
 
 
 async def test_closed_it_has_none(tmp_path: Path) -> None:
-    files = SideFiles(PullOptions("m"), told())
+    files = SideFiles(PullOptions("m"), Readiness())
     request = await asked(files)
     await files.close()
     with pytest.raises(ClosedError):
         await request
     opened, _ = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), told())
+    files = SideFiles(PullOptions("m"), Readiness())
     files.opened(opened)
     assert await files.get() == CONFIG
     await files.close()
@@ -134,23 +126,23 @@ async def test_closed_it_has_none(tmp_path: Path) -> None:
 
 
 async def test_who_has_the_files_gets_no_other_weights(tmp_path: Path) -> None:
-    log = told()
-    files = SideFiles(PullOptions("m"), log)
+    log = EventLog(0.0)
+    ready = log.begin_anew()
+    files = SideFiles(PullOptions("m"), ready)
     (_, manifest), (_, other) = checkpoint(tmp_path / "m"), checkpoint(tmp_path / "n", 5)
-    log.planned(1, manifest)
+    log.planned(ready, 1, manifest)
     files.loaded(manifest)
     assert await files.get() == CONFIG
-    ready = log.pull.begin_again()
-    assert ready is not None
-    log = told(log.pull, ready)
+    again = log.begin_again()
+    assert again is not None
     with pytest.raises(IntegrityError, match=other.ref.identity.hex()):
-        log.planned(1, other)
-    log.planned(1, manifest)
+        log.planned(again, 1, other)
+    log.planned(again, 1, manifest)
     await files.close()
 
 
 async def test_files_of_an_edition_that_is_over_are_not_given(tmp_path: Path) -> None:
-    files = SideFiles(PullOptions("m"), told())
+    files = SideFiles(PullOptions("m"), Readiness())
     request = await asked(files)
     files.end(changed())
     with pytest.raises(RevisionChangedError):

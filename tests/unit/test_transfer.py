@@ -367,7 +367,7 @@ def test_a_source_that_is_excluded_for_good_while_it_connects_is_not_read_from()
     connecting = connection_of(HeldSession())
     lie = DigestError("the page is of another model", peer="peer")
     setting.transfer.exclude(connecting.path.source.key, lie, for_good=True)
-    assert setting.transfer.excludes(connecting.path.source.key)
+    assert connecting.path.source.key in setting.transfer.excluded
     with pytest.raises(DigestError, match="of another model"):
         setting.transfer.add_connection(connecting)
     assert setting.connection().reads  # another's

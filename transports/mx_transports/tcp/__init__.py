@@ -56,10 +56,8 @@ class TcpTransport:
             ConfigError: A TLS file can't be used.
         """
         from mx_transports.tcp.exposure import TcpExposure
-        from mx_transports.toolkit.tls import tls_context
 
-        tls = tls_context(options.tls, server=True) if options.tls else None
-        return TcpExposure(regions, options, tls)
+        return TcpExposure(regions, options)
 
     def open(self, grant: Grant) -> Session:
         """Connect to an exposure.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Sequence
 
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports.tcp.wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
 from mx_transports.toolkit import framing
 from mx_transports.toolkit.exposure import GrantState
-from mx_transports.toolkit.listeners import addresses, listen
 from mx_transports.toolkit.sending import SendingExposure
 from mx_transports.toolkit.stream import SocketStream
 
@@ -24,18 +22,11 @@ class TcpExposure(SendingExposure):
         self,
         regions: Sequence[ExposedRegion],
         options: ExposeOptions,
-        tls: ssl.SSLContext | None,
     ) -> None:
-        """Raises LocalError where a host can't be listened on, or for memory of a device."""
-        listeners = listen(options.hosts, options.ports)
-        self._addresses = addresses(listeners, options)
-        super().__init__(
-            regions, options, name="mx-tcp-source", magic=MAGIC, listeners=listeners, tls=tls
-        )
+        """Raises LocalError where a host can't be listened on, or for memory of a device, and
+        ConfigError where a TLS file can't be used."""
+        super().__init__(regions, options, name="mx-tcp-source", magic=MAGIC)
         self.start()
-
-    def ticket_fields(self) -> dict[str, object]:
-        return {"addresses": self._addresses}
 
     def serve(self, stream: SocketStream, grant: GrantState) -> None:
         request = memoryview(bytearray(REQUEST.size))

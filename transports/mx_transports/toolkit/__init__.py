@@ -1,4 +1,4 @@
-"""What transports are built with. docs/transports.md walks through one of under 80 lines.
+"""What transports are built with. docs/transports.md walks through two of under 80 lines.
 
 | module | what it has |
 |---|---|
@@ -8,7 +8,8 @@
 | `slicing` | `steps`: a read in slices of the size that is reported to a sink |
 | `stream` | `SocketStream`: whole buffers over a socket, plain or TLS, under a stall deadline |
 | `framing` | preamble, answer, statuses and tickets |
-| `dial`, `listeners`, `proof` | which addresses are a source's own; connecting to them; listening |
+| `dial`, `listeners`, `proof` | connecting and listening over a network; whose an address is |
+| `unix` | the same over unix sockets, between processes of one user |
 | `limiting` | sending under the limiter of an exposure's options |
 | `tls` | contexts for data connections |
 | `local` | sources and readers of one machine and one user: unix sockets, descriptors, a page |

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mx.core.locality import own_addresses
 from mx.errors import (
@@ -81,12 +82,24 @@ def _is_known(host: str, grant: Grant) -> bool:
     return stays and (is_loopback(host) or host in mine)
 
 
-def open_streams(magic: bytes, grant: Grant) -> list[SocketStream]:
-    """Connect as often as a grant says, to the addresses of its ticket in turn.
+#: A way to connect: `network` here, `unix.connect`. From a ticket and what it came with to sockets
+#: that are connected to the source, one after the other; whoever takes one closes it.
+#: Raises SourceError or ConfigError.
+Connect = Callable[[framing.Ticket, Grant], Iterator[socket.socket]]
+
+
+def network(ticket: framing.Ticket, grant: Grant) -> Iterator[socket.socket]:
+    """Connect to the addresses of a ticket of `listeners.listen`; see `Connect`."""
+    yield from connections(addresses(ticket, grant), grant)
+
+
+def open_streams(magic: bytes, grant: Grant, connect: Connect = network) -> list[SocketStream]:
+    """Connect as often as a grant says, and have the source let the connections in.
 
     Args:
         magic: What the source's exposure was made with.
-        grant: Its ticket is one of `framing`, with a field `addresses`.
+        grant: Its ticket is one of `framing`, as `SocketExposure` hands it out.
+        connect: The way to connect, the counterpart of the one in which the source listens.
 
     Returns:
         The connections, let in by the source. The caller closes them.
@@ -96,15 +109,10 @@ def open_streams(magic: bytes, grant: Grant) -> list[SocketStream]:
         ConfigError: A TLS file can't be used.
     """
     ticket = framing.decode_ticket(grant.ticket, grant.peer)
-    found = addresses(ticket, grant)
-    tls = tls_context(grant.tls, server=False) if grant.tls else None
     streams: list[SocketStream] = []
     try:
-        for number in range(max(1, grant.streams)):
-            # Spread over the source's addresses, but any that answers will do.
-            first = number % len(found)
-            order = found[first:] + found[:first]
-            streams.append(connect_any(magic, order, found, ticket, grant, tls))
+        for sock in itertools.islice(connect(ticket, grant), max(1, grant.streams)):
+            streams.append(begin(magic, sock, ticket, grant))
         # Only now, so that the source admits all of them while the first is waited for.
         for stream in streams:
             greet(magic, stream, grant)
@@ -115,65 +123,73 @@ def open_streams(magic: bytes, grant: Grant) -> list[SocketStream]:
     return streams
 
 
-def connect_any(
-    magic: bytes,
-    order: Sequence[tuple[str, int]],
-    known: list[tuple[str, int]],
-    ticket: framing.Ticket,
-    grant: Grant,
-    tls: ssl.SSLContext | None,
-) -> SocketStream:
-    """Connect to the first address that answers, and present the ticket's secret.
+def connections(known: Sequence[tuple[str, int]], grant: Grant) -> Iterator[socket.socket]:
+    """Connect to addresses in turn, encrypted where the grant has files for TLS.
+
+    Args:
+        known: What `addresses` returned.
+        grant: What is opened.
+
+    Yields:
+        A connection. Where the address whose turn it is does not answer, another one's.
+
+    Raises:
+        SourceError: No address answers, or TLS fails.
+        ConfigError: A TLS file can't be used.
+    """
+    tls = tls_context(grant.tls, server=False) if grant.tls else None
+    left = list(known)
+    for number in itertools.count():
+        # Spread over the source's addresses, but any that answers will do.
+        first = number % len(left)
+        for address in left[first:] + left[:first]:
+            try:
+                sock = _connect(address, grant, tls)
+                break
+            except (PeerLostError, PeerTimeoutError):
+                if len(left) == 1:
+                    raise
+                left.remove(address)
+        yield sock
+
+
+def _connect(address: tuple[str, int], grant: Grant, tls: ssl.SSLContext | None) -> socket.socket:
+    sock: socket.socket | None = None
+    try:
+        near = None if grant.rail is None else (grant.rail.local_address, 0)
+        sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
+        return sock if tls is None else tls.wrap_socket(sock)
+    except BaseException as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, OSError):
+            where = f"{grant.peer} (data at {address[0]}:{address[1]})"
+            raise _failed(error, where, grant.peer) from error
+        raise
+
+
+def begin(magic: bytes, sock: socket.socket, ticket: framing.Ticket, grant: Grant) -> SocketStream:
+    """Present a ticket's secret.
 
     Args:
         magic: What the source's exposure was made with.
-        order: The addresses to try.
-        known: All addresses; those that do not answer leave it, but for the last one.
+        sock: A connection to the source; closed if this raises.
         ticket: The grant's ticket.
         grant: What is opened.
-        tls: The context of a TLS connection; None for a plain one.
 
     Returns:
         A connection for `greet`. The caller closes it.
 
     Raises:
-        SourceError: No address answers, or TLS fails.
+        SourceError: The connection is lost, or TLS fails.
     """
-    failure: SourceError | None = None
-    for address in order:
-        try:
-            return _connect(magic, address, ticket, grant, tls)
-        except (PeerLostError, PeerTimeoutError) as error:
-            failure = error
-            if len(known) > 1:
-                known.remove(address)
-    assert failure is not None
-    raise failure
-
-
-def _connect(
-    magic: bytes,
-    address: tuple[str, int],
-    ticket: framing.Ticket,
-    grant: Grant,
-    tls: ssl.SSLContext | None,
-) -> SocketStream:
-    where = f"{grant.peer} (data at {address[0]}:{address[1]})"
-    sock: socket.socket | None = None
     try:
-        near = None if grant.rail is None else (grant.rail.local_address, 0)
-        sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
-        if tls is not None:
-            sock = tls.wrap_socket(sock)
         stream = SocketStream(sock, grant.stall_timeout_s)
         stream.send_all([framing.PREAMBLE.pack(magic, ticket.key, ticket.secret)])
     except BaseException as error:
-        if sock is not None:
-            sock.close()
-        if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
-            raise _tls_failed(error, where, grant.peer) from error
+        sock.close()
         if isinstance(error, OSError):
-            raise translate(error, where, grant.peer) from error
+            raise _failed(error, f"{grant.peer} (its data endpoint)", grant.peer) from error
         raise
     return stream
 
@@ -187,24 +203,22 @@ def greet(magic: bytes, stream: SocketStream, grant: Grant) -> None:
     where = f"{grant.peer} (its data endpoint)"
     try:
         spoken, status = framing.HELLO.unpack(stream.receive(framing.HELLO.size))
-    except ssl.SSLError as error:
-        raise _tls_failed(error, where, grant.peer) from error
     except OSError as error:
-        raise translate(error, where, grant.peer) from error
+        raise _failed(error, where, grant.peer) from error
     framing.check_magic(magic, spoken, where, grant.peer)
     if status != framing.OK:
-        raise PeerRefusedError(
-            f"{where}: {framing.STATUS_TEXT.get(status, f'refused ({status})')}",
-            peer=grant.peer,
+        raise framing.refusal(status, grant.peer)
+
+
+def _failed(error: OSError, where: str, peer: str) -> SourceError:
+    """Return the error for a connection that has not come about."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
+        return PeerRefusedError(
+            f"{where}: TLS failed: {error.reason or error}",
+            peer=peer,
+            hint="both sides need TLS, and certificates of the same CA",
         )
-
-
-def _tls_failed(error: ssl.SSLError, where: str, peer: str) -> PeerRefusedError:
-    return PeerRefusedError(
-        f"{where}: TLS failed: {error.reason or error}",
-        peer=peer,
-        hint="both sides need TLS, and certificates of the same CA",
-    )
+    return translate(error, where, peer)
 
 
 def translate(error: OSError, where: str, peer: str) -> SourceError:

@@ -18,13 +18,13 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mx import forks
-from mx.errors import ClosedError
-from mx_transports.toolkit import framing, proof
-from mx_transports.toolkit.listeners import ListeningSocket
+from mx.errors import ClosedError, LocalError
+from mx.transport import ExposeOptions
+from mx_transports.toolkit import framing, kernel, proof
+from mx_transports.toolkit.listeners import Listen
 from mx_transports.toolkit.stream import SocketStream
 
 PREAMBLE_DEADLINE_S = 2.0
@@ -72,62 +72,55 @@ class _Unproved:
 class SocketExposure(ABC):
     """An exposure whose readers connect to sockets. See `mx.transport.Exposure`.
 
-    A subclass says what a ticket holds, and serves each connection on a thread of its own. Its
-    constructor ends with `start()`. It may read `generation`, `closed` and `grants`, under `lock`.
+    A subclass serves each connection on a thread of its own. Its constructor ends with `start()`.
+    It may read `generation`, `closed` and `grants`, under `lock`.
 
     Args:
         name: What its threads are called.
         magic: The transport and its version, MAGIC_BYTES long.
-        listeners: Where readers connect. The exposure owns them from here on.
-        stall_timeout_s: After so many seconds without progress a connection is dropped.
-        tls: The context of TLS connections; None for plain ones.
-        background: See `mx.transport.ExposeOptions`.
+        options: How to listen; `stall_timeout_s` and `background` hold for each connection.
+        listen: The way to listen, which is called with the options.
+
+    Raises:
+        LocalError: This process can't listen.
+        ConfigError: A TLS file can't be used.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        magic: bytes,
-        listeners: Sequence[ListeningSocket],
-        stall_timeout_s: float,
-        tls: ssl.SSLContext | None = None,
-        background: bool = False,
-    ) -> None:
+    def __init__(self, *, name: str, magic: bytes, options: ExposeOptions, listen: Listen) -> None:
         if len(magic) != framing.MAGIC_BYTES:
             raise ValueError(f"the magic {magic!r} is not {framing.MAGIC_BYTES} bytes long")
         self.name = name
-        self.stall_timeout_s = stall_timeout_s
-        self._background = background
+        self.stall_timeout_s = options.stall_timeout_s
+        self._background = options.background
         self.lock = threading.Lock()
         #: The standing grants by key.
         self.grants: dict[bytes, GrantState] = {}
         self.generation = 0
         self.closed = False
         self._magic = magic
-        self._listeners = [each.sock for each in listeners]
-        self._provers = [each.prover for each in listeners if each.prover is not None]
-        self._tls = tls
         self._threads: set[threading.Thread] = set()
         self._most_connections = _most_connections()
-        self._wake_read, self._wake_write = socket.socketpair()
+        #: Where readers connect; see `mx_transports.toolkit.listeners`.
+        self.listeners = listen(options)
+        try:
+            self._selector = selectors.DefaultSelector()
+            self._wake_read, self._wake_write = socket.socketpair()
+        except OSError as error:
+            self.listeners.close()
+            raise LocalError(f"{name}: no socket for readers: {error.strerror}") from error
         self._unproved: dict[socket.socket, _Unproved] = {}
-        self._selector = selectors.DefaultSelector()
         self._acceptor = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
 
     def start(self) -> None:
         """Let readers connect."""
-        forks.own(*self._listeners, *self._provers, self._wake_read, self._wake_write)
-        for sock in (*self._listeners, *self._provers, self._wake_read):
+        listening = (*self.listeners.sockets, *self.listeners.provers, self._wake_read)
+        forks.own(*listening, self._wake_write)
+        for sock in listening:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self._acceptor.start()
 
     # --- what subclasses fill in
-
-    @abstractmethod
-    def ticket_fields(self) -> dict[str, object]:
-        """Return what a reader needs beyond key and secret, as JSON has it."""
 
     @abstractmethod
     def serve(self, stream: SocketStream, grant: GrantState) -> None:
@@ -142,9 +135,16 @@ class SocketExposure(ABC):
             OSError: The connection has ended.
         """
 
+    def ticket_fields(self) -> dict[str, object]:
+        """Return what a reader needs beyond key and secret, as JSON has it: where to connect."""
+        return dict(self.listeners.fields)
+
     def admits(self, sock: socket.socket) -> bool:
-        """Return True if a connection may present a secret at all."""
-        return True
+        """Return True if a connection may present a secret at all: over a unix socket, if the
+        process at the other end is of this one's user."""
+        if sock.family != socket.AF_UNIX:
+            return True
+        return kernel.peer_credentials(sock)[1] == os.geteuid()
 
     def regenerate(self, generation: int) -> None:
         """Prepare for a generation that is about to be set; `lock` is held."""
@@ -247,9 +247,9 @@ class SocketExposure(ABC):
                 assert isinstance(sock, socket.socket)
                 if sock in self._unproved:
                     self._receive(self._unproved[sock])
-                elif sock in self._listeners:
+                elif sock in self.listeners.sockets:
                     self._accept(sock)
-                elif sock in self._provers:
+                elif sock in self.listeners.provers:
                     proof.answer(sock, self._secret_of)
             now = time.monotonic()
             for unproved in [each for each in self._unproved.values() if each.deadline <= now]:
@@ -257,8 +257,9 @@ class SocketExposure(ABC):
         for unproved in list(self._unproved.values()):
             self._drop(unproved)
         self._selector.close()
-        for sock in (*self._listeners, *self._provers, self._wake_read, self._wake_write):
-            sock.close()
+        self.listeners.close()
+        self._wake_read.close()
+        self._wake_write.close()
         with self.lock:
             serving = list(self._threads)
         for thread in serving:
@@ -285,9 +286,10 @@ class SocketExposure(ABC):
             sock.close()
             return
         sock.setblocking(False)
-        if self._tls is not None:
+        tls = self.listeners.tls
+        if tls is not None:
             try:
-                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             except OSError:
                 sock.close()
                 return
@@ -295,7 +297,7 @@ class SocketExposure(ABC):
         if len(self._unproved) >= MAX_UNPROVED:
             self._drop(next(iter(self._unproved.values())))
         deadline = time.monotonic() + PREAMBLE_DEADLINE_S
-        self._unproved[sock] = _Unproved(sock, deadline, self._tls is not None)
+        self._unproved[sock] = _Unproved(sock, deadline, tls is not None)
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _drop(self, unproved: _Unproved) -> None:

@@ -1,63 +1,76 @@
-"""Where readers connect: sockets for connections, and for proofs that they are a source's own."""
+"""Where readers connect over the network: sockets for connections, and for proofs of addresses."""
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mx.errors import LocalError
 from mx.transport import ExposeOptions
 from mx_transports.toolkit import proof
+from mx_transports.toolkit.tls import tls_context
 
 #: Ports that are tried where one is free for connections, and taken for datagrams.
 _PORT_TRIES = 16
 
 
 @dataclass(frozen=True)
-class ListeningSocket:
-    """A socket for connections and, where this process may have to prove that the address is its
-    own, one for challenges (`proof`)."""
+class Listeners:
+    """Where the readers of an exposure connect. The exposure closes the sockets.
 
-    sock: socket.socket
-    prover: socket.socket | None = None
+    Attributes:
+        sockets: Those that accept connections.
+        fields: What tickets say of where these are, as JSON has it: what `dial.open_streams` hands
+            the reader's way to connect.
+        provers: Those for challenges (`proof`), where this process may have to prove that an
+            address is its own.
+        tls: The context of TLS connections; None for plain ones.
+    """
 
-    @property
-    def address(self) -> list[object]:
-        """[host, port], as tickets have it."""
-        return list(self.sock.getsockname()[:2])
+    sockets: Sequence[socket.socket]
+    fields: Mapping[str, object]
+    provers: Sequence[socket.socket] = ()
+    tls: ssl.SSLContext | None = None
 
     def close(self) -> None:
-        """Close both sockets."""
-        self.sock.close()
-        if self.prover is not None:
-            self.prover.close()
+        """Close all sockets."""
+        for sock in (*self.sockets, *self.provers):
+            sock.close()
 
 
-def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[ListeningSocket]:
-    """Listen on each host, on the first of `ports` that is free there.
+#: A way to listen: `listen` here, `unix.listen`. Raises LocalError or ConfigError.
+Listen = Callable[[ExposeOptions], Listeners]
+
+
+def listen(options: ExposeOptions) -> Listeners:
+    """Listen on each host of the options, on the first of their ports that is free there.
 
     Args:
-        hosts: Addresses of this machine.
-        ports: The ports to choose from; empty for any that is free.
+        options: With files for TLS, connections are encrypted.
 
     Returns:
-        A listening socket for each host. The caller closes them.
+        The sockets. Tickets have `addresses`, as `dial.network` reads them.
 
     Raises:
         LocalError: A host is not this machine's, or none of the ports is free there.
+        ConfigError: A TLS file can't be used.
     """
-    listeners: list[ListeningSocket] = []
-    for host in hosts:
+    tls = tls_context(options.tls, server=True) if options.tls else None
+    found: list[tuple[socket.socket, socket.socket]] = []
+    for host in options.hosts:
         try:
-            listeners.append(_listen(host, ports))
+            found.append(_listen(host, options.ports))
         except OSError as error:
-            for listener in listeners:
-                listener.close()
-            if error.errno == errno.EADDRINUSE and ports:
+            for sock, prover in found:
+                sock.close()
+                prover.close()
+            if error.errno == errno.EADDRINUSE and options.ports:
                 raise LocalError(
-                    f"none of the data ports {ports[0]}-{ports[-1]} is free on {host}",
+                    f"none of the data ports {options.ports[0]}-{options.ports[-1]} is free on "
+                    f"{host}",
                     hint="give more with `data_ports`: each model that is served takes one, new "
                     "weights one more while they take the old ones' place",
                 ) from error
@@ -65,18 +78,15 @@ def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[ListeningSoc
                 f"can't listen on {host} for data: {error.strerror or error}",
                 hint="give an address of this machine's own",
             ) from error
-    return listeners
-
-
-def addresses(listeners: Sequence[ListeningSocket], options: ExposeOptions) -> list[list[object]]:
-    """Return what a ticket says of where to connect; see `dial.addresses`."""
+    named = (sock.getsockname()[:2] for sock, _ in found)
     # Without a host: at the one that the reader dials for control.
-    named = (listener.address for listener in listeners)
-    found = dict.fromkeys(("" if options.at_peer else host, port) for host, port in named)
-    return [list(address) for address in found]
+    addresses = dict.fromkeys(("" if options.at_peer else host, port) for host, port in named)
+    fields = {"addresses": [list(address) for address in addresses]}
+    return Listeners([sock for sock, _ in found], fields, [prover for _, prover in found], tls)
 
 
-def _listen(host: str, ports: Sequence[int]) -> ListeningSocket:
+def _listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, socket.socket]:
+    """Return a socket for connections and one for challenges, at one port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tries = list(ports) or [0] * _PORT_TRIES
     for port in tries[:-1]:
@@ -88,10 +98,10 @@ def _listen(host: str, ports: Sequence[int]) -> ListeningSocket:
     return _listen_at(host, tries[-1], family)
 
 
-def _listen_at(host: str, port: int, family: int) -> ListeningSocket:
+def _listen_at(host: str, port: int, family: int) -> tuple[socket.socket, socket.socket]:
     sock = socket.create_server((host, port), family=family, backlog=256)
     try:
-        return ListeningSocket(sock, proof.listen(sock))
+        return sock, proof.listen(sock)
     except BaseException:
         sock.close()
         raise

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
-import socket
 import struct
+from dataclasses import replace
 
 from mx import forks
-from mx.errors import LocalError, PeerLostError, PeerProtocolError, PeerTimeoutError
+from mx.errors import PeerLostError, PeerProtocolError, PeerTimeoutError
 from mx.transport import MAX_CONTENT_BYTES, ExposeOptions, Grant
-from mx_transports.toolkit import framing, kernel
+from mx_transports.toolkit import dial, framing, kernel, unix
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
-from mx_transports.toolkit.listeners import ListeningSocket
 from mx_transports.toolkit.stream import SocketStream
 
 #: Entries that are sent together; the kernel takes at most 253 descriptors at once.
@@ -36,13 +34,6 @@ CONTROL_BYTES = mmap.PAGESIZE
 _CONTENT = struct.Struct(f"!QB{MAX_CONTENT_BYTES}s")
 _CONTROL_NAME = "mx-control"
 forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_CONTROL_NAME}"))
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return (pid, uid, gid) of the process that connected to a unix socket, or listened on it."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", data)
-    return pid, uid, gid
 
 
 class _ControlPage:
@@ -81,7 +72,7 @@ class LocalExposure(SocketExposure):
     """An exposure to processes of this machine and this user, each grant with a control page.
 
     Args:
-        name: What its threads are called, and its socket.
+        name: What its threads are called.
         magic: The transport and its version.
         options: Of these the stall timeout and the content's label matter.
 
@@ -90,33 +81,12 @@ class LocalExposure(SocketExposure):
     """
 
     def __init__(self, *, name: str, magic: bytes, options: ExposeOptions) -> None:
-        self._socket_name = f"{name}-{secrets.token_hex(16)}"
         #: The pages by the grant's key, each made when its reader connects; under `lock`.
         self._pages: dict[bytes, _ControlPage] = {}
         #: The label of what the memory holds, at the first generation that is set; under `lock`.
         self._content = options.content
         self._has_generation = False
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(b"\0" + self._socket_name.encode())
-            listener.listen(256)
-            super().__init__(
-                name=name,
-                magic=magic,
-                listeners=[ListeningSocket(listener)],
-                stall_timeout_s=options.stall_timeout_s,
-                background=options.background,
-            )
-        except OSError as error:
-            listener.close()
-            raise LocalError(f"{name}: no socket for readers: {error.strerror}") from error
-
-    def admits(self, sock: socket.socket) -> bool:
-        return peer_credentials(sock)[1] == os.geteuid()
-
-    def ticket_fields(self) -> dict[str, object]:
-        pid = os.getpid()
-        return {"socket": self._socket_name, "pid": pid, "start_ticks": kernel.start_ticks(pid)}
+        super().__init__(name=name, magic=magic, options=options, listen=unix.listen)
 
     def regenerate(self, generation: int) -> None:
         if self._has_generation and generation != self.generation:
@@ -173,16 +143,8 @@ class LocalTicket:
 
     def __init__(self, data: bytes, peer: str) -> None:
         decoded = framing.decode_ticket(data, peer)
-        self.key, self.secret, self.fields = decoded.key, decoded.secret, decoded.fields
-        name, pid = self.fields.get("socket"), self.fields.get("pid")
-        if (
-            not isinstance(name, str)
-            or not 0 < len(name) <= 100
-            or type(pid) is not int
-            or not 0 < pid < 1 << 31
-        ):
-            raise PeerProtocolError(f"{peer} handed out a ticket that can't be read", peer=peer)
-        self.name, self.pid = name, pid
+        self.fields = decoded.fields
+        _, self.pid = unix.named(decoded, peer)
         self.start_ticks = self.fields.get("start_ticks")
 
     @property
@@ -218,7 +180,7 @@ class LocalSource:
         """
         peer = self.peer
         try:
-            self._greet(self.grant.stall_timeout_s)
+            self._greet()
         except TimeoutError as error:
             raise PeerTimeoutError(f"{peer} does not answer: {error}", peer=peer) from error
         except OSError as error:
@@ -232,26 +194,13 @@ class LocalSource:
         """Take what the source sends first; a subclass does, beginning with `receive_control`."""
         raise NotImplementedError
 
-    def _greet(self, timeout_s: float) -> None:
+    def _greet(self) -> None:
         # Opened before the connection proves who listens: whatever is read by pid later comes
         # from this very process, as long as the pidfd says that it lives.
         self._pidfd = os.pidfd_open(self.ticket.pid)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(b"\0" + self.ticket.name.encode())
-            self._stream = stream = SocketStream(sock, timeout_s)
-        except BaseException:
-            sock.close()
-            raise
-        pid, uid, _ = peer_credentials(sock)
-        if (pid, uid) != (self.ticket.pid, os.geteuid()):
-            raise self.wrong(f"process {pid} of uid {uid} listens in its place")
-        stream.send_all([framing.PREAMBLE.pack(self._magic, self.ticket.key, self.ticket.secret)])
-        magic, status = framing.HELLO.unpack(stream.receive(framing.HELLO.size))
-        framing.check_magic(self._magic, magic, f"{self.peer} ({self.path})", self.peer)
-        if status != framing.OK:
-            raise framing.refusal(status, self.peer)
+        (self._stream,) = dial.open_streams(
+            self._magic, replace(self.grant, streams=1), unix.connect
+        )
         self.receive_greeting()
         if kernel.start_ticks(self.ticket.pid) != self.ticket.start_ticks:
             raise self.gone()

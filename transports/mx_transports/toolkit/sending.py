@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ssl
 from collections.abc import Iterator, Sequence
 
 from mx.errors import LocalError
 from mx.transport import ExposedRegion, ExposeOptions, ScatteredView, View, host_view, spans_of
 from mx_transports.toolkit import limiting
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
-from mx_transports.toolkit.listeners import ListeningSocket
+from mx_transports.toolkit.listeners import Listen, listen
 from mx_transports.toolkit.stream import SocketStream
 
 
@@ -22,11 +21,11 @@ class SendingExposure(SocketExposure):
         options: How to listen, and the limiter that `send` keeps to.
         name: What its threads are called.
         magic: The transport and its version, MAGIC_BYTES long.
-        listeners: Where readers connect. The exposure owns them from here on.
-        tls: The context of TLS connections; None for plain ones.
+        listen: The way to listen, which is called with the options.
 
     Raises:
-        LocalError: A region is on a device.
+        LocalError: A region is on a device, or this process can't listen.
+        ConfigError: A TLS file can't be used.
     """
 
     def __init__(
@@ -36,23 +35,10 @@ class SendingExposure(SocketExposure):
         *,
         name: str,
         magic: bytes,
-        listeners: Sequence[ListeningSocket],
-        tls: ssl.SSLContext | None = None,
+        listen: Listen = listen,
     ) -> None:
-        try:
-            self._views = {region.index: _in_host(region.view) for region in regions}
-        except LocalError:
-            for listener in listeners:
-                listener.close()
-            raise
-        super().__init__(
-            name=name,
-            magic=magic,
-            listeners=listeners,
-            stall_timeout_s=options.stall_timeout_s,
-            tls=tls,
-            background=options.background,
-        )
+        self._views = {region.index: _in_host(region.view) for region in regions}
+        super().__init__(name=name, magic=magic, options=options, listen=listen)
         self._limiter = options.limiter
         self._sent_bytes = 0
 

@@ -85,15 +85,13 @@ class UcxTransport:
                 listened on.
             ConfigError: A TLS file can't be used.
         """
-        from mx_transports.toolkit.tls import tls_context
         from mx_transports.ucx import nixl
         from mx_transports.ucx.exposure import UcxExposure
 
         found = nixl.find()
         if found is None:
             raise LocalError(_NOT_INSTALLED)
-        tls = tls_context(options.tls, server=True) if options.tls else None
-        return UcxExposure(regions, options, tls, found.bindings)
+        return UcxExposure(regions, options, found.bindings)
 
     def open(self, grant: Grant) -> Session:
         """Connect to an exposure.

@@ -11,9 +11,9 @@ honest readers read is void the moment that the grant or the generation is.
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mx import config
 from mx.errors import LocalError, NotAllowedError
@@ -58,7 +58,6 @@ class UcxExposure(SocketExposure):
         self,
         regions: Sequence[ExposedRegion],
         options: ExposeOptions,
-        tls: ssl.SSLContext | None,
         bindings: str,
     ) -> None:
         beyond = [host for host in options.hosts if not is_loopback(host)]
@@ -74,22 +73,16 @@ class UcxExposure(SocketExposure):
         self._place = options.place
         self._agents: dict[str, AgentProcess] = {}
         self._deaths: list[float] = []
-        listeners = listen(options.hosts)
-        self._addresses = [listener.address for listener in listeners]
-        super().__init__(
-            name="mx-ucx-source",
-            magic=MAGIC,
-            listeners=listeners,
-            stall_timeout_s=options.stall_timeout_s,
-            tls=tls,
-        )
+        # The agents choose ports of their own, at the addresses that these sockets have.
+        options = replace(options, ports=range(0), at_peer=False, background=False)
+        super().__init__(name="mx-ucx-source", magic=MAGIC, options=options, listen=listen)
         self.start()
 
     def grant(self, grant_id: str) -> bytes:
         ticket = super().grant(grant_id)
-        if len(self._addresses) == 1:
+        if len(self.listeners.sockets) == 1:
             # The reader will be here in a moment; which NIC it chooses is no question.
-            self._agent_at(str(self._addresses[0][0]))
+            self._agent_at(self.listeners.sockets[0].getsockname()[0])
         return ticket
 
     def close(self) -> None:
@@ -100,9 +93,6 @@ class UcxExposure(SocketExposure):
             agent.stop()
 
     # --- mx_transports.toolkit.exposure
-
-    def ticket_fields(self) -> dict[str, object]:
-        return {"addresses": self._addresses}
 
     def released(self) -> None:
         self._regions.clear()

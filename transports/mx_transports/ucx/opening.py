@@ -7,7 +7,6 @@ from mx.transport import Grant
 from mx_transports.toolkit import dial, framing
 from mx_transports.toolkit.reach import is_loopback
 from mx_transports.toolkit.stream import SocketStream
-from mx_transports.toolkit.tls import tls_context
 from mx_transports.ucx import nixl
 from mx_transports.ucx.session import UcxSession
 from mx_transports.ucx.wire import (
@@ -33,8 +32,7 @@ def open_session(grant: Grant) -> UcxSession:
             f"{grant.peer} by ucx: it enforces no bounds, and {beyond[0]} is not this machine",
             hint="set `trusted_fabric` if every host on that network is trusted",
         )
-    tls = tls_context(grant.tls, server=False) if grant.tls else None
-    stream = dial.connect_any(MAGIC, list(addresses), addresses, ticket, grant, tls)
+    stream = dial.begin(MAGIC, next(dial.connections(addresses, grant)), ticket, grant)
     agent: nixl.TargetAgent | None = None
     try:
         nixl.load(grant.peer)  # while the source starts its agent
