@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.documents import DocumentStore
+from mx.core.documents import Documents
+from mx.core.memory_store import MemoryStore
 from mx.errors import CapacityError
 
 GRACE_S = 10.0
 
 
-def store(limit_bytes: int = 100) -> DocumentStore:
-    return DocumentStore(limit_bytes=limit_bytes, grace_s=GRACE_S)
+def store(limit_bytes: int = 100) -> Documents:
+    return Documents(MemoryStore(), limit_bytes=limit_bytes, grace_s=GRACE_S)
 
 
 def test_a_held_document_stays_and_a_released_one_stays_for_its_grace() -> None:
