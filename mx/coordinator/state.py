@@ -189,6 +189,7 @@ class State:
         for documents, held, payer in sorted(named, key=lambda each: not each[1]):  # see above
             digests = [digest for digest, _ in documents]
             if held:
+                self._documents.adopt(documents, payer)
                 self._documents.hold(digests, payer)
             else:
                 self._documents.release(now, digests, payer)

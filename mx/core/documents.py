@@ -49,13 +49,22 @@ class Documents:
 
     def begin(self, now: float) -> None:
         """Begin with the documents that the store has, without a holder. Reservations stay."""
-        for digest, nbytes in self._store.documents():
-            if digest not in self._nbytes:
-                self._nbytes[digest], self._payers[digest] = nbytes, ""
-                self._charge(nbytes, "")
+        self.adopt(self._store.documents())
         self._holders.clear()
         for digest in self._nbytes:
             self._schedule(now, digest)
+
+    def adopt(self, documents: Iterable[tuple[bytes, int]], address: str = "") -> None:
+        """Let an address pay for documents that another coordinator has put into the store.
+
+        Args:
+            documents: The digest and the size of each; those that are known are left out.
+            address: Who pays.
+        """
+        for digest, nbytes in documents:
+            if digest not in self._nbytes:
+                self._nbytes[digest], self._payers[digest] = nbytes, address
+                self._charge(nbytes, address)
 
     def __len__(self) -> int:
         return len(self._nbytes)

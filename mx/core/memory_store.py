@@ -105,11 +105,13 @@ class MemoryStore(Store):
         (self._first_leases if first else self._leases)[source_id] = None
 
     def due_sources(self, now: float) -> Sequence[str]:
-        ended = (
-            itertools.takewhile(lambda each: self._sources[each].lease_until_s <= now, leases)
-            for leases in (self._first_leases, self._leases)
-        )
-        return [*itertools.chain.from_iterable(ended)]
+        found = []
+        for leases in (self._first_leases, self._leases):
+            for source_id in leases:
+                if self._sources[source_id].lease_until_s > now:
+                    break
+                found.append(source_id)
+        return found
 
     def drop(self, source_id: str) -> None:
         del self._sources[source_id]
@@ -125,7 +127,8 @@ class MemoryStore(Store):
         self._gone[source_id] = gone
 
     def forget(self, now: float, source_id: str = "") -> None:
-        self._gone.pop(source_id, None)
+        if source_id:
+            self._gone.pop(source_id, None)
         while self._gone and next(iter(self._gone.values())).until_s <= now:
             self._gone.popitem(last=False)
 

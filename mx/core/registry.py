@@ -338,8 +338,8 @@ class Registry:
         return Resolved(first.key, ref, tuple(in_order(everyone)))
 
     def _serving(self, binding: Binding) -> list[Listed]:
-        listed = [self.source(source_id) for source_id in binding.sources]
-        return [s for s in listed if s.record.state is SourceState.SERVING]
+        listed = map(self._store.source, binding.sources)
+        return [s for s in listed if s and s.record.state is SourceState.SERVING]
 
     def _check_owner(self, record: SourceRecord, digest: bytes, known: Listed | None) -> None:
         if known is not None:

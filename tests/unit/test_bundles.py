@@ -16,6 +16,8 @@ from tests.support.owners import owned, receipt_of
 from tests.support.records import make_documents, make_record, register_source
 from tests.support.stores import FollowedRegistry
 
+pytestmark = pytest.mark.usefixtures("each_store")
+
 R0, R1 = "tp=0/2,dtype=bf16", "tp=1/2,dtype=bf16"
 BUNDLE = "tp=*/2,dtype=bf16"
 #: The ranks' processes have secrets of their own, and share the name key.

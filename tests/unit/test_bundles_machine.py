@@ -16,7 +16,7 @@ from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError, UnknownModelError, UnknownSourceError
 from tests.support.owners import owned
 from tests.support.records import make_documents, make_record, register_source
-from tests.support.stores import FollowedRegistry
+from tests.support.stores import FollowedRegistry, OverSqlite
 
 LEASE_S, GRACE_S = 5.0, 20.0
 SIZE = 3
@@ -206,6 +206,14 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class SqliteMachine(OverSqlite, Machine):
+    pass
+
+
+TestSqliteMachine = SqliteMachine.TestCase
+TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 
 
 def test_the_updates_of_ranks_that_make_as_many_have_the_same_numbers() -> None:

@@ -7,14 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.core.documents import Documents
-from mx.core.memory_store import MemoryStore
 from mx.errors import CapacityError
+from tests.support.stores import new_store
+
+pytestmark = pytest.mark.usefixtures("each_store")
 
 GRACE_S = 10.0
 
 
 def store(limit_bytes: int = 100) -> Documents:
-    return Documents(MemoryStore(), limit_bytes=limit_bytes, grace_s=GRACE_S)
+    return Documents(new_store(), limit_bytes=limit_bytes, grace_s=GRACE_S)
 
 
 def test_a_held_document_stays_and_a_released_one_stays_for_its_grace() -> None:

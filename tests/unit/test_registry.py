@@ -25,6 +25,8 @@ from tests.support.owners import owned, plain, receipt_of
 from tests.support.records import make_documents, make_record, register_source
 from tests.support.stores import FollowedRegistry
 
+pytestmark = pytest.mark.usefixtures("each_store")
+
 LEASE_S = 5.0
 GRACE_S = 20.0
 ALICE, BOB = b"a" * 16, b"b" * 16
@@ -465,6 +467,7 @@ def test_an_update_that_stands_against_a_strangers_family_is_contested_too() -> 
     assert registry.resolve(f"llama@{update.ref.identity.hex()}", "main.2").ref == update.ref
 
 
+@pytest.mark.parametrize("each_store", ["memory"], indirect=True)  # as text it takes minutes
 def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
     registry = FollowedRegistry()
     for _ in range(300):

@@ -25,7 +25,7 @@ from mx.errors import (
 )
 from tests.support.owners import commitment_of, owned, plain
 from tests.support.records import make_documents, make_record, register_source
-from tests.support.stores import FollowedRegistry
+from tests.support.stores import FollowedRegistry, OverSqlite
 
 LEASE_S = 5.0
 GRACE_S = 20.0
@@ -528,3 +528,11 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
+
+
+class SqliteMachine(OverSqlite, Machine):
+    pass
+
+
+TestSqliteMachine = SqliteMachine.TestCase
+TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
