@@ -29,6 +29,8 @@ import hypothesis
 import pytest
 import tqdm
 
+from tests.support.stores import stores_of
+
 #: How long what is left of a test may take to end: so long, and for so many looks at it. Where
 #: other programs use the processors, this process may not have run at all in the time.
 SETTLE_S = 5.0
@@ -213,6 +215,13 @@ def _globals_of_libraries() -> None:
         await server.stop(None)
 
     asyncio.run(once())
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def each_store(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test with `new_store` of each kind."""
+    with stores_of(request.param):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,11 @@ from mx import runtime
 from mx.api.arguments import PlanArguments, PullArguments, takes
 from mx.api.common import transports
 from mx.api.options import pull_options, settings_of
+from mx.api.tables import SourceMemory, memories
 from mx.core.planner import Plan
 from mx.core.selection import Subset
 from mx.core.topology import Place
-from mx.core.types import ManifestRef, ModelKey
+from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.runtime import in_thread
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
@@ -26,7 +27,8 @@ from mx.wire.locate import Locator
 @dataclass(frozen=True, repr=False)
 class PlannedPull:
     """`nbytes` are those that are moved: of the model's tensors, or of all blocks that hold a part
-    of the `subset`. `place` is the target's."""
+    of the `subset`. `place` is the target's. `memories` says where each source has the bytes, as
+    its layer-address table at the coordinator says."""
 
     model: ModelKey
     ref: ManifestRef
@@ -35,6 +37,12 @@ class PlannedPull:
     place: Place
     plan: Plan
     subset: Subset | None = None
+    memories: tuple[SourceMemory, ...] = ()
+
+    def devices_of(self, source: SourceRecord) -> tuple[str, ...]:
+        """Return the devices of a source's memory, by its table: "cpu" or "cuda:UUID"."""
+        found = (m for m in self.memories if m.record.source_id == source.source_id)
+        return next((each.devices for each in found), ())
 
     def __repr__(self) -> str:
         """One line: the model, and the paths that a pull would take."""
@@ -61,6 +69,7 @@ async def plan_pull(
     locator = Locator(options)
     try:
         located, manifest = await describe(locator)
+        where = await memories(locator, located.sources, manifest.layout)
     finally:
         await locator.close()
     subset, nbytes = None, manifest.layout.payload_nbytes
@@ -75,6 +84,7 @@ async def plan_pull(
         place,
         plan_paths(options, place, transports, located.sources),
         subset,
+        where,
     )
 
 
@@ -83,7 +93,7 @@ def plan(model: str, **arguments: Unpack[PlanArguments]) -> PlannedPull:
     """Return the paths from the sources of `model` to this process, without moving weights.
 
     The plan says which paths a `pull` with the same arguments would use, what each should carry,
-    and why it would not use the others.
+    and why it would not use the others. It says where each source has the bytes, too (`memories`).
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mx import config, runtime
 from mx.api.options import pull_options
 from mx.core.extents import ExtentMap
-from mx.core.types import Layout, SourceRecord
+from mx.core.types import ROW_BYTES, Layout, SourceRecord
 from mx.errors import MxError, PeerProtocolError
 from mx.runtime import in_thread
 from mx.target.resolver import describe
+from mx.units import MIB, count
 from mx.wire.locate import Locator
+
+#: The most bytes of rows that a plan reads, of all sources together, and the time that it waits.
+_MOST_BYTES = 64 * MIB
+_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,48 @@ class SourceTable:
     @property
     def live(self) -> bool:
         return self.record.table.scattered
+
+
+@dataclass(frozen=True, slots=True)
+class RegionUse:
+    """What a source has of a model in one region of its memory: `nbytes` bytes, in `rows` places
+    that its table names one by one; 0 rows where the region is laid out as an arena."""
+
+    region: int
+    device: str
+    nbytes: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """A layer that a source holds: its bytes, padding left out, and the regions they are in."""
+
+    layer: str
+    nbytes: int
+    regions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SourceMemory:
+    """Where a source has a model's bytes, as its table says. `regions` has those with bytes of the
+    model. `error` says why the rows of its table could not be had; then there are no regions."""
+
+    record: SourceRecord
+    regions: tuple[RegionUse, ...] = ()
+    layers: tuple[LayerUse, ...] = ()
+    error: str = ""
+
+    @property
+    def scattered(self) -> bool:
+        """True if each tensor is where the source's owner has it."""
+        return self.record.table.scattered
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of its memory: "cpu" or "cuda:UUID", sorted."""
+        regions = self.regions or self.record.table.regions
+        return tuple(sorted({region.device for region in regions}))
 
 
 def list_tables(
@@ -75,15 +125,74 @@ def list_tables(
     return runtime.run(ask)
 
 
+async def memories(
+    locator: Locator, sources: Sequence[SourceRecord], layout: Layout
+) -> tuple[SourceMemory, ...]:
+    """Return where each source has a model's bytes. Raises nothing: see `SourceMemory.error`.
+
+    Args:
+        locator: Reads the rows of tables, at the coordinator or else at the source.
+        sources: The sources. The rows of the first ones are read, up to a bound.
+        layout: The model's.
+    """
+    nbytes, reading = 0, []
+    for source in sources:
+        nbytes += source.table.row_count * ROW_BYTES
+        reading.append(_memory(locator, source, layout, is_read=nbytes <= _MOST_BYTES))
+    return tuple(await asyncio.gather(*reading))
+
+
+async def _memory(
+    locator: Locator, source: SourceRecord, layout: Layout, *, is_read: bool
+) -> SourceMemory:
+    rows = count(source.table.row_count, "row")
+    if source.table.row_count and not is_read:
+        return SourceMemory(source, error=f"its {rows} would be more than are read here")
+    try:
+        async with asyncio.timeout(_WAIT_S):
+            extents = await _extents(locator, source, layout)
+    except MxError as error:
+        return SourceMemory(source, error=error.message)
+    except TimeoutError:
+        return SourceMemory(source, error=f"its {rows} did not come in {_WAIT_S:g} s")
+    return await in_thread(_summary, source, layout, extents)
+
+
+def _summary(source: SourceRecord, layout: Layout, extents: ExtentMap) -> SourceMemory:
+    nbytes, rows, layers = Counter[int](), Counter[int](), []
+    for begin, end in source.table.held:
+        for layer in layout.layers[begin:end]:
+            own = Counter[int]()
+            if extents.contiguous:
+                own_nbytes = sum(each for _, each in layer.extents)
+                own[extents.places(layer.index, 0, layer.nbytes)[0].region] = own_nbytes
+            for offset, each in () if extents.contiguous else layer.extents:
+                for place in extents.places(layer.index, offset, offset + each):
+                    own[place.region] += place.nbytes
+                    rows[place.region] += 1
+            nbytes += own
+            layers.append(LayerUse(layer.name, own.total(), tuple(sorted(own))))
+    regions = [
+        RegionUse(region.index, region.device, nbytes[region.index], rows[region.index])
+        for region in source.table.regions
+        if nbytes[region.index]
+    ]
+    return SourceMemory(source, tuple(regions), tuple(layers))
+
+
+async def _extents(locator: Locator, source: SourceRecord, layout: Layout) -> ExtentMap:
+    """Return the map of a source. Raises MxError: its rows can't be had, or are wrong."""
+    if source.table.row_count > sum(len(layer.extents) for layer in layout.layers):
+        raise PeerProtocolError(f"{source.endpoint} has more rows than the model has tensors")
+    return await in_thread(ExtentMap.of_table, layout, await locator.table(source))
+
+
 async def _table(locator: Locator, source: SourceRecord, layout: Layout) -> SourceTable:
     try:
-        if source.table.row_count > sum(len(layer.extents) for layer in layout.layers):
-            raise PeerProtocolError(f"{source.endpoint} has more rows than the model has tensors")
-        table = await locator.table(source)
-        extents = await in_thread(ExtentMap.of_table, layout, table)
+        extents = await _extents(locator, source, layout)
     except MxError as error:
         return SourceTable(source, error=str(error))
-    regions = {region.index: region for region in table.regions}
+    regions = {region.index: region for region in source.table.regions}
     found = []
     for tensor in layout.tensors:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api.planning import PlannedPull
+    from mx.api.tables import SourceMemory
     from mx.core.planner import Rejected, SourcePath
     from mx.core.selection import Subset
 
@@ -53,7 +55,8 @@ def plan(
     """Show which paths a pull of MODEL to this machine would take, and why.
 
     Every path that was considered, the bandwidth expected of it, what it should
-    carry or why it is not used. No weights are moved. Exit code 3 if no path works.
+    carry or why it is not used; and where each source has the bytes, as its
+    layer-address table says. No weights are moved. Exit code 3 if no path works.
 
     **Examples**
 
@@ -89,7 +92,7 @@ def plan(
 def _json(planned: PlannedPull) -> dict[str, object]:
     found = planned.plan
     shares = found.shares(planned.nbytes)
-    paths = [
+    paths: list[dict[str, object]] = [
         _path_json(path) | {"use": "chosen", "bytes": nbytes, "reason": _chosen(path)}
         for path, nbytes in zip(found.chosen, shares, strict=True)
     ]
@@ -107,6 +110,10 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         }
         for rejected in found.rejected
     ]
+    tried = [path.source for path in found.chosen] + [spare.path.source for spare in found.spare]
+    tried += [rejected.source for rejected in found.rejected]
+    for path_json, source in zip(paths, tried, strict=True):
+        path_json["devices"] = planned.devices_of(source)
     estimate_s = planned.estimate_s
     return {
         "model": str(planned.model),
@@ -115,7 +122,20 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         "layers": planned.layers,
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),
         "paths": paths,
+        "sources": [_memory_json(each) for each in planned.memories],
     } | ({} if planned.subset is None else {"subset": _subset_json(planned.subset)})
+
+
+def _memory_json(memory: SourceMemory) -> dict[str, object]:
+    return {
+        "source": memory.record.endpoint,
+        "source_id": memory.record.source_id,
+        "scattered": memory.scattered,
+        "devices": memory.devices,
+        "regions": [asdict(region) for region in memory.regions],
+        "layers": [asdict(layer) for layer in memory.layers],
+        "error": memory.error,
+    }
 
 
 def _subset_json(subset: Subset) -> dict[str, object]:
@@ -189,3 +209,27 @@ def _show(planned: PlannedPull) -> None:
             in_flags(rejected.reason),
         )
     outcome.show(table)
+    _show_memories(planned)
+
+
+def _show_memories(planned: PlannedPull) -> None:
+    """Show where each source has the bytes: a row for each of its devices."""
+    table = Table("source", "memory", "device", box=None, pad_edge=False)
+    for name in ("regions", "rows", "bytes", "layers", "bytes per layer"):
+        table.add_column(name, justify="right")
+    for memory in planned.memories:
+        sizes = sorted(layer.nbytes for layer in memory.layers) or [0]
+        per_layer = " to ".join(dict.fromkeys(map(format_bytes, (sizes[0], sizes[-1]))))
+        what = memory.record.endpoint, "scattered" if memory.scattered else "contiguous"
+        layers = f"{len(memory.layers)} of {planned.layers}", per_layer
+        for device in () if memory.error else memory.devices:
+            regions = [each for each in memory.regions if each.device == device]
+            rows = sum(each.rows for each in regions)
+            nbytes = format_bytes(sum(each.nbytes for each in regions))
+            table.add_row(*what, device, str(len(regions)), str(rows or "-"), nbytes, *layers)
+    if table.row_count:
+        outcome.show(table)
+    for memory in planned.memories:
+        if memory.error:
+            devices = ", ".join(memory.devices)
+            outcome.write(f"{memory.record.endpoint} on {devices}: table not read: {memory.error}")

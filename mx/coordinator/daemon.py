@@ -17,7 +17,7 @@ from blake3 import blake3
 from mx import keyfile
 from mx.coordinator.events import log_changes
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import StateStore, open_state
+from mx.coordinator.state import State, open_state
 from mx.errors import ConfigError
 from mx.log import event
 from mx.runtime import uncut
@@ -93,13 +93,13 @@ class Coordinator:
         self,
         *,
         lease_s: float = 5.0,
-        state: str | StateStore = "memory",
+        state: str | State = "memory",
         receipt_key: bytes | None = None,
     ) -> None:
         """
         Args:
             lease_s: How long a source stays listed after a heartbeat, in seconds.
-            state: "memory", or a state store, which `stop` closes.
+            state: "memory", or the state, which `stop` closes.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
 
@@ -112,7 +112,7 @@ class Coordinator:
             )
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
         self._servicer = CoordinatorServicer(self._state, receipt_key=receipt_key)
-        self._state.subscribe(log_changes)
+        self._state.follow(log_changes)
         self._listening: Listening | None = None
         self._ticking: asyncio.Task[None] | None = None
 

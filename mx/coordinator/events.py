@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-from mx.core.named import Meant
-from mx.core.registry import Change, ChangeKind
+from mx.core.changes import ChangeKind, Tail
 from mx.core.types import ModelKey
 from mx.log import event
 
 log = logging.getLogger(__name__)
 
 
-def log_changes(changes: Sequence[Change], meant: Sequence[Meant]) -> None:
+def log_changes(tail: Tail) -> None:
     """Log each registration, change of state and end, and what names have come to mean for bundles;
     not changes of layers, nor heartbeats."""
-    for change in changes:
+    for change in tail.changes:
         record, before = change.record, change.before
         who: dict[str, Any] = {
             "model": str(record.model),
@@ -37,7 +35,7 @@ def log_changes(changes: Sequence[Change], meant: Sequence[Meant]) -> None:
             event(log, "source.named", **who, identity=record.ref.identity.hex()[:16])
         elif before is not None and before.state is not record.state:
             event(log, f"source.{record.state.value}", **who)
-    for each in meant:
+    for each in tail.meant:
         if each.revision:
             key = ModelKey(each.name, each.revision, each.bundle)
             event(log, "bundle.named", model=each.name, means=str(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from mx import codec
-from mx.core.registry import Change, ChangeKind
+from mx.core.changes import Change, ChangeKind
 from mx.core.types import SourceRecord
 from mx.wire.v1 import coordinator_pb2 as pb
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from mx import codec
@@ -16,13 +17,13 @@ from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.proofs import Proofs
-from mx.coordinator.state import StateStore
+from mx.coordinator.state import State
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
 from mx.core.answers import Listed, in_order, in_turn
-from mx.core.named import Meant
-from mx.core.registry import Change, ChangeKind
+from mx.core.changes import ChangeKind, Tail
+from mx.core.registry import Registry
 from mx.core.versions import HINT, Versions, own
 from mx.errors import (
     ClosedError,
@@ -52,7 +53,7 @@ _INLINE_BYTES = 1 << 20
 class CoordinatorServicer(PullsServicer):
     """The Coordinator service, for `mx.wire.server.listen`."""
 
-    def __init__(self, state: StateStore, *, receipt_key: bytes | None = None) -> None:
+    def __init__(self, state: State, *, receipt_key: bytes | None = None) -> None:
         """
         Args:
             state: The state.
@@ -73,13 +74,16 @@ class CoordinatorServicer(PullsServicer):
         self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_address=4096)
         self._watching = StreamBounds("watches", in_all=4096, per_address=1024)
         self._stopping = False
-        state.subscribe(self._on_changes)
+        state.follow(self._on_changes)
 
     async def _registered_from(self, source_id: str) -> str | None:
         try:
-            return (await self._state.source(source_id)).address
+            return (await self._source(source_id)).address
         except UnknownSourceError:
             return None
+
+    async def _source(self, source_id: str) -> Listed:
+        return await self._state.ask(lambda registry: registry.source(source_id))
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""
@@ -101,7 +105,8 @@ class CoordinatorServicer(PullsServicer):
 
     async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
         del context
-        ref = await self._state.bound(codec.key_from_wire(request.model))
+        key = codec.key_from_wire(request.model)
+        ref = await self._state.ask(lambda registry: registry.bound(key))
         version = self._layouts.named(self._state.now()) if ref is None else ref.layout_version
         return pb.LayoutResponse(version=version)
 
@@ -170,16 +175,18 @@ class CoordinatorServicer(PullsServicer):
                 source_id = codec.source_id_from_wire(request.source_id)
                 port = codec.port_from_wire(request.requests_port)
                 if port:
-                    listed = await self._state.source(source_id)
+                    listed = await self._source(source_id)
                     port = own_port(context, listed.record.endpoint, port)
-                record = await self._state.heartbeat(
-                    source_id,
-                    codec.secret_from_wire(request.source_secret),
-                    codec.state_from_wire(request.state),
-                    request.readers,
-                    codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
-                    port,
+                beat = partial(
+                    Registry.heartbeat,
+                    source_id=source_id,
+                    secret=codec.secret_from_wire(request.source_secret),
+                    state=codec.state_from_wire(request.state),
+                    readers=request.readers,
+                    gb_per_s=codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
+                    requests_port=port,
                 )
+                record = await self._state.event(beat)
                 yield pb.HeartbeatResponse(
                     lease_s=self._state.lease_s,
                     coordinator_epoch=self._state.epoch,
@@ -217,19 +224,25 @@ class CoordinatorServicer(PullsServicer):
         source_id = codec.source_id_from_wire(request.source_id)
         secret = codec.secret_from_wire(request.source_secret)
         held = codec.ranges_from_wire(request.held)
-        listed = await self._state.source(source_id)
+        listed = await self._source(source_id)
         codec.check_held(listed.record.table, held)
-        await self._state.advertise(source_id, secret, request.generation, held)
+        await self._state.event(
+            lambda registry, now: registry.advertise(
+                now, source_id, secret, request.generation, held
+            )
+        )
         return pb.AdvertiseResponse()
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: Any
     ) -> pb.DeregisterResponse:
         del context
-        await self._state.deregister(
-            codec.source_id_from_wire(request.source_id),
-            codec.secret_from_wire(request.source_secret),
-            keeps_name=request.keeps_name,
+        source_id = codec.source_id_from_wire(request.source_id)
+        secret = codec.secret_from_wire(request.source_secret)
+        await self._state.event(
+            lambda registry, now: registry.deregister(
+                now, source_id, secret, keeps_name=request.keeps_name
+            )
         )
         return pb.DeregisterResponse()
 
@@ -237,7 +250,9 @@ class CoordinatorServicer(PullsServicer):
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
         del context
-        found = await self._state.resolve(request.name, request.revision, request.variant)
+        found = await self._state.ask(
+            lambda registry: registry.resolve(request.name, request.revision, request.variant)
+        )
         response = pb.ResolveResponse(
             model=codec.key_to_wire(found.model), manifest=codec.ref_to_wire(found.ref)
         )
@@ -269,7 +284,7 @@ class CoordinatorServicer(PullsServicer):
     ) -> AsyncIterator[pb.ListModelsResponse]:
         del request
         async with self._turn(context):
-            found = await self._state.models()
+            found = await self._state.ask(Registry.models)
         models = (
             pb.Model(
                 model=codec.key_to_wire(model.model),
@@ -289,7 +304,7 @@ class CoordinatorServicer(PullsServicer):
         self, request: pb.ListBundlesRequest, context: Any
     ) -> AsyncIterator[pb.ListBundlesResponse]:
         async with self._turn(context):
-            found = await self._state.bundles(request.name)
+            found = await self._state.ask(lambda registry: registry.bundles(request.name))
         bundles = (
             pb.Bundle(
                 name=bundle.name,
@@ -311,10 +326,8 @@ class CoordinatorServicer(PullsServicer):
         now = self._state.now()
         async with self._turn(context):
             # Found before others run: they are kept only while their sources are listed.
-            sources = [
-                (self._messages.source(listed.record), listed)
-                for listed in await self._state.sources(request.name)
-            ]
+            found = await self._state.ask(lambda registry: registry.sources(request.name))
+            sources = [(self._messages.source(listed.record), listed) for listed in found]
         statuses = (
             pb.SourceStatus(
                 source=source,
@@ -383,17 +396,17 @@ class CoordinatorServicer(PullsServicer):
             for meant in watcher.take_meant(self._names)
         ]
 
-    def _on_changes(self, changes: Sequence[Change], meant: Sequence[Meant]) -> None:
-        self._log.push(changes)
-        self._names.push(meant)
-        names = {"", *(each.name for each in meant)}
-        for change in changes:
+    def _on_changes(self, tail: Tail) -> None:
+        self._log.push(tail.changes, begins_again=tail.begins_again)
+        self._names.push(tail.meant, begins_again=tail.begins_again)
+        names = {"", *(each.name for each in tail.meant)}
+        for change in tail.changes:
             names.add(change.record.model.name)
             if change.before is not None:
                 names.add(change.before.model.name)
             if change.kind is ChangeKind.GONE:
                 self._messages.forget(change.record.source_id)
-        for name in names:
+        for name in self._watchers if tail.begins_again else names:
             for watcher in self._watchers.get(name, ()):
                 watcher.woken.set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mx.coordinator.decoding import Decoded
-from mx.coordinator.state import StateStore
+from mx.coordinator.state import State
 from mx.core.types import SourceRecord
 from mx.errors import ManifestError
 from mx.runtime import in_thread
@@ -15,7 +15,7 @@ from mx.wire.v1 import common_pb2
 class Upload:
     """An async context manager; its end returns the reserved space in every case."""
 
-    def __init__(self, state: StateStore, record: SourceRecord, address: str) -> None:
+    def __init__(self, state: State, record: SourceRecord, address: str) -> None:
         """
         Args:
             state: The state that holds documents.
@@ -77,7 +77,7 @@ class Upload:
         for digest in self._digests:
             data = documents.get(digest) or self._state.document(digest)
             if data is None:
-                return  # `StateStore.register` says which one
+                return  # `State.register` says which one
             documents[digest] = data
         try:
             await decoded.check(self._record.ref, documents, self._address)

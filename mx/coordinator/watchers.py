@@ -12,8 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mx.core.named import Meant
-from mx.core.registry import Change, ChangeKind
+from mx.core.changes import Change, ChangeKind, Meant
 from mx.core.topology import Place
 from mx.core.types import AddressTable, SourceRecord
 from mx.errors import CapacityError
@@ -55,8 +54,21 @@ class WatchLog:
         self._free_slots: list[int] = []
         self._slots = 0
 
-    def push(self, changes: Sequence[Change]) -> None:
-        """Record changes. Of several changes of one source only the last one is kept."""
+    def push(self, changes: Sequence[Change], *, begins_again: bool = False) -> None:
+        """Record changes. Of several changes of one source only the last one is kept.
+
+        Args:
+            changes: The changes.
+            begins_again: They are all sources that there are: the others are gone.
+        """
+        if begins_again:
+            there = {change.record.source_id for change in changes}
+            lost = [
+                Change(ChangeKind.GONE, entry.change.record, entry.change.record, "lost")
+                for source_id, entry in self._entries.items()
+                if source_id not in there and source_id not in self._gone
+            ]
+            changes = [*lost, *changes]
         for change in changes:
             source_id = change.record.source_id
             self.latest += 1
@@ -115,15 +127,23 @@ class MeantLog:
         self.latest = 0
         self._meant: OrderedDict[tuple[str, str], tuple[int, Meant]] = OrderedDict()
 
-    def push(self, meant: Sequence[Meant]) -> None:
+    def push(self, meant: Sequence[Meant], *, begins_again: bool = False) -> None:
         """Record changes. What means nothing any more is kept no longer than `MAX_GONE` of its
-        kind, for watchers that have not seen its end yet."""
+        kind, for watchers that have not seen its end yet.
+
+        Args:
+            meant: The changes.
+            begins_again: They are all that names mean: other names mean nothing any more.
+        """
+        if begins_again:
+            there = {(each.name, each.bundle) for each in meant}
+            meant = [*(Meant(*key, "") for key in self._meant if key not in there), *meant]
         for each in meant:
             self.latest += 1
             key = (each.name, each.bundle)
             self._meant[key] = self.latest, each
             self._meant.move_to_end(key)
-        if len(meant) and len(self._meant) > MAX_GONE:
+        if meant and len(self._meant) > MAX_GONE:
             ended = [key for key, (_, each) in self._meant.items() if not each.revision]
             for key in ended[: len(self._meant) - MAX_GONE]:
                 del self._meant[key]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mx.core.types import ManifestRef, ModelKey
-from mx.core.variant import membership
+from mx.core.variant import Membership, membership
 
 
 @dataclass(slots=True)
@@ -18,47 +17,35 @@ class _Files:
     sources: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Binding:
     """The weights and the files of one variant.
 
-    `member` says which bundle the variant is a rank of. `number` orders bindings by age. `address`
-    is where its first source registered from. `commitment` is that of the first source
-    that has proved one, b"" before. `issued_s` is when the receipt was issued that came with it
-    after a restart of the coordinator, 0.0 without one; `restored` is True if that was of an
-    earlier life of the coordinator. `bound` is False if the name does not stand
-    for these weights: then readers find them by their pin. `sources` maps the ids of the sources,
-    in order of registration, to their packaging (b"": no files). `ref` is a manifest with the
-    bound files: those of the first origin that had any.
+    `member` says which bundle the variant is a rank of. `number` orders the bindings of a name by
+    age. `address` is where its first source registered from. `bound` is False if the name does not
+    stand for these weights: then readers find them by their pin. `commitment` is that of the first
+    source that has proved one, b"" before. `issued_s` is when the receipt was issued that came with
+    it after a restart of the coordinator, 0.0 without one; `restored` is True if that was of an
+    earlier life of the coordinator. `sources` maps the ids of the sources, in order of
+    registration, to their packaging (b"": no files). `ref` is a manifest with the bound files:
+    those of the first origin that had any.
     """
 
-    __slots__ = (
-        "key", "member", "number", "address", "commitment", "issued_s", "restored", "bound",
-        "sources", "ref", "_packaged", "_all_files",
-    )  # fmt: skip
+    key: ModelKey
+    ref: ManifestRef
+    number: int
+    address: str
+    bound: bool
+    commitment: bytes = b""
+    issued_s: float = 0.0
+    restored: bool = False
+    sources: dict[str, bytes] = field(default_factory=dict)
+    member: Membership = field(init=False)
+    _packaged: bool = False  # by an origin; a relay's files give way to an origin's
+    _all_files: dict[bytes, _Files] = field(default_factory=dict)
 
-    def __init__(
-        self, key: ModelKey, ref: ManifestRef, number: int, address: str, *, bound: bool
-    ) -> None:
-        """
-        Args:
-            key: The name, revision and variant.
-            ref: The manifest of the first source.
-            number: Larger than that of each binding before.
-            address: Where the first source registers from.
-            bound: True if the key stands for these weights.
-        """
-        self.key = key
-        self.member = membership(key.variant)
-        self.number = number
-        self.address = address
-        self.commitment = b""
-        self.issued_s = 0.0
-        self.restored = False
-        self.bound = bound
-        self.sources: dict[str, bytes] = {}
-        self.ref = ref
-        self._packaged = False  # by an origin; a relay's files give way to an origin's
-        self._all_files: dict[bytes, _Files] = {}
+    def __post_init__(self) -> None:
+        self.member = membership(self.key.variant)
 
     @property
     def identity(self) -> bytes:
@@ -104,36 +91,3 @@ class Binding:
         """Return manifests with the files whose pin begins with `pin`: the bound ones, and those of
         the sources with other files. `pin` is in lower case."""
         return [files.ref for files in self._all_files.values() if files.pin.startswith(pin)]
-
-
-class Contests:
-    """The bindings whose name does not stand for their weights, by name, oldest first."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, list[Binding]] = {}
-
-    def __iter__(self) -> Iterator[Binding]:
-        for bindings in self._names.values():
-            yield from bindings
-
-    def of(self, name: str) -> list[Binding]:
-        """Return those of one name."""
-        return list(self._names.get(name, ()))
-
-    def find(self, key: ModelKey, identity: bytes) -> Binding | None:
-        """Return the one of this key and identity, or None."""
-        for binding in self._names.get(key.name, ()):
-            if binding.key == key and binding.identity == identity:
-                return binding
-        return None
-
-    def add(self, binding: Binding) -> None:
-        """Add a binding, as the youngest."""
-        self._names.setdefault(binding.key.name, []).append(binding)
-
-    def remove(self, binding: Binding) -> None:
-        """Remove a binding."""
-        bindings = self._names[binding.key.name]
-        bindings.remove(binding)
-        if not bindings:
-            del self._names[binding.key.name]

@@ -35,16 +35,21 @@ rank changes nothing either.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mx.core.binding import Binding, Contests
+from mx.core.answers import Listed
+from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
-from mx.core.named import Meant, NamedRevisions
+from mx.core.changes import Answered, Meant
+from mx.core.counts import Quota
+from mx.core.name_state import Kept, NameState
 from mx.core.ownership import Receipt
-from mx.core.quota import Quota
-from mx.core.reserved import Reserved
+from mx.core.store import Kind, Store
 from mx.core.types import ManifestRef, ModelKey
+from mx.core.variant import membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,94 +65,92 @@ class Admission:
 
 
 class Bindings:
-    """All bindings of one coordinator. Not thread-safe.
+    """All bindings in a store. Not thread-safe. `now` never goes back."""
 
-    `now` never goes back. `due_s` is the earliest time at which `lapse` has something to do.
-    """
-
-    def __init__(self, *, grace_s: float, quota: Quota) -> None:
+    def __init__(self, store: Store, *, grace_s: float, quota: Quota) -> None:
         """
         Args:
+            store: Where they are.
             grace_s: How long a binding outlives its last source.
             quota: Bounds the bindings.
         """
         self.grace_s = grace_s
-        self.due_s = math.inf
         self.quota = quota
-        self._number = 0  # of the last binding that was made
-        self._names: dict[str, BoundName] = {}
-        self._reserved = Reserved(grace_s=grace_s, limit=quota.limit)
-        self._contests = Contests()
-        self._of: dict[str, Binding] = {}  # by source
+        self._store = store
         self._renamed: list[str] = []
-        self._refs: list[tuple[ManifestRef, bool]] = []
-        self._meant = NamedRevisions()
 
     def __iter__(self) -> Iterator[Binding]:
-        for name in self._names.values():
-            for entry in name.revisions.values():
+        states = [*self._store.names()]
+        for state in states:
+            for entry in state.entries.values():
                 yield from entry.variants.values()
-        yield from self._contests
+        for state in states:
+            yield from state.contests
 
     def of_name(self, name: str) -> list[Binding]:
         """Return the bindings of one name, those that contest another one last."""
-        entries = self._entries(name).values()
-        bound = [binding for entry in entries for binding in entry.variants.values()]
-        return [*bound, *self._contests.of(name)]
+        state = self._store.name(name)
+        return [] if state is None else [*state.bindings()]
 
     def _entries(self, name: str) -> Mapping[str, Revision]:
-        found = self._names.get(name)
-        return {} if found is None else found.revisions
+        state = self._store.name(name)
+        return {} if state is None else state.entries
 
     @property
     def names(self) -> list[str]:
         """The bound names, sorted."""
-        return sorted(self._names)
+        return sorted(state.name for state in self._store.names() if state.bound is not None)
 
     def get(self, key: ModelKey) -> Binding | None:
         """Return the binding of `key`, or None if it is not bound."""
-        name = self._names.get(key.name)
+        name = self._bound_name(key.name)
         return None if name is None else name.get(key)
+
+    def _bound_name(self, name: str) -> BoundName | None:
+        state = self._store.name(name)
+        return None if state is None else state.bound
 
     def owned_by(self, name: str, commitment: bytes) -> bool:
         """Return True if a commitment is that of a bound name's owner."""
-        found = self._names.get(name)
+        found = self._bound_name(name)
         return found is not None and found.owned_by(commitment)
 
-    def receipt_of(self, source_id: str) -> Receipt | None:
-        """Return what the receipt of a source's binding says, without a time; None if there is none
-        to give: the name does not stand for it, or has no owner."""
-        binding = self._of[source_id]
-        if not binding.bound:
+    def receipt_of(self, binding: Binding) -> Receipt | None:
+        """Return what a binding's receipt says, without a time; None if there is none to give: the
+        name does not stand for it, or has no owner."""
+        key = binding.key
+        name = self._bound_name(key.name) if binding.bound else None
+        if name is None or not name.owner:
             return None
-        key, name = binding.key, self._names[binding.key.name]
         base = name.revisions[key.revision].base
-        found = Receipt(key, binding.identity, name.owner, base, name.newest(key))
-        return found if name.owner else None
+        return Receipt(key, binding.identity, name.owner, base, name.newest(key))
 
     def name(self, name: str) -> BoundName | None:
         """Return a bound name, or one that is kept for its last owner and has no revisions; None
         for a free one."""
-        return self._names.get(name) or self._reserved.get(name)
+        state = self._store.name(name)
+        return None if state is None else state.claimed
 
     def contests_of(self, key: ModelKey, identity: bytes) -> Binding | None:
         """Return the binding of these weights that contests a key, or None."""
-        return self._contests.find(key, identity)
+        state = self._store.name(key.name)
+        return None if state is None else state.contest(key, identity)
 
-    def of_source(self, source_id: str) -> Binding:
-        """Return the binding of a source that `bind` has added."""
-        return self._of[source_id]
+    def of_source(self, key: ModelKey, number: int) -> Binding:
+        """Return the binding of a source that `bind` has added.
+
+        Args:
+            key: What the source is listed under.
+            number: Its binding's.
+        """
+        state = self._store.name(key.name)
+        assert state is not None
+        return state.numbered(key, number)
 
     def take_renamed(self) -> list[str]:
-        """Return the sources that have got or lost their name since the last call."""
+        """Return the sources that may have got or lost their name since the last call."""
         renamed, self._renamed = self._renamed, []
-        return [source_id for source_id in renamed if source_id in self._of]
-
-    def take_refs(self) -> list[tuple[ManifestRef, bool]]:
-        """Return the manifests of bindings, with True for each that came since the last call and
-        False for each that went, in order. Readers get their documents from the coordinator."""
-        refs, self._refs = self._refs, []
-        return refs
+        return renamed
 
     def of_revision(self, name: str, revision: str) -> Mapping[str, Binding]:
         """Return the bindings of a revision by variant, without those that contest another."""
@@ -161,11 +164,8 @@ class Bindings:
 
     def meant(self, name: str, bundle: str) -> str:
         """Return the revision that NAME means for the ranks of a bundle, "" for none."""
-        return self._meant.get(name, bundle)
-
-    def take_meant(self) -> list[Meant]:
-        """Return what NAME has come to mean for bundles since the last call, in order."""
-        return self._meant.take()
+        state = self._store.name(name)
+        return "" if state is None else state.meant.get(bundle, "")
 
     def has_been_complete(self, name: str, revision: str, bundle: str) -> bool:
         """Return True if `complete` was called for a bundle of a bound revision."""
@@ -174,8 +174,9 @@ class Bindings:
 
     def complete(self, name: str, revision: str, bundle: str) -> None:
         """Record that all ranks of a bundle of a bound revision are there."""
-        self._names[name].revisions[revision].completed.add(bundle)
-        self._mean_anew(name, bundle)
+        with self._changing(name) as state:
+            state.entries[revision].completed.add(bundle)
+            self._mean_anew(state, bundle)
 
     def bind(
         self,
@@ -185,9 +186,10 @@ class Bindings:
         commitment: bytes,
         source_id: str,
         *,
+        was: Listed | None = None,
         origin: bool = True,
         address: str = "",
-    ) -> Binding:
+    ) -> int:
         """Add a source to a binding, and make the binding if it is new.
 
         Args:
@@ -195,93 +197,96 @@ class Bindings:
             admission: What `mx.core.admission.admit` returned.
             ref: The source's manifest.
             commitment: The one that it has proved to hold the key of, b"" if none.
-            source_id: The source. It leaves the binding that it was in.
+            source_id: The source.
+            was: As what it is listed already. It leaves the binding that it was in.
             origin: False for a relay.
             address: Where the source registers from.
 
         Returns:
-            The binding.
+            The number of the binding.
         """
         key = admission.key
-        if admission.bound:
-            binding = self._bound(admission, ref, commitment, address)
-            owner = self._names[key.name].owner
-            origin = origin and owner in (b"", commitment)
-        else:
-            found = self._contests.find(key, ref.identity)
-            binding = found or self._begin(key, ref, address, bound=False)
-            if found is None:
-                self._contests.add(binding)
-        binding.commitment = binding.commitment or commitment
-        before = binding.ref
-        if binding.join(source_id, ref, origin=origin):
-            self._refs += [(binding.ref, True), (before, False)]
-        left = self._of.get(source_id)
-        self._of[source_id] = binding
-        if left is not None and left is not binding:
-            self._leave(now, left, source_id, commitment)
-        return binding
+        before = None if was is None else (was.record.model.name, was.binding)
+        with self._changing(key.name) as state:
+            if admission.bound:
+                binding = self._bound(state, admission, ref, commitment, address)
+                assert state.bound is not None
+                origin = origin and state.bound.owner in (b"", commitment)
+            else:
+                found = state.contest(key, ref.identity)
+                binding = found or self._begin(state, key, ref, address, bound=False)
+                if found is None:
+                    state.contests.append(binding)
+            binding.commitment = binding.commitment or commitment
+            had = binding.ref
+            if binding.join(source_id, ref, origin=origin):
+                self._store.append(Answered(binding.ref, held=True))
+                self._store.append(Answered(had, held=False))
+            if was is not None and before == (key.name, binding.number):
+                was = None
+            if was is not None and was.record.model.name == key.name:
+                self._leave(now, state, was, commitment)
+                was = None
+        if was is not None:
+            with self._changing(was.record.model.name) as state:
+                self._leave(now, state, was, commitment)
+        self._keep_few()
+        return binding.number
 
-    def leave(self, now: float, source_id: str, *, by: bytes = b"") -> None:
+    def leave(self, now: float, listed: Listed, *, by: bytes = b"") -> None:
         """Remove a source that is gone from its binding.
 
         Args:
             now: The time.
-            source_id: The source.
+            listed: The source.
             by: Its commitment if it left by itself; b"" if its lease expired.
         """
-        self._leave(now, self._of.pop(source_id), source_id, by)
-
-    def _leave(self, now: float, binding: Binding, source_id: str, by: bytes) -> None:
-        binding.leave(source_id)
-        if not binding.bound:
-            if not binding.sources:
-                self._contests.remove(binding)
-                self._end(binding)
-            return
-        key = binding.key
-        name = self._names[key.name]
-        if name.in_use(key.revision):
-            return
-        if name.owned_by(by) and not name.superseded(key.revision):
-            self._remove(now, key.name, key.revision)
-        else:
-            self._let_lapse(now, name.revisions[key.revision])
+        with self._changing(listed.record.model.name) as state:
+            self._leave(now, state, listed, by)
+        self._keep_few()
 
     def lapse(self, now: float) -> None:
         """Remove the entries whose grace is over at `now`, and free names that were kept."""
-        if now < self.due_s:
-            return
-        ended = [
-            (name, revision)
-            for name, found in self._names.items()
-            for revision, entry in found.revisions.items()
-            if entry.lapses_at_s <= now
-        ]
-        for name, revision in ended:
-            if revision in self._entries(name):
-                self._remove(now, name, revision)
-        for name in self._reserved.lapse(now):
-            self._settle_contests(name)
-        names = self._names.values()
-        lapses = (entry.lapses_at_s for name in names for entry in name.revisions.values())
-        self.due_s = min(lapses, default=math.inf)
-        self.due_s = min(self.due_s, self._reserved.due_s)
+        due = self._store.due_names(now)
+        for name in due:
+            with self._changing(name) as state:
+                entries = state.entries
+                for revision in [r for r, entry in entries.items() if entry.lapses_at_s <= now]:
+                    # What was removed before it may have let another source bind it anew.
+                    entry = state.entries.get(revision)
+                    if entry is not None and entry.lapses_at_s <= now:
+                        self._remove(now, state, revision)
+                if state.kept is not None and state.kept.until_s <= now:
+                    self._free(state)
+        if due:
+            self._keep_few()
 
     # -- inside -----------------------------------------------------------------------------------
 
+    @contextmanager
+    def _changing(self, name: str) -> Iterator[NameState]:
+        """Read what is kept of a name, and have the store decide what it becomes."""
+        state = self._store.name(name) or NameState(name)
+        yield state
+        self._store.decide(state)
+
     def _bound(
-        self, admission: Admission, ref: ManifestRef, commitment: bytes, address: str
+        self,
+        state: NameState,
+        admission: Admission,
+        ref: ManifestRef,
+        commitment: bytes,
+        address: str,
     ) -> Binding:
         """Return the binding of an admitted key, which is made if it is not bound."""
         key, receipt = admission.key, admission.receipt
         if receipt is not None:
-            self._evict(receipt)
-        name = self._names.get(key.name)
+            self._evict(state, receipt)
+        name = state.bound
         if name is None:
             name = BoundName(commitment if receipt is None else receipt.commitment)
-            self._names[key.name] = name
-            self._reserved.end(key.name)
+            state.bound = name
+            self._end_kept(state)
         if receipt is not None:
             name.issued_s = max(name.issued_s, receipt.issued_s)
             name.remember(receipt)
@@ -295,25 +300,25 @@ class Bindings:
         binding = entry.variants.get(key.variant)
         if binding is None:
             # The owner of the name may bind what another source contests.
-            binding = self._contests.find(key, ref.identity)
+            binding = state.contest(key, ref.identity)
             if binding is None:
-                binding = self._begin(key, ref, address, bound=True)
+                binding = self._begin(state, key, ref, address, bound=True)
             else:
-                self._contests.remove(binding)
+                state.contests.remove(binding)
                 binding.bound = True
                 self._renamed += binding.sources
             entry.variants[key.variant] = binding
             entry.bundles.add(binding.member.bundle)
             if not binding.member.alone:
-                self._mean_anew(key.name, binding.member.bundle)
+                self._mean_anew(state, binding.member.bundle)
         if receipt is not None and receipt.key == key:
             binding.issued_s = max(binding.issued_s, receipt.issued_s)
             binding.restored |= not receipt.this_life
         return binding
 
-    def _evict(self, receipt: Receipt) -> None:
+    def _evict(self, state: NameState, receipt: Receipt) -> None:
         """Let what stands against a receipt contest the name."""
-        name = self._names.get(receipt.key.name)
+        name = state.bound
         if name is None:
             return
         own = name.owned_by(receipt.commitment)
@@ -326,7 +331,7 @@ class Bindings:
                 binding.bound = False
                 self._renamed += binding.sources
                 if binding.sources:
-                    self._contests.add(binding)
+                    state.contests.append(binding)
                 else:
                     self._end(binding)
             bundles |= entry.bundles
@@ -335,58 +340,107 @@ class Bindings:
             if not entry.variants:
                 del name.revisions[revision]
         if not name.revisions:
-            del self._names[receipt.key.name]
+            state.bound = None
         for bundle in bundles:
-            self._mean_anew(receipt.key.name, bundle)
+            self._mean_anew(state, bundle)
 
-    def _mean_anew(self, name: str, bundle: str) -> None:
-        """Decide which revision NAME means for a bundle."""
-        entries = self._entries(name).items()
-        bound = {r: bundle in entry.completed for r, entry in entries if bundle in entry.bundles}
-        self._meant.decide(name, bundle, bound)
+    def _mean_anew(self, state: NameState, bundle: str) -> None:
+        """Decide which revision NAME means for a bundle, and append a change of it."""
+        if membership(bundle).alone:
+            return
+        meant = state.means(bundle)
+        if meant == state.meant.get(bundle, ""):
+            return
+        if meant:
+            state.meant[bundle] = meant
+        else:
+            del state.meant[bundle]
+        self._store.append(Meant(state.name, bundle, meant))
 
-    def _begin(self, key: ModelKey, ref: ManifestRef, address: str, *, bound: bool) -> Binding:
-        self._number += 1
+    def _begin(
+        self, state: NameState, key: ModelKey, ref: ManifestRef, address: str, *, bound: bool
+    ) -> Binding:
+        state.numbers += 1
         self.quota.add(address)
-        self._refs.append((ref, True))
-        return Binding(key, ref, self._number, address, bound=bound)
+        self._store.append(Answered(ref, held=True))
+        return Binding(key, ref, state.numbers, address, bound)
 
     def _end(self, binding: Binding) -> None:
         self.quota.remove(binding.address)
-        self._refs.append((binding.ref, False))
+        self._store.append(Answered(binding.ref, held=False))
 
-    def _let_lapse(self, now: float, entry: Revision) -> None:
-        entry.lapses_at_s = now + self.grace_s
-        self.due_s = min(self.due_s, entry.lapses_at_s)
+    def _leave(self, now: float, state: NameState, listed: Listed, by: bytes) -> None:
+        key = listed.record.model
+        binding = state.numbered(key, listed.binding)
+        binding.leave(listed.record.source_id)
+        if not binding.bound:
+            if not binding.sources:
+                state.contests.remove(binding)
+                self._end(binding)
+            return
+        name = state.bound
+        assert name is not None
+        if name.in_use(key.revision):
+            return
+        if name.owned_by(by) and not name.superseded(key.revision):
+            self._remove(now, state, key.revision)
+        else:
+            name.revisions[key.revision].lapses_at_s = now + self.grace_s
 
-    def _remove(self, now: float, name: str, revision: str) -> None:
-        found = self._names[name]
+    def _remove(self, now: float, state: NameState, revision: str) -> None:
+        found = state.bound
+        assert found is not None
         entry = found.revisions.pop(revision)
         addresses = [binding.address for binding in entry.variants.values()]
         for binding in entry.variants.values():
             self._end(binding)
         base = found.revisions.get(entry.base) if entry.base else None
         if base is not None and not found.in_use(entry.base):
-            self._let_lapse(now, base)
+            base.lapses_at_s = now + self.grace_s
         if not found.revisions:
-            del self._names[name]
+            state.bound = None
             if found.owner:
-                for freed in self._reserved.add(now, name, found, addresses[0]):
-                    self._settle_contests(freed)
-                self.due_s = min(self.due_s, self._reserved.due_s)
-        self._settle_contests(name)
+                until_s = now + self.grace_s
+                state.kept = Kept(found.owner, found.issued_s, until_s, addresses[0])
+                self._store.count(Kind.KEPT_NAMES, addresses[0], 1)
+        self._settle_contests(state)
         for bundle in entry.bundles:
-            self._mean_anew(name, bundle)
+            self._mean_anew(state, bundle)
 
-    def _settle_contests(self, name: str) -> None:
+    def _end_kept(self, state: NameState) -> None:
+        """Keep a name no longer for its last owner."""
+        if state.kept is not None:
+            self._store.count(Kind.KEPT_NAMES, state.kept.address, -1)
+            state.kept = None
+
+    def _free(self, state: NameState) -> None:
+        self._end_kept(state)
+        self._settle_contests(state)
+
+    def _keep_few(self) -> None:
+        """Free names that are kept, if they are more than models may be: of the address that has
+        the most the one that would be free first."""
+        while self._store.counted(Kind.KEPT_NAMES, "")[0] > self.quota.limit:
+            kept = [(s.name, s.kept) for s in self._store.names() if s.kept is not None]
+            counts = Counter(each.address for _, each in kept)
+            most = max(counts, key=counts.__getitem__)
+            theirs = ((each.until_s, name) for name, each in kept if each.address == most)
+            with self._changing(min(theirs)[1]) as state:
+                self._free(state)
+
+    def _settle_contests(self, state: NameState) -> None:
         """Bind what contests keys that are free for it now, the oldest first."""
-        for binding in self._contests.of(name):
-            found = self.name(name)
+        for binding in list(state.contests):
+            found = state.claimed
             free = found is None or (
                 found.get(binding.key) is None
                 and found.refusal(binding.key, binding.commitment) is None
             )
             if free and binding.commitment:
                 self._bound(
-                    Admission(binding.key), binding.ref, binding.commitment, binding.address
+                    state,
+                    Admission(binding.key),
+                    binding.ref,
+                    binding.commitment,
+                    binding.address,
                 )

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+from mx.core.store import Store
 from mx.errors import CapacityError
 from mx.units import MIB, format_bytes
 
@@ -13,8 +14,11 @@ from mx.units import MIB, format_bytes
 _ADDRESSES = 4
 
 
-class DocumentStore:
-    """The documents of one coordinator. Not thread-safe; `now` is in seconds.
+class Documents:
+    """The documents in a store, and who pays for them. Not thread-safe; `now` is in seconds.
+
+    Holders and payers follow from what is listed and bound: its owner reports each (`hold`,
+    `release`).
 
     A document is dropped `grace_s` after the last binding or source that names it is gone.
     `limit_bytes` bounds the documents and the reservations together, and a quarter of it those of
@@ -22,24 +26,52 @@ class DocumentStore:
     none of its sources holds a document any more, another address whose sources do pays for it.
     """
 
-    def __init__(self, *, limit_bytes: int = 512 * MIB, grace_s: float = 60.0) -> None:
+    def __init__(
+        self, store: Store, *, limit_bytes: int = 512 * MIB, grace_s: float = 60.0
+    ) -> None:
+        """
+        Args:
+            store: Where the documents are.
+            limit_bytes: The most bytes of documents and reservations together.
+            grace_s: How long a document outlives its last holder.
+        """
         self.limit_bytes = limit_bytes
         self.grace_s = grace_s
         self.used_bytes = 0
+        self._store = store
         self._used_by: Counter[str] = Counter()
-        self._documents: dict[bytes, bytes] = {}
+        self._nbytes: dict[bytes, int] = {}
         self._payers: dict[bytes, str] = {}
         # Of each document that is held, the number of holders by address; "" for bindings.
         self._holders: dict[bytes, Counter[str]] = {}
         self._drop_at: dict[bytes, float] = {}  # only documents without a holder
         self._due = math.inf
 
+    def begin(self, now: float) -> None:
+        """Begin with the documents that the store has, without a holder. Reservations stay."""
+        self.adopt(self._store.documents())
+        self._holders.clear()
+        for digest in self._nbytes:
+            self._schedule(now, digest)
+
+    def adopt(self, documents: Iterable[tuple[bytes, int]], address: str = "") -> None:
+        """Let an address pay for documents that another coordinator has put into the store.
+
+        Args:
+            documents: The digest and the size of each; those that are known are left out.
+            address: Who pays.
+        """
+        for digest, nbytes in documents:
+            if digest not in self._nbytes:
+                self._nbytes[digest], self._payers[digest] = nbytes, address
+                self._charge(nbytes, address)
+
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self._nbytes)
 
     def get(self, digest: bytes) -> bytes | None:
         """Return the document, or None if it is not here."""
-        return self._documents.get(digest)
+        return self._store.document(digest)
 
     def used_by(self, address: str) -> int:
         """Return the bytes of documents and reservations that an address pays for."""
@@ -51,7 +83,7 @@ class DocumentStore:
         It then stays for at least `grace_s`, and `address` pays for it if nothing holds it; unless
         that would exceed the share of `address`.
         """
-        if digest not in self._documents:
+        if digest not in self._nbytes:
             return False
         if digest in self._drop_at and self._pays_for(digest, address):
             self._drop_at[digest] = now + self.grace_s
@@ -92,9 +124,10 @@ class DocumentStore:
         Raises:
             CapacityError: As `reserve`.
         """
-        if digest not in self._documents:
+        if digest not in self._nbytes:
             self.reserve(len(data), address)
-            self._documents[digest], self._payers[digest] = data, address
+            self._store.put_document(digest, data)
+            self._nbytes[digest], self._payers[digest] = len(data), address
             self._schedule(now, digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
@@ -136,7 +169,8 @@ class DocumentStore:
 
     def _drop(self, digest: bytes) -> None:
         del self._drop_at[digest]
-        self._charge(-len(self._documents.pop(digest)), self._payers.pop(digest))
+        self._store.drop_document(digest)
+        self._charge(-self._nbytes.pop(digest), self._payers.pop(digest))
 
     def _charge(self, nbytes: int, address: str) -> None:
         self.used_bytes += nbytes
@@ -150,7 +184,7 @@ class DocumentStore:
     def _pays_for(self, digest: bytes, address: str) -> bool:
         """Let an address pay for a document. Return False if its share is too small for that."""
         if self._payers[digest] != address:
-            nbytes = len(self._documents[digest])
+            nbytes = self._nbytes[digest]
             if not self._has_share(nbytes, address):
                 return False
             self._charge(-nbytes, self._payers[digest])

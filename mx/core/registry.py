@@ -1,19 +1,18 @@
 """The coordinator's state machine: which sources hold which models. Events in, changes out; `now`
 is an argument.
 
-Every event first lets time pass (`tick`). Changes for watchers are kept until `take_changes`, even
-if the event itself is refused. `mx.core.bindings` binds names; a source is listed while its lease
-lasts. A source id belongs to the secret that registered it, and its generation never decreases;
-both hold for `binding_grace_s` after the source is gone. Other weights, or another layout of them,
-under the same source id need a higher generation.
+The state is a store's (`mx.core.store`): the registry decides, and the store has what follows, for
+watchers too. Every event first lets time pass (`tick`), also one that is refused then.
+`mx.core.bindings` binds names; a source is listed while its lease lasts. A source id belongs to the
+secret that registered it, and its generation never decreases; both hold for `binding_grace_s` after
+the source is gone. Other weights, or another layout of them, under the same source id need a higher
+generation.
 """
 
 from __future__ import annotations
 
-import enum
 import hmac
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,35 +23,15 @@ from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved, in_orde
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
 from mx.core.bundles import summaries
+from mx.core.changes import Change, ChangeKind
+from mx.core.counts import Quota
 from mx.core.meanings import meaning
-from mx.core.named import Meant
 from mx.core.ownership import Receipt
-from mx.core.quota import Quota
 from mx.core.registration import Registration
+from mx.core.store import Gone, Kind, Store
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
-
-
-class ChangeKind(enum.Enum):
-    UP = "up"
-    CHANGED = "changed"
-    LAYERS = "layers"
-    GONE = "gone"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change of one source.
-
-    `before` is its record until now (None: it was not listed), `record` the one from now on. If
-    the source is GONE, both are its last record, and `reason` says why.
-    """
-
-    kind: ChangeKind
-    record: SourceRecord
-    before: SourceRecord | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +56,12 @@ class Registered:
     receipt: Receipt | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Tombstone:
-    secret_digest: bytes
-    generation: int
-    until_s: float
-
-
 class Registry:
     """The state machine. Not thread-safe. A `now` that goes back counts as the latest one seen."""
 
     def __init__(
         self,
+        store: Store,
         *,
         lease_s: float = 5.0,
         first_lease_s: float | None = None,
@@ -97,6 +70,7 @@ class Registry:
     ) -> None:
         """
         Args:
+            store: The state.
             lease_s: How long a source stays listed after a heartbeat.
             first_lease_s: How long it stays listed after it registers, at least `lease_s`, which
                 is the default.
@@ -107,43 +81,23 @@ class Registry:
         self.first_lease_s = max(lease_s, first_lease_s or lease_s)
         self.binding_grace_s = binding_grace_s
         self.limits = limits or Limits()
+        self._store = store
         self._now = self._began_s = -math.inf
-        self._sources: dict[str, Listed] = {}
         self._quota = Quota(
+            store,
+            Kind.SOURCES,
             "lists {} sources",
             limit=self.limits.sources,
             per_address=self.limits.sources_per_address,
         )
-        # Source ids in the order in which their leases end, those that have not sent a heartbeat
-        # yet apart from the others; and sources that are gone, in the order they are forgotten.
-        self._first_leases: OrderedDict[str, None] = OrderedDict()
-        self._leases: OrderedDict[str, None] = OrderedDict()
-        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
         models = Quota(
+            store,
+            Kind.MODELS,
             "knows {} models",
             limit=self.limits.models,
             per_address=self.limits.models_per_address,
         )
-        self._bindings = Bindings(grace_s=binding_grace_s, quota=models)
-        self._changes: list[Change] = []
-
-    def take_changes(self) -> list[Change]:
-        """Return the changes since the last call, in order."""
-        changes, self._changes = self._changes, []
-        return changes
-
-    def take_refs(self) -> list[tuple[ManifestRef, bool]]:
-        """Return the manifests that have come to be answered since the last call, with True, and
-        those that no longer are, with False, in order."""
-        return self._bindings.take_refs()
-
-    def take_meant(self) -> list[Meant]:
-        """Return what names have come to mean for bundles since the last call, in order.
-
-        Every change of a source that led to it is among those that `take_changes` has returned or
-        returns now.
-        """
-        return self._bindings.take_meant()
+        self._bindings = Bindings(store, grace_s=binding_grace_s, quota=models)
 
     def meant(self, name: str, bundle: str) -> str:
         """Return the revision that NAME means for the ranks of a bundle, "" for none."""
@@ -181,7 +135,7 @@ class Registry:
         self.tick(now)
         record, intent = registration.record, registration.intent
         digest = _digest(registration.secret)
-        known = self._sources.get(record.source_id)
+        known = self._store.source(record.source_id)
         self._check_owner(record, digest, known)
         if known is None:
             self._quota.check(address)
@@ -196,33 +150,36 @@ class Registry:
             address=address,
         )
         # From here on nothing fails.
-        binding = self._bindings.bind(
+        before = None if known is None else known.record
+        readers, gb_per_s = (known.readers, known.gb_per_s) if known else (0, 0.0)
+        number = self._bindings.bind(
             self._now,
             admission,
             record.ref,
             commitment,
             record.source_id,
+            was=known,
             origin=origin,
             address=address,
         )
-        record = self._as_named(replace(record, model=admission.key, commitment=commitment))
-        before = known.record if known else None
-        listed = Listed(record, digest, self._now, address, binding=binding.number)
+        record = replace(record, model=admission.key, commitment=commitment)
+        record = self._as_named(record, number)
         if known is not None:
-            listed.readers, listed.gb_per_s = known.readers, known.gb_per_s
             self._quota.remove(known.address)
         self._quota.add(address)
-        self._sources[record.source_id] = listed
-        self._renew(listed, first=True)
-        self._tombstones.pop(record.source_id, None)
+        listed = Listed(record, digest, self._now, address, binding=number)
+        self._store.put_source(listed)
+        self._renew(listed, readers, gb_per_s, first=True)
+        self._store.forget(self._now, record.source_id)
         if before is None:
-            self._changes.append(Change(ChangeKind.UP, record))
+            self._store.append(Change(ChangeKind.UP, record, address=address))
         elif before != record:
-            self._changes.append(Change(ChangeKind.CHANGED, record, before))
+            self._store.append(Change(ChangeKind.CHANGED, record, before))
         self._complete(record)
         self._name()
-        receipt = self._bindings.receipt_of(record.source_id)
-        return Registered(self._sources[record.source_id].record, receipt)
+        listed = self.source(record.source_id)
+        binding = self._bindings.of_source(record.model, number)
+        return Registered(listed.record, self._bindings.receipt_of(binding))
 
     def heartbeat(
         self,
@@ -247,11 +204,10 @@ class Registry:
         """
         self.tick(now)
         listed = self._owned(source_id, secret)
-        self._renew(listed)
-        listed.readers, listed.gb_per_s = readers, gb_per_s
+        self._renew(listed, readers, gb_per_s)
         record = replace(listed.record, state=state, requests_port=requests_port)
         self._update(listed, record)
-        return listed.record
+        return record
 
     def advertise(
         self,
@@ -285,29 +241,26 @@ class Registry:
             NotAllowedError: The secret is wrong.
         """
         self.tick(now)
-        if source_id in self._sources:
+        if self._store.source(source_id) is not None:
             self._owned(source_id, secret)
             self._drop(source_id, "withdrawn for now" if keeps_name else "deregistered")
 
     def tick(self, now: float) -> None:
         """Let time pass: leases, bindings and tombstones end. Costs in proportion to what ends."""
-        self._now = max(self._now, now)
+        self._now = now = max(self._now, now)
         if self._began_s == -math.inf:
-            self._began_s = self._now
-        now = self._now
-        for leases in (self._first_leases, self._leases):
-            while leases:
-                source_id = next(iter(leases))
-                if self._sources[source_id].lease_until_s > now:
-                    break
-                self._drop(source_id, "lease expired")
-        while self._tombstones:
-            source_id = next(iter(self._tombstones))
-            if self._tombstones[source_id].until_s > now:
-                break
-            del self._tombstones[source_id]
+            self._began_s = now
+            self._begin()
+        for source_id in self._store.due_sources(now):
+            self._drop(source_id, "lease expired")
+        self._store.forget(now)
         self._bindings.lapse(now)
         self._name()
+
+    def _begin(self) -> None:
+        """Give each source that the store has from before a full lease: none could be renewed."""
+        for listed in list(self._store.sources()):
+            self._renew(listed, listed.readers, listed.gb_per_s, first=True)
 
     # -- questions (call `tick` first) ------------------------------------------------------------
 
@@ -322,20 +275,20 @@ class Registry:
         Raises:
             UnknownSourceError: It is not listed.
         """
-        listed = self._sources.get(source_id)
+        listed = self._store.source(source_id)
         if listed is None:
             raise UnknownSourceError(f"source {source_id} is not registered here")
         return listed
 
     def sources(self, name: str = "") -> list[Listed]:
         """Return all sources, or those of one model name, in order of registration."""
-        return [s for s in self._sources.values() if name in ("", s.record.model.name)]
+        return [s for s in self._store.sources() if name in ("", s.record.model.name)]
 
     def models(self) -> list[ModelStatus]:
         """Return every variant that is bound or contested, with or without sources."""
         found = []
         for binding in self._bindings:
-            listed = [self._sources[source_id] for source_id in binding.sources]
+            listed = [self.source(source_id) for source_id in binding.sources]
             origins = [s.record for s in listed if s.record.role is SourceRole.ORIGIN]
             found.append(
                 ModelStatus(
@@ -390,15 +343,14 @@ class Registry:
         return Resolved(first.key, ref, tuple(in_order(everyone)))
 
     def _serving(self, binding: Binding) -> list[Listed]:
-        listed = [self._sources[source_id] for source_id in binding.sources]
-        return [s for s in listed if s.record.state is SourceState.SERVING]
+        listed = map(self._store.source, binding.sources)
+        return [s for s in listed if s and s.record.state is SourceState.SERVING]
 
     def _check_owner(self, record: SourceRecord, digest: bytes, known: Listed | None) -> None:
         if known is not None:
             owner, generation = known.secret_digest, known.record.generation
-        elif record.source_id in self._tombstones:
-            tombstone = self._tombstones[record.source_id]
-            owner, generation = tombstone.secret_digest, tombstone.generation
+        elif (gone := self._store.gone(record.source_id)) is not None:
+            owner, generation = gone.secret_digest, gone.generation
         else:
             return
         if not hmac.compare_digest(owner, digest):
@@ -430,9 +382,10 @@ class Registry:
         if record == before:
             return
         listed.record = record
+        self._store.put_source(listed)
         only_layers = replace(record, table=before.table) == before
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
-        self._changes.append(Change(kind, record, before))
+        self._store.append(Change(kind, record, before))
         self._complete(record)
 
     def _complete(self, record: SourceRecord) -> None:
@@ -452,41 +405,42 @@ class Registry:
 
     def _is_served(self, binding: Binding) -> bool:
         """Return True if a whole source of the binding gives grants."""
-        return any(_serves(self._sources[source_id].record) for source_id in binding.sources)
+        return any(_serves(self.source(source_id).record) for source_id in binding.sources)
 
-    def _renew(self, listed: Listed, *, first: bool = False) -> None:
+    def _renew(self, listed: Listed, readers: int, gb_per_s: float, *, first: bool = False) -> None:
+        until_s = self._now + (self.first_lease_s if first else self.lease_s)
         source_id = listed.record.source_id
-        listed.lease_until_s = self._now + (self.first_lease_s if first else self.lease_s)
-        self._first_leases.pop(source_id, None)
-        self._leases.pop(source_id, None)
-        (self._first_leases if first else self._leases)[source_id] = None
+        self._store.renew(source_id, until_s, readers, gb_per_s, first=first)
 
     def _name(self) -> None:
         """Record for which sources names have begun or ceased to stand."""
         for source_id in self._bindings.take_renamed():
-            listed = self._sources.get(source_id)
+            listed = self._store.source(source_id)
             if listed is not None:
-                self._update(listed, self._as_named(listed.record))
+                self._update(listed, self._as_named(listed.record, listed.binding))
 
-    def _as_named(self, record: SourceRecord) -> SourceRecord:
-        """Return a record that says whether its name stands for it, and is its owner's."""
-        binding = self._bindings.of_source(record.source_id)
+    def _as_named(self, record: SourceRecord, number: int) -> SourceRecord:
+        """Return a record that says whether its name stands for it, and is its owner's.
+
+        Args:
+            record: The record.
+            number: That of its binding.
+        """
+        binding = self._bindings.of_source(record.model, number)
         own = binding.bound and self._bindings.owned_by(record.model.name, record.commitment)
         return replace(record, pin_only=not binding.bound, by_owner=own)
 
     def _drop(self, source_id: str, reason: str) -> None:
-        listed = self._sources.pop(source_id)
-        self._first_leases.pop(source_id, None)
-        self._leases.pop(source_id, None)
+        listed = self.source(source_id)
+        self._store.drop(source_id)
         self._quota.remove(listed.address)
         record = listed.record
         by = record.commitment if reason == "deregistered" else b""
-        self._bindings.leave(self._now, source_id, by=by)
-        while len(self._tombstones) >= self.limits.sources:
-            self._tombstones.popitem(last=False)
+        self._bindings.leave(self._now, listed, by=by)
         until_s = self._now + self.binding_grace_s
-        self._tombstones[source_id] = _Tombstone(listed.secret_digest, record.generation, until_s)
-        self._changes.append(Change(ChangeKind.GONE, record, record, reason))
+        gone = Gone(listed.secret_digest, record.generation, until_s)
+        self._store.bury(source_id, gone, most=self.limits.sources)
+        self._store.append(Change(ChangeKind.GONE, record, record, reason))
         self._name()
 
 

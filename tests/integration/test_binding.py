@@ -19,7 +19,7 @@ import pytest
 from mx import api, config, plugins, runtime
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import MemoryState
+from mx.coordinator.state import State
 from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.reference import pinned_name
@@ -71,9 +71,9 @@ def loop() -> Iterator[None]:
 
 
 @contextmanager
-def coordinating(state: MemoryState | None = None, address: str = "127.0.0.1:0") -> Iterator[str]:
+def coordinating(state: State | None = None, address: str = "127.0.0.1:0") -> Iterator[str]:
     """A coordinator in this process; yields its address."""
-    coordinator = Coordinator(state=state or MemoryState())
+    coordinator = Coordinator(state=state or State())
     yield_address = run(coordinator.start(address))
     try:
         yield yield_address
@@ -138,7 +138,7 @@ def sources(address: str) -> list[Any]:
 def test_rows_come_from(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator keeps them; where it does not, the source has them."""
     first, second = held_model("m"), lent("m")
-    state = MemoryState()
+    state = State()
     with coordinating(state) as address, serving(first, address), serving(second, address):
         listed = {s.record.source_id: s.record for s in sources(address)}
         record = listed[second.source_id]
@@ -164,11 +164,11 @@ class Restarting:
 
     def __init__(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self.state = MemoryState()
+        self.state = State()
         self._life = ExitStack()
         self._life.enter_context(coordinating(self.state, self.address))
 
-    def restart(self, state: MemoryState) -> None:
+    def restart(self, state: State) -> None:
         self._life.close()
         self.state = state
         self._life.enter_context(coordinating(state, self.address))
@@ -195,7 +195,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         others = make_documents("others")
         usurper = make_record(others, name="m", endpoint=f"127.0.0.1:{free_port()}")
         usurper = owned(usurper, b"usurper")
-        state = MemoryState()
+        state = State()
         run(state.register(registration(usurper, SECRET), by_digest(others)))
         restarting.restart(state)
         until(lambda: server.stats().pin_only)
@@ -215,7 +215,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         # So is what comes new with another key than the name's owner.
         with serving(other_weights("m"), address) as another:
             assert another.stats().pin_only
-        run(state.deregister(usurper.source_id, SECRET))
+        run(state.event(lambda registry, now: registry.deregister(now, usurper.source_id, SECRET)))
         # Once the usurper has not come back for a minute.
         until(lambda: not server.stats().pin_only, 120.0)
         expect_right("m", address, held)
@@ -314,7 +314,7 @@ class Hider(CoordinatorServicer):
 
 @contextmanager
 def lying(kind: type[CoordinatorServicer]) -> Iterator[str]:
-    state = MemoryState()
+    state = State()
     services = [
         Service(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"], kind(state)),
         Service(

@@ -48,10 +48,10 @@ LOAD = ROOT / "benchmarks" / "crowd_load.py"
 _SMALL = """
 import asyncio, signal, sys
 from mx.coordinator.daemon import Coordinator
-from mx.coordinator.state import MemoryState
+from mx.coordinator.state import State
 
 async def main():
-    coordinator = Coordinator(state=MemoryState(document_limit_bytes=16 << 20))
+    coordinator = Coordinator(state=State(document_limit_bytes=16 << 20))
     print(await coordinator.start("127.0.0.1:0"), file=sys.stderr, flush=True)
     await asyncio.Event().wait()
 

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from mx.core.named import Meant
+from mx.core.changes import Meant
 from mx.core.registration import Registration
-from mx.core.registry import Registered, Registry
+from mx.core.registry import Registered
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
 from tests.support.owners import owned, receipt_of
 from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry
+
+pytestmark = pytest.mark.usefixtures("each_store")
 
 R0, R1 = "tp=0/2,dtype=bf16", "tp=1/2,dtype=bf16"
 BUNDLE = "tp=*/2,dtype=bf16"
@@ -23,7 +26,7 @@ SECRETS = {R0: ALICE, R1: BOB}
 OWNER = b"owner"
 
 
-class Owned(Registry):
+class Owned(FollowedRegistry):
     """A registry where everybody but EVE holds the owner's key."""
 
     def register(self, now: float, registration: Registration, **more: Any) -> Registered:
@@ -31,7 +34,7 @@ class Owned(Registry):
         return super().register(now, replace(registration, record=mine), **more)
 
 
-def machine() -> Registry:
+def machine() -> FollowedRegistry:
     return Owned(lease_s=5.0, binding_grace_s=60.0)
 
 
@@ -40,7 +43,7 @@ def rank(variant: str, weights: str, revision: str = "main", **rest: object) -> 
     return make_record(documents, variant=variant, revision=revision, **rest)  # type: ignore[arg-type]
 
 
-def update(registry: Registry, now: float, old: SourceRecord, weights: str) -> SourceRecord:
+def update(registry: FollowedRegistry, now: float, old: SourceRecord, weights: str) -> SourceRecord:
     variant = old.model.variant
     record = rank(variant, weights, old.model.revision, generation=old.generation + 1)
     replaces = old.model.revision
@@ -49,7 +52,7 @@ def update(registry: Registry, now: float, old: SourceRecord, weights: str) -> S
     return listed
 
 
-def two_ranks(registry: Registry) -> tuple[SourceRecord, SourceRecord]:
+def two_ranks(registry: FollowedRegistry) -> tuple[SourceRecord, SourceRecord]:
     found = []
     for variant in (R0, R1):
         listed = register_source(registry, 0, rank(variant, "one"), SECRETS[variant]).record
@@ -58,11 +61,11 @@ def two_ranks(registry: Registry) -> tuple[SourceRecord, SourceRecord]:
     return found[0], found[1]
 
 
-def revisions(registry: Registry) -> tuple[str, ...]:
+def revisions(registry: FollowedRegistry) -> tuple[str, ...]:
     return tuple(registry.resolve("llama", variant=each).model.revision for each in (R0, R1))
 
 
-def missing(registry: Registry, revision: str = "main") -> tuple[str, ...]:
+def missing(registry: FollowedRegistry, revision: str = "main") -> tuple[str, ...]:
     (found,) = [each for each in registry.bundles("llama") if each.revision == revision]
     assert (found.variant, found.ranks, found.missing_count) == (BUNDLE, 2, len(found.missing))
     return found.missing

@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mx.core.changes import ChangeKind
 from mx.core.ownership import Receipt
-from mx.core.registry import ChangeKind, Registry
 from mx.core.revisions import update_number
 from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError, UnknownModelError, UnknownSourceError
 from tests.support.owners import owned
 from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry, OverSqlite
 
 LEASE_S, GRACE_S = 5.0, 20.0
 SIZE = 3
@@ -46,7 +47,7 @@ class Machine(RuleBasedStateMachine):
         self.started = 0
 
     def restart(self) -> None:
-        self.registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+        self.registry = FollowedRegistry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
         self.completed: set[str] = set()  # revisions that have been complete, by the rules
         self.meant = ""  # what a watcher has been told
         self.seen: dict[str, ModelKey] = {}  # the sources that a watcher knows
@@ -205,6 +206,14 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class SqliteMachine(OverSqlite, Machine):
+    pass
+
+
+TestSqliteMachine = SqliteMachine.TestCase
+TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 
 
 def test_the_updates_of_ranks_that_make_as_many_have_the_same_numbers() -> None:

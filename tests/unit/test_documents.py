@@ -6,14 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.documents import DocumentStore
+from mx.core.documents import Documents
 from mx.errors import CapacityError
+from tests.support.stores import new_store
+
+pytestmark = pytest.mark.usefixtures("each_store")
 
 GRACE_S = 10.0
 
 
-def store(limit_bytes: int = 100) -> DocumentStore:
-    return DocumentStore(limit_bytes=limit_bytes, grace_s=GRACE_S)
+def store(limit_bytes: int = 100) -> Documents:
+    return Documents(new_store(), limit_bytes=limit_bytes, grace_s=GRACE_S)
 
 
 def test_a_held_document_stays_and_a_released_one_stays_for_its_grace() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.ownership import Receipt
-from mx.core.registry import Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.errors import BindingError, MxError
 from tests.support.owners import commitment_of, owned
 from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry, OverSqlite
 
 LEASE_S, GRACE_S = 5.0, 20.0
 ALICE, BOB, RELAY = b"alice", b"bob", b""
@@ -51,8 +51,8 @@ class Machine(RuleBasedStateMachine):
         self.brought: Receipt | None = None  # at the last registration
         self.left: dict[str, tuple[bytes, float]] = {}  # who owned a name last, and until when
 
-    def anew(self) -> Registry:
-        return Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    def anew(self) -> FollowedRegistry:
+        return FollowedRegistry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
 
     def register(self, process: Process, record: SourceRecord, **flags: object) -> bool:
         replaces = str(flags.get("replaces", ""))
@@ -245,8 +245,16 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
+class SqliteMachine(OverSqlite, Machine):
+    pass
+
+
+TestSqliteMachine = SqliteMachine.TestCase
+TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
 def test_a_stranger_can_not_update_by_any_revision() -> None:
-    registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    registry = FollowedRegistry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
     register_source(registry, 0, owned(make_record(make_documents("A")), ALICE), ALICE)
     for revision in ("main", "main.2", "main.9", "x"):
         try:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mx.core.answers import Listed, in_order, in_turn
+from mx.core.changes import ChangeKind
 from mx.core.registration import Registration
-from mx.core.registry import ChangeKind, Limits, Registered, Registry
+from mx.core.registry import Limits, Registered
 from mx.core.types import SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -22,6 +23,9 @@ from mx.errors import (
 )
 from tests.support.owners import owned, plain, receipt_of
 from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry
+
+pytestmark = pytest.mark.usefixtures("each_store")
 
 LEASE_S = 5.0
 GRACE_S = 20.0
@@ -29,7 +33,7 @@ ALICE, BOB = b"a" * 16, b"b" * 16
 WEIGHTS = {text: make_documents(text) for text in "ABC"}
 
 
-class Owned(Registry):
+class Owned(FollowedRegistry):
     """A registry in which each secret stands for a name key of its own."""
 
     def register(self, now: float, registration: Registration, **more: Any) -> Registered:
@@ -37,12 +41,12 @@ class Owned(Registry):
         return super().register(now, replace(registration, record=mine), **more)
 
 
-def machine() -> Registry:
+def machine() -> FollowedRegistry:
     return Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=Limits(models=4, sources=3))
 
 
 def listed(
-    registry: Registry, now: float, record: SourceRecord, secret: bytes, **flags: Any
+    registry: FollowedRegistry, now: float, record: SourceRecord, secret: bytes, **flags: Any
 ) -> SourceRecord:
     """Register, and return the record as it is listed, without its owner."""
     answer = register_source(registry, now, record, secret, **flags)
@@ -165,7 +169,7 @@ def test_a_receipt_that_has_displaced_an_owners_weights_does_not_keep_it_from_up
 
 
 def test_a_name_without_a_commitment_is_never_updated() -> None:
-    registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    registry = FollowedRegistry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
     register_source(registry, 0, make_record(WEIGHTS["A"]), ALICE)
     for record in (make_record(WEIGHTS["B"]), owned(make_record(WEIGHTS["B"]), ALICE)):
         with pytest.raises(BindingError, match="another name key"):
@@ -466,8 +470,9 @@ def test_an_update_that_stands_against_a_strangers_family_is_contested_too() -> 
     assert registry.resolve(f"llama@{update.ref.identity.hex()}", "main.2").ref == update.ref
 
 
+@pytest.mark.parametrize("each_store", ["memory"], indirect=True)  # as text it takes minutes
 def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
-    registry = Registry()
+    registry = FollowedRegistry()
     for _ in range(300):
         register_source(registry, 0, make_record(WEIGHTS["A"]), BOB, address="ipv4:10.0.0.66")
     honest = [make_record(WEIGHTS["A"], role=role) for role in SourceRole]
@@ -528,7 +533,7 @@ def test_one_address_may_take_only_a_part_of_the_limits() -> None:
 
 
 def test_the_first_lease_is_longer_than_later_ones() -> None:
-    registry = Registry(lease_s=1.0, first_lease_s=3.0)
+    registry = FollowedRegistry(lease_s=1.0, first_lease_s=3.0)
     early, late = make_record(WEIGHTS["A"]), make_record(WEIGHTS["A"])
     for record in (early, late):
         register_source(registry, 0, record, b"s" * 16)

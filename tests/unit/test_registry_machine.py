@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.answers import in_turn
-from mx.core.registry import ChangeKind, Limits, Registered, Registry
+from mx.core.changes import ChangeKind
+from mx.core.registry import Limits, Registered
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -24,6 +25,7 @@ from mx.errors import (
 )
 from tests.support.owners import commitment_of, owned, plain
 from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry, OverSqlite
 
 LEASE_S = 5.0
 GRACE_S = 20.0
@@ -43,8 +45,8 @@ def secret_of(source_id: str, own: bool) -> bytes:
     return ALICE if (source_id in IDS[:2]) is own else BOB
 
 
-def machine() -> Registry:
-    return Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=LIMITS)
+def machine() -> FollowedRegistry:
+    return FollowedRegistry(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=LIMITS)
 
 
 @dataclass
@@ -468,9 +470,9 @@ class Machine(RuleBasedStateMachine):
         summaries = self.machine.models()
         found = {(m.model, m.ref.identity): (m.ref.packaging, m.pin_only) for m in summaries}
         assert found == expected and len(summaries) == len(expected)
-        for ref, comes in self.machine.take_refs():
-            for digest, _ in ref.documents:
-                self.documents[digest] += 1 if comes else -1
+        for each in self.machine.take_answered():
+            for digest, _ in each.ref.documents:
+                self.documents[digest] += 1 if each.held else -1
                 assert self.documents[digest] >= 0
         for m in summaries:
             # Whatever a name means, its documents are there.
@@ -507,7 +509,9 @@ class Machine(RuleBasedStateMachine):
         serving = self.serving(identity=identity, key=key, revision="")
         assert {s.record.source_id for s in found.sources} == serving
         numbers = [self.model.place_of(s.record.source_id).number for s in found.sources]
-        assert numbers == sorted(numbers) == [s.binding for s in found.sources]
+        bindings = [s.binding for s in found.sources]
+        assert numbers == sorted(numbers) and bindings == sorted(bindings)
+        assert len({*numbers}) == len({*bindings}) == len({*zip(numbers, bindings, strict=True)})
         assert {*map(id, in_turn(found.sources))} == {*map(id, found.sources)}
 
     def newest_served(self, name: str) -> None:
@@ -524,3 +528,11 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
+
+
+class SqliteMachine(OverSqlite, Machine):
+    pass
+
+
+TestSqliteMachine = SqliteMachine.TestCase
+TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

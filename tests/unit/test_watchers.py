@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
-from mx.core.named import Meant
-from mx.core.registry import Change, ChangeKind, Registry
+from mx.core.changes import Change, ChangeKind, Meant
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import CapacityError, MxError
 from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry
 
 DOCUMENTS = make_documents("A")
 SECRET = b"s" * 16
@@ -40,7 +40,7 @@ steps = st.lists(
 def test_a_watcher_ends_with_what_is_listed(
     events: list[tuple[str, str, int]], name: str, begins: int, slice_limit: int
 ) -> None:
-    members, log = Registry(), WatchLog()
+    members, log = FollowedRegistry(), WatchLog()
     watcher: Watcher | None = None
     seen: dict[str, SourceRecord] = {}
     for i, (event, source_id, number) in enumerate(events):
@@ -86,7 +86,7 @@ def take_all(watcher: Watcher, seen: dict[str, SourceRecord], limit: int) -> Non
 
 
 def test_a_source_that_moves_to_another_name_is_gone_for_watchers_of_the_old_one() -> None:
-    members, log = Registry(), WatchLog()
+    members, log = FollowedRegistry(), WatchLog()
     record = make_record(DOCUMENTS)
     register_source(members, 0, record, SECRET)
     log.push(members.take_changes())
@@ -100,7 +100,7 @@ def test_a_source_that_moves_to_another_name_is_gone_for_watchers_of_the_old_one
 
 
 def test_the_number_of_ended_sources_that_are_kept_is_bounded() -> None:
-    members, log = Registry(), WatchLog(max_gone=8)
+    members, log = FollowedRegistry(), WatchLog(max_gone=8)
     early, reader = Watcher(log), Watcher(log)
     record = make_record(DOCUMENTS)
     register_source(members, 0, record, SECRET)

@@ -1,0 +1,97 @@
+"""All that a store keeps of one name: what is bound, what contests it, and who may bind it next.
+
+Pure: the methods here answer, and `mx.core.bindings` changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mx.core.binding import Binding
+from mx.core.bound_name import BoundName, Revision
+from mx.core.revisions import is_main, update_number
+from mx.core.types import ModelKey
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A name that nothing is bound under any more, and that its last owner has until `until_s`.
+
+    `address` is where its last weights were registered from.
+    """
+
+    owner: bytes
+    issued_s: float
+    until_s: float
+    address: str
+
+
+@dataclass(slots=True)
+class NameState:
+    """What a store keeps of one name.
+
+    `contests` are the bindings whose weights the name does not stand for, the oldest first. `meant`
+    has the revision that NAME means for the ranks of each bundle: the newest one that has been
+    complete, for all ranks; before one has been, the oldest. A variant that is no rank of several
+    has none: `mx.core.meanings` takes the newest revision of it that is served. `numbers` is the
+    number of the last binding that was made. `version` is the store's, for its comparison.
+    """
+
+    name: str
+    bound: BoundName | None = None
+    kept: Kept | None = None
+    contests: list[Binding] = field(default_factory=list)
+    meant: dict[str, str] = field(default_factory=dict)
+    numbers: int = 0
+    version: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """True if there is nothing to keep."""
+        return self.bound is None and self.kept is None and not self.contests
+
+    @property
+    def due_s(self) -> float:
+        """When time has something to end here."""
+        due_s = min((each.lapses_at_s for each in self.entries.values()), default=math.inf)
+        return due_s if self.kept is None else min(due_s, self.kept.until_s)
+
+    @property
+    def entries(self) -> Mapping[str, Revision]:
+        """The bound revisions."""
+        return {} if self.bound is None else self.bound.revisions
+
+    @property
+    def claimed(self) -> BoundName | None:
+        """The bound name, or the one that is kept for its last owner and has no revisions; None if
+        it is free."""
+        if self.bound is not None or self.kept is None:
+            return self.bound
+        return BoundName(self.kept.owner, self.kept.issued_s)
+
+    def bindings(self) -> Iterator[Binding]:
+        """Yield all bindings, those that contest another one last."""
+        for entry in self.entries.values():
+            yield from entry.variants.values()
+        yield from self.contests
+
+    def contest(self, key: ModelKey, identity: bytes) -> Binding | None:
+        """Return the binding of these weights that contests a key, or None."""
+        found = (b for b in self.contests if b.key == key and b.identity == identity)
+        return next(found, None)
+
+    def numbered(self, key: ModelKey, number: int) -> Binding:
+        """Return the binding of a key that has this number."""
+        bound = None if self.bound is None else self.bound.get(key)
+        if bound is not None and bound.number == number:
+            return bound
+        return next(each for each in self.contests if each.number == number)
+
+    def means(self, bundle: str) -> str:
+        """Return what `meant` should have for a bundle of several ranks, "" for nothing."""
+        mains = [r for r, e in self.entries.items() if bundle in e.bundles and is_main(r)]
+        completed = [r for r in mains if bundle in self.entries[r].completed]
+        oldest = min(mains, key=update_number, default="")
+        return max(completed, key=update_number, default=oldest)
