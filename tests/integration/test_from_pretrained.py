@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.integration.conftest import Command, Run, commands, start_coordinator
 from tests.support.caching import Caching, origin, start_cache, unavailable
+from tests.support.commands import Command, Run, commands, start_coordinator
 
 _REASON = unavailable()
 pytestmark = [

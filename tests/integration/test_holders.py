@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts, Link, unavailable
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.conftest import HostCommand, environment
-from tests.integration.test_main_job import same
+from tests.support.commands import HostCommand, environment
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
 

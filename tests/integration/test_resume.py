@@ -17,9 +17,9 @@ from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts
 from mx.cli.outcome import EXIT_INTERRUPTED
 from mx.errors import EXIT_CONFIG, EXIT_INCOMPLETE, EXIT_OK, EXIT_OTHER
-from tests.integration.conftest import HostCommand, RunIn
 from tests.integration.halfway import LAYERS, NEAR, SHAPES, Net, kill, net_of
-from tests.integration.test_main_job import same
+from tests.support.commands import HostCommand, RunIn
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 

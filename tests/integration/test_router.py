@@ -33,16 +33,9 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.integration.conftest import (
-    Run,
-    commands,
-    environment,
-    free_port,
-    serve,
-    start_coordinator,
-)
+from tests.integration.other_versions import NEWER, RunOther, other_coordinator, run_other
 from tests.integration.replica import PORT
-from tests.integration.test_versions import NEWER, RunOther, other_coordinator, run_other
+from tests.support.commands import Run, commands, environment, free_port, serve, start_coordinator
 from tests.support.stubs import blocking_stub
 
 pytestmark = pytest.mark.integration
