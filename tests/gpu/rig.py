@@ -101,7 +101,7 @@ from mx.cuda import driver as cuda
 from mx.testing import spans
 from mx.transport import Grant
 from mx_transports.cuda_ipc import CudaIpcTransport
-from tests.contract.gpu_rig import place
+from tests.support.gpu_rig import place
 ticket, nbytes = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
 session = CudaIpcTransport().open(
     Grant("g", ticket, 1, (nbytes,), "exporter", place=place(cuda.load(), "0"))
