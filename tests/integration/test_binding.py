@@ -177,6 +177,7 @@ def restarting() -> Iterator[Restarting]:
     made.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)  # the name is free after a minute
 def test_a_name_that_was_taken_leaves_the_pin(
     restarting: Restarting, caplog: pytest.LogCaptureFixture

@@ -99,7 +99,11 @@ def impatient_daemon() -> Iterator[str]:
 METHODS = list(pb.DESCRIPTOR.services_by_name["Coordinator"].methods)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [METHODS[0], *(pytest.param(each, marks=pytest.mark.long) for each in METHODS[1:])],
+    ids=lambda method: method.name,
+)
 async def test_a_call_in_which_nothing_is_sent_is_ended(method: Any) -> None:
     with impatient_daemon() as address:
         channel: Any = dial(address)

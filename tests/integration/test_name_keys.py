@@ -138,8 +138,16 @@ def test_a_lender_that_was_killed_starts_with_new_weights(site: Site) -> None:
     assert third.does("str(source.model)") == "'m:main.2'"
 
 
-@pytest.mark.parametrize("updated", [False, True])
-@pytest.mark.parametrize("by", ["replica", "owner"])
+@pytest.mark.parametrize(
+    ("by", "updated"),
+    [
+        ("replica", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("replica", False), ("owner", False), ("owner", True))
+        ),
+    ],
+)
 def test_an_owner_begins_anew_before_who_holds_the_old_weights_brings_a_receipt(
     site: Site, updated: bool, by: str
 ) -> None:
@@ -266,6 +274,7 @@ def test_a_stranger_who_registers_first_after_a_restart_does_not_get_the_name(si
     assert owner.does("str(source.update(tensors(2)))") == "'m:main.2'"
 
 
+@pytest.mark.long
 def test_an_honest_source_that_starts_anew_on_a_taken_name_serves_its_pin(site: Site) -> None:
     stranger, owner = site.user("stranger"), site.user("owner")
     stranger.must("evil = mx.serve(tensors(6), model='m', embed=False)")
