@@ -149,6 +149,9 @@ def _globals_of_libraries() -> None:
         await server.stop(None)
 
     asyncio.run(once())
+    # Collections look at what tests make, and not each time at all that was imported, too.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -151,6 +151,7 @@ def test_a_model_whose_source_is_lost_comes_from_disk(run: Run, tmp_path: Path) 
         serving.end()
 
 
+@pytest.mark.long
 def test_the_example_runs() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "diffusers_pipeline.py")],
