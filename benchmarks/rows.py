@@ -253,7 +253,7 @@ def run(
             "attach": lambda: attach_rows(cluster, rounds),
             "copy": lambda: copy_rows(cluster, nbytes, rounds),
             "tcp": lambda: [tcp_row(cluster, nbytes, rounds)],
-            "tls": lambda: tls.rows(checkpoint, _filled_memfd, nbytes, rounds, say),
+            "tls": lambda: tls.rows(checkpoint, _filled_memfd, nbytes, rounds),
             "ucx": lambda: ucx_rows(cluster, nbytes, rounds, say),
             "load": lambda: loading.rows(checkpoint, rounds, say),
             "links": lambda: links.rows(folder, rounds, say),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,32 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mx import api, config
+from mx.testing.certificates import certificates
 
 from . import harness
 from .references.sockets import RawSockets
 
-_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 _SETTINGS = ("tls_cert", "tls_key", "tls_ca")
 BAR = 0.8
-
-
-def certificates(folder: Path) -> tuple[str, str, str]:
-    """Make a CA, and a certificate of 127.0.0.1 for both ends, with the openssl command.
-
-    Returns:
-        The PEM files: certificate, key, CA.
-    """
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    authority = ("-keyout", "ca.key", "-out", "ca.crt")
-    openssl("req", "-x509", *_KEY, "-days", "2", "-subj", "/CN=bench-ca", *authority)
-    openssl("req", *_KEY, "-subj", "/CN=bench", "-keyout", "bench.key", "-out", "bench.csr")
-    (folder / "bench.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    signing = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "bench.ext")
-    openssl("x509", "-req", "-days", "2", *signing, "-in", "bench.csr", "-out", "bench.crt")
-    return str(folder / "bench.crt"), str(folder / "bench.key"), str(folder / "ca.crt")
 
 
 def rows(
@@ -45,22 +25,18 @@ def rows(
     memfd: Callable[[int], int],
     nbytes: int,
     rounds: int,
-    say: Callable[[str], None],
 ) -> list[harness.Row]:
-    """Return the row; none, with the reason to `say`, without the openssl command.
+    """Return the row.
 
     Args:
         checkpoint: The model.
         memfd: Makes a filled memfd of so many bytes, which is closed here.
         nbytes: The model's payload.
         rounds: How many.
-        say: Reports what is left out.
     """
-    if shutil.which("openssl") is None:
-        say("tls is left out: it needs the openssl command")
-        return []
     with tempfile.TemporaryDirectory() as folder:
-        files = certificates(Path(folder))
+        ours, _ = certificates(Path(folder))
+        files = (ours.certificate, ours.key, ours.authority)
         settings = config.load(dict(zip(_SETTINGS, files, strict=True)))
         variables = {
             f"MX_PEER_{name.upper()}": file for name, file in zip(_SETTINGS, files, strict=True)

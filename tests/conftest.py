@@ -14,13 +14,9 @@ import importlib.util
 import inspect
 import os
 import signal
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,6 +25,7 @@ import hypothesis
 import pytest
 import tqdm
 
+from tests.support.leftovers import Holdings
 from tests.support.stores import stores_of
 
 #: How long what is left of a test may take to end: so long, and for so many looks at it. Where
@@ -137,68 +134,6 @@ class _Settling:
         return self.looks > SETTLE_LOOKS and time.monotonic() > self._until_s
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What this process holds of the things that a test may leave behind."""
-
-    threads: frozenset[threading.Thread]
-    descriptors: frozenset[tuple[int, str]]
-    mappings: frozenset[str]
-    children: frozenset[int]
-
-    @classmethod
-    def now(cls) -> Holdings:
-        return cls(
-            frozenset(t for t in threading.enumerate() if t.is_alive()),
-            frozenset(_descriptors()),
-            frozenset(_shared_mappings()),
-            frozenset(_children()),
-        )
-
-    def beyond(self, before: Holdings) -> list[str]:
-        """What `self` holds that `before` did not, a line each."""
-        return [
-            *(f"thread {t.name!r} (daemon={t.daemon})" for t in self.threads - before.threads),
-            *(f"descriptor {n} -> {what}" for n, what in self.descriptors - before.descriptors),
-            *(f"mapping {line}" for line in self.mappings - before.mappings),
-            *(f"child process {pid}" for pid in self.children - before.children),
-        ]
-
-
-def _descriptors() -> Iterator[tuple[int, str]]:
-    # The listing's own descriptor is in the listing, and gone when it is looked up.
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
-
-
-def _shared_mappings() -> Iterator[str]:
-    """Maps of memfds and of /dev/shm files: address range and name."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            if "/memfd:" in line or "/dev/shm/" in line:
-                fields = line.split(maxsplit=5)
-                yield f"{fields[0]} {fields[1]} {fields[5].strip()}"
-
-
-def _children() -> Iterator[int]:
-    # Most commands are children of the fork server, where one was imported.
-    forkserver = sys.modules.get("tests.support.forkserver")
-    parents = (os.getpid(), None if forkserver is None else forkserver.server_pid())
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            stat = Path("/proc", name, "stat").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # The command's name is in parentheses and may hold anything, parentheses included.
-        if int(stat.rpartition(b")")[2].split()[1]) in parents:
-            yield int(name)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _globals_of_libraries() -> None:
     """What libraries make on first use and keep, made before any test: gRPC's pollers, and the
@@ -215,6 +150,9 @@ def _globals_of_libraries() -> None:
         await server.stop(None)
 
     asyncio.run(once())
+    # Collections look at what tests make, and not each time at all that was imported, too.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["memory", "sqlite"])

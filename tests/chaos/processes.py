@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support import commands
+from tests.support.daemon import ROOT
+
 #: Marks every process of a run, and the children that it may leave behind.
 MARK = "CHAOS_RUN"
 #: The pools of gRPC and the event loop start and end threads by themselves.
@@ -31,7 +33,6 @@ class Violation(Exception):
 
 def environment(**more: str) -> dict[str, str]:
     """Return a child's environment: our code, short timeouts, no settings of the machine."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MX_PEER_")}
     settings = {
         "LEASE_S": "1",
         "READER_LEASE_S": "2",
@@ -39,12 +40,8 @@ def environment(**more: str) -> dict[str, str]:
         "CONNECT_TIMEOUT_S": "1.5",
         "DRAIN_GRACE_S": "1",
     }
-    clean |= {f"MX_PEER_{name}": value for name, value in settings.items()}
-    clean["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'transports'}"
-    clean["XDG_CONFIG_HOME"] = "/nonexistent"
-    clean["UCX_TLS"] = "tcp"
-    clean["OMP_NUM_THREADS"] = "1"
-    return clean | more
+    ours = {f"MX_PEER_{name}": value for name, value in settings.items()}
+    return commands.environment(**ours, UCX_TLS="tcp", OMP_NUM_THREADS="1") | more
 
 
 class Process:
@@ -73,7 +70,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                cwd=REPOSITORY,
+                cwd=ROOT,
                 env=dict(env),
             )
         self.pid = self._popen.pid

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from mx.testing.conformance import Harness, Kind, TransportSuite
-from tests.contract import gpu_rig
+from tests.support import gpu_rig
 
 
 @pytest.mark.parametrize("kind", [Kind.GPU, Kind.GPU_VMM])

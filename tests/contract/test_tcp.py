@@ -1,10 +1,8 @@
 """The tcp transport keeps the rules, plain and over TLS, for memory in one place and in many."""
 
-import shutil
-
 import pytest
 
-from benchmarks.tls import certificates
+from mx.testing.certificates import certificates
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from mx.transport import TlsFiles
 
@@ -19,10 +17,9 @@ class TestTcp(TransportSuite):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    return TlsFiles(*certificates(tmp_path_factory.mktemp("tls")))
+    return certificates(tmp_path_factory.mktemp("tls"))[0]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 class TestTls(TransportSuite):
     @pytest.fixture
     def harness(self, files: TlsFiles) -> Harness:

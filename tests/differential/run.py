@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.differential.steps import KINDS, STEPS, Step
 from tests.differential.world import Coordinator, World, descriptors, expecting, settles
-from tests.integration.conftest import environment
 from tests.support import forkserver
+from tests.support.commands import environment
 
 #: Descriptors that come with the first rounds: gRPC's pollers, channels that linger.
 SPARE_DESCRIPTORS = 24

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY
+from tests.support.daemon import ROOT
 
 ROUNDS = 40
 #: What the rounds have to contain. They draw more, but not each of it in so few rounds.
@@ -28,7 +28,7 @@ def test_every_step_of_every_round_sees_one_version() -> None:
         check=False,
         capture_output=True,
         text=True,
-        cwd=REPOSITORY,
+        cwd=ROOT,
         timeout=580,
     )
     assert played.returncode == 0, played.stdout + played.stderr

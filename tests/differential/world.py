@@ -16,7 +16,7 @@ from typing import Any
 from mx import api, config
 from mx.errors import CoordinatorError, MxError
 from tests.differential.weights import Tensors, Truth, make, print_of, shapes, write
-from tests.integration.conftest import Command, environment, free_port
+from tests.support.commands import Command, environment, free_port
 
 #: How long anything may take before a round fails: far longer than it ever takes.
 LIMIT_S = 60.0

@@ -13,7 +13,7 @@ from mx.cuda import driver as cuda
 from mx.testing.bench import Bench
 from mx.testing.conformance import Kind
 from mx.testing.harness import Harness
-from tests.contract.gpu_rig import place
+from tests.support.gpu_rig import place
 
 CUDA_IPC = "mx_transports.cuda_ipc:CudaIpcTransport"
 PCIE_P2P = "mx_transports.pcie_p2p:PciePeerTransport"
@@ -101,7 +101,7 @@ from mx.cuda import driver as cuda
 from mx.testing import spans
 from mx.transport import Grant
 from mx_transports.cuda_ipc import CudaIpcTransport
-from tests.contract.gpu_rig import place
+from tests.support.gpu_rig import place
 ticket, nbytes = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
 session = CudaIpcTransport().open(
     Grant("g", ticket, 1, (nbytes,), "exporter", place=place(cuda.load(), "0"))

@@ -14,8 +14,8 @@ from mx.testing.harness import PEER
 from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, Grant
 from mx.units import MIB
-from tests.contract.gpu_rig import place
 from tests.gpu import rig
+from tests.support.gpu_rig import place
 
 pytestmark = pytest.mark.gpu
 GPU_KINDS = [Kind.GPU, Kind.GPU_VMM]

@@ -13,7 +13,7 @@ from typing import Any
 from mx.coordinator import daemon
 from mx.coordinator.service import CoordinatorServicer
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.hostile.lies import lie
+from tests.support.lies import lie
 
 
 class FalseServicer(CoordinatorServicer):

@@ -55,8 +55,8 @@ from mx.wire.lease import Lease
 from mx.wire.rpc import Stub
 from mx.wire.v1 import common_pb2, peer_pb2
 from mx_transports.toolkit.local import LocalExposure
-from tests.hostile.lies import change, insist, lie
 from tests.support.hashing import blocks_of, pages_of, shortcuts_of
+from tests.support.lies import change, insist, lie
 
 Answer = Callable[[list[peer_pb2.LayerPage]], AsyncIterator[peer_pb2.LayerPage]]
 #: A byte of a page comes after this long.

@@ -23,7 +23,7 @@ from mx.core.holdings import Holdings
 from mx.swarm.node import Node
 from mx.swarm.uploads import Uploads
 from mx.target.transfer import Transfer
-from tests.hostile.lies import change, insist, lie
+from tests.support.lies import change, insist, lie
 
 FIRST_ID = uuid.UUID("00000000-0000-4000-8000-000000000000")  # first among equals
 #: Chunks that it has when it prints its endpoint.

@@ -13,8 +13,8 @@ import pytest
 from mx import api
 from mx.core.types import SourceRole
 from mx.errors import ManifestError
-from tests.hostile.conftest import CONFIG, END_S, SIDE_FILE, Started, Weights, failed, succeeded
-from tests.integration.conftest import Command, Run, free_port, serve, start_coordinator
+from tests.hostile.site import CONFIG, END_S, SIDE_FILE, Started, Weights, failed, succeeded
+from tests.support.commands import Command, Run, free_port, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mx.errors import EXIT_INTEGRITY, EXIT_NO_SOURCE, EXIT_OK
-from tests.hostile.conftest import (
+from tests.hostile.site import (
     CONFIG,
     END_S,
     SIDE_FILE,
@@ -18,7 +18,7 @@ from tests.hostile.conftest import (
     left,
     succeeded,
 )
-from tests.integration.conftest import Run, serve, start_coordinator
+from tests.support.commands import Run, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 

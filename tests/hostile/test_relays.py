@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mx.errors import EXIT_INTEGRITY
-from tests.hostile.conftest import Started, Weights, failed, left, succeeded
-from tests.integration.conftest import Run, environment, serve, start_coordinator
+from tests.hostile.site import Started, Weights, failed, left, succeeded
+from tests.support.commands import Run, environment, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mx.errors import EXIT_INTEGRITY
-from tests.hostile.conftest import Site, Started, Weights, failed, left, succeeded
 from tests.hostile.liar import PAGES
-from tests.integration.conftest import Command, Run, serve
+from tests.hostile.site import Site, Started, Weights, failed, left, succeeded
+from tests.support.commands import Command, Run, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from benchmarks.hosts import Hosts, Link
-from tests.integration.conftest import HostCommand, RunIn
+from tests.support.commands import HostCommand, RunIn
 
 NEAR, FAR = "near", "far"
 SHAPES = llama_shapes(8, 384, 1024, 2048)

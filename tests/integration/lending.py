@@ -17,7 +17,7 @@ from torch import nn
 from mx import api, config
 from mx.errors import CoordinatorError
 from mx.transport import TlsFiles
-from tests.integration.conftest import Command, Run, environment, free_port
+from tests.support.commands import Command, Run, environment, free_port
 
 WIDE, DEEP = 384, 6
 

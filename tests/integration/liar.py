@@ -21,7 +21,7 @@ from typing import Any, cast
 from mx import api, config, plugins, runtime
 from mx.core.topology import Nic
 from mx_transports.tcp.exposure import TcpExposure
-from tests.integration.lying import held_model
+from tests.support.lying import held_model
 
 
 def serve(coordinator: str, host: str, lies: Mapping[str, Any]) -> None:

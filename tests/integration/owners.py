@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.integration.conftest import environment
+from tests.support.commands import environment
 
 _MAIN = """
 import sys, json, traceback

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.integration.conftest import environment
+from tests.support.commands import environment
 
 #: What the scripts begin with: `coordinator` is the first of their arguments.
 HEADER = """

@@ -35,16 +35,11 @@ from mx.errors import (
     MxError,
     NoSourceError,
 )
-from tests.integration.conftest import (
-    Command,
-    Run,
-    error_of,
-    free_port,
-    serve,
-    start_coordinator,
-)
-from tests.integration.lying import held_model, offering, with_pages_to_match
-from tests.integration.test_main_job import same
+from tests.support.certificates import Folder
+from tests.support.commands import Command, Run, free_port, serve, start_coordinator
+from tests.support.lying import held_model, offering, with_pages_to_match
+from tests.support.outcomes import error_of
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -451,46 +446,10 @@ def test_a_peer_that_speaks_garbage(run: Run, coordinator: str) -> None:
 # -- TLS ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca, me (signed by it) and stranger (signed by another), for 127.0.0.1."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates")
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    for authority, name in (("ca", "me"), ("other-ca", "stranger")):
-        openssl(
-            "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30",
-            "-keyout", f"{authority}.key", "-out", f"{authority}.pem", "-subj", f"/CN={authority}",
-        )  # fmt: skip
-        openssl(
-            "req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key",
-            "-out", f"{name}.csr", "-subj", f"/CN={name}",
-        )  # fmt: skip
-        openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem",
-            "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "30",
-            "-out", f"{name}.pem", "-extfile", "names",
-        )  # fmt: skip
-    return folder
-
-
-def tls(folder: Path, name: str, authority: str = "ca") -> tuple[str, ...]:
-    return (
-        "--tls-cert", str(folder / f"{name}.pem"),
-        "--tls-key", str(folder / f"{name}.key"),
-        "--tls-ca", str(folder / f"{authority}.pem"),
-    )  # fmt: skip
-
-
-def test_tls_on_daemon_source_and_target(
-    run: Run, checkpoint: Path, certificates: Path, tmp_path: Path
-) -> None:
-    mine = tls(certificates, "me")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_tls_on_daemon_source_and_target(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    certificates = Folder(tmp_path)
+    mine = certificates.flags("good")
     address = f"127.0.0.1:{free_port()}"
     daemon = run("--listen", address, *mine, daemon=True)
     daemon.until(lambda: "listens" in daemon.err, "listening")
@@ -505,7 +464,7 @@ def test_tls_on_daemon_source_and_target(
         run(*base, *mine, *more, "--out", str(out)).json()
         assert same(load_file(out / "model.safetensors"), load_file(checkpoint))
     failed(run(*base), EXIT_NO_SOURCE)
-    assert run(*base, *tls(certificates, "stranger", "other-ca")).wait(30) in (
+    assert run(*base, *certificates.flags("foreign", authority="theirs")).wait(30) in (
         EXIT_NO_SOURCE,
         EXIT_NOT_ALLOWED,
     )

@@ -6,8 +6,7 @@ A stranger's sources are records in the coordinator's state, whose endpoint does
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,10 +38,11 @@ from mx.transport import host_view
 from mx.wire.documents import DocumentsServicer
 from mx.wire.server import Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
-from tests.integration.conftest import error_of, free_port
-from tests.integration.lying import held_model
 from tests.support.checkpoints import write_mixed
+from tests.support.commands import free_port
 from tests.support.hashing import pages_of
+from tests.support.lying import held_model
+from tests.support.outcomes import error_of, until
 from tests.support.owners import owned
 from tests.support.records import by_digest, make_documents, make_record, registration
 
@@ -120,13 +120,6 @@ def expect_right(name: str, coordinator: str, held: HeldModel, **options: Any) -
         return report
 
 
-def until(done: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 # -- rows -----------------------------------------------------------------------------------------
 
 
@@ -184,6 +177,7 @@ def restarting() -> Iterator[Restarting]:
     made.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)  # the name is free after a minute
 def test_a_name_that_was_taken_leaves_the_pin(
     restarting: Restarting, caplog: pytest.LogCaptureFixture
@@ -198,7 +192,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         state = State()
         run(state.register(registration(usurper, SECRET), by_digest(others)))
         restarting.restart(state)
-        until(lambda: server.stats().pin_only)
+        until(lambda: server.stats().pin_only, "pins")
         assert f"{pinned} only" in caplog.text
         listed = {m.ref.identity: m.pin_only for m in api.list_models(coordinator=address)}
         assert listed == {usurper.ref.identity: False, held.manifest.ref.identity: True}
@@ -207,7 +201,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         with api.pull(pinned, coordinator=address, hold=True, settings=SETTINGS) as pull:
             pull.wait(30)
             kept = pull.hold()
-            until(lambda: len(sources(address)) == 3)
+            until(lambda: len(sources(address)) == 3, "three sources")
             assert kept.stats().pin_only
             assert [s.record.pin_only for s in sources(address)] == [False, True, True]
         with api.pull("m", coordinator=address, settings=SETTINGS) as pull:
@@ -217,7 +211,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
             assert another.stats().pin_only
         run(state.event(lambda registry, now: registry.deregister(now, usurper.source_id, SECRET)))
         # Once the usurper has not come back for a minute.
-        until(lambda: not server.stats().pin_only, 120.0)
+        until(lambda: not server.stats().pin_only, "names", 120.0)
         expect_right("m", address, held)
 
 

@@ -11,10 +11,8 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,8 @@ from benchmarks.checkpoints import write_checkpoint
 from mx import api, config
 from mx.core.pull_status import PullPhase
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.conftest import Run, environment, free_port, serve
+from tests.support.commands import Run, environment, free_port, serve
+from tests.support.outcomes import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -39,14 +38,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     write_checkpoint(path, shapes)
     return path
-
-
-def until(found: Callable[[], Any], what: str, timeout_s: float = 40.0) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := found()):
-        assert time.monotonic() < deadline_s, f"no {what} within {timeout_s} s"
-        time.sleep(0.05)
-    return value
 
 
 @pytest.fixture

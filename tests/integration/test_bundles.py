@@ -21,7 +21,7 @@ from mx.core.types import ModelKey
 from mx.errors import BundleIncompleteError, ConfigError, CoordinatorError, MxError
 from mx.wire.client import CoordinatorClient
 from mx.wire.watching import WatchKind
-from tests.integration.conftest import Run, environment, free_port
+from tests.support.commands import Run, environment, free_port
 
 pytestmark = pytest.mark.integration
 

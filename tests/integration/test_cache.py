@@ -30,8 +30,8 @@ from mx.core.variant import ProcessingKey
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
 from mx.units import MIB
 from mx.wire.cache import CacheClient, HeldAt, Wanted
-from tests.integration.conftest import Command, Run, commands, start_coordinator
 from tests.support.caching import Caching, origin, start_cache, unavailable
+from tests.support.commands import Command, Run, commands, start_coordinator
 
 _REASON = unavailable()
 pytestmark = [

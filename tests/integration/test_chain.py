@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from mx import api, config
 from mx.errors import EXIT_INTEGRITY, EXIT_NO_SOURCE
-from tests.integration.conftest import Run, environment, free_port, serve
 from tests.support.chains import bytes_from, flip, pulling, steps
+from tests.support.commands import Run, environment, free_port, serve
 
 pytestmark = pytest.mark.integration
 

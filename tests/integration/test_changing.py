@@ -28,9 +28,9 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.units import MIB
-from tests.integration.conftest import Run, environment, error_of, start_coordinator
 from tests.integration.scripts import ran
-from tests.integration.test_bounds import until
+from tests.support.commands import Run, environment, start_coordinator
+from tests.support.outcomes import error_of, until
 
 pytestmark = pytest.mark.integration
 

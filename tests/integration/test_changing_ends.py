@@ -17,7 +17,8 @@ import torch
 
 from mx import api
 from mx.errors import ClosedError, ConfigError, CoordinatorError, MxError
-from tests.integration.conftest import Run, environment, start_coordinator
+from tests.support.commands import Run, environment, start_coordinator
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
 
@@ -35,10 +36,6 @@ def pulled(coordinator: str, like: Weights, model: str = "m") -> Weights:
     with api.pull(model, coordinator=coordinator, into=own) as pull:
         pull.wait(60)
     return own
-
-
-def same(left: Weights, right: Weights) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Command, Run, serve
+from tests.support.commands import Command, Run, serve
 
 pytestmark = pytest.mark.integration
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +14,11 @@ import pytest
 from mx import api, runtime
 from mx.errors import ClosedError, LocalError
 from mx.transport import host_view
-from tests.integration.conftest import Run, commands, serve, start_coordinator
+from tests.support.commands import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 ROOM_BYTES = 40 << 20
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Iterator[str]:
-    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
-    with commands() as run:
-        coordinator, _ = start_coordinator(run)
-        serve(run, checkpoint, "m", coordinator)
-        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
-        yield coordinator
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Nothing is freed by the garbage collector."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def is_free(buffer: bytearray) -> bool:

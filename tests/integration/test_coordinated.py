@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
 from mx.errors import EXIT_OK
-from tests.integration.conftest import Command, Run, serve
-from tests.integration.test_main_job import same
+from tests.support.commands import Command, Run, serve
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -31,6 +30,8 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.server import listen
 from mx.wire.watching import WatchKind
+from tests.support.certificates import Authority
+from tests.support.clients import client_of
 from tests.support.daemon import daemon, ended, python, terminate
 from tests.support.owners import plain
 from tests.support.records import by_digest, make_documents, make_record, register_at
@@ -59,17 +60,6 @@ async def main():
 asyncio.run(main())
 """
 SOURCE_ID = "00000000-0000-4000-8000-000000000001"
-
-
-@asynccontextmanager
-async def client_of(
-    address: str, *, tls: TlsFiles | None = None
-) -> AsyncIterator[CoordinatorClient]:
-    client = CoordinatorClient(address, tls=tls)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def until_gone(client: CoordinatorClient) -> str:
@@ -277,37 +267,6 @@ async def test_a_foreign_server_is_an_error(answer: bytes | None) -> None:
     assert address in str(caught.value) and caught.value.hint
 
 
-def make_authority(folder: Path) -> Path:
-    folder.mkdir()
-    _openssl(
-        folder,
-        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        "-subj /CN=test-ca -keyout ca.key -out ca.pem",
-    )
-    return folder
-
-
-def make_certificate(folder: Path, name: str) -> TlsFiles:
-    (folder / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    _openssl(
-        folder,
-        "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
-        f"-subj /CN={name} -keyout {name}.key -out {name}.csr",
-    )
-    _openssl(
-        folder,
-        f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
-        f"-extfile ext -out {name}.pem",
-    )
-    return TlsFiles(
-        str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / "ca.pem")
-    )
-
-
-def _openssl(folder: Path, arguments: str) -> None:
-    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
-
-
 async def is_not_let_in(address: str, tls: TlsFiles) -> None:
     """Check that the daemon refuses a client with these files, without our client's own checks."""
     key, certificate, authority = (
@@ -323,9 +282,9 @@ async def is_not_let_in(address: str, tls: TlsFiles) -> None:
 
 
 async def test_mutual_tls(tmp_path: Path) -> None:
-    ours, theirs = make_authority(tmp_path / "ours"), make_authority(tmp_path / "theirs")
-    server, peer = make_certificate(ours, "server"), make_certificate(ours, "peer")
-    stranger = make_certificate(theirs, "stranger")
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    server, peer = ours.certificate("server"), ours.certificate("peer")
+    stranger = theirs.certificate("stranger")
     files = (server.certificate, server.key, server.authority)
     with daemon(tls=files) as (process, address):
         async with client_of(address, tls=peer) as client:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -27,7 +25,8 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
-from tests.support.daemon import ROOT, daemon, ended, python
+from tests.support.clients import client_of
+from tests.support.daemon import daemon, ended, mx, python
 from tests.support.records import by_digest, make_documents, make_record, register_at, registration
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -44,15 +43,6 @@ mx.wire.server.FIRST_MESSAGE_S = 1.0
 mx.coordinator.service._SILENT_S = mx.coordinator.progress.SILENT_S = 3.0
 sys.exit(run(Options(listen="127.0.0.1:0", lease_s=0.25)))
 """
-
-
-@asynccontextmanager
-async def client_of(address: str) -> AsyncIterator[CoordinatorClient]:
-    client = CoordinatorClient(address, timeout_s=60.0)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def register(client: CoordinatorClient, **options: Any) -> Any:
@@ -84,7 +74,7 @@ async def test_announced_documents_take_no_room() -> None:
         try:
             for stream in streams:
                 await stream.write(first)
-            async with client_of(address) as client:
+            async with client_of(address, timeout_s=60.0) as client:
                 for _ in range(20):  # round trips, in which the messages are received
                     assert await client.list_models() == []
                     await asyncio.sleep(0.05)
@@ -109,7 +99,11 @@ def impatient_daemon() -> Iterator[str]:
 METHODS = list(pb.DESCRIPTOR.services_by_name["Coordinator"].methods)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [METHODS[0], *(pytest.param(each, marks=pytest.mark.long) for each in METHODS[1:])],
+    ids=lambda method: method.name,
+)
 async def test_a_call_in_which_nothing_is_sent_is_ended(method: Any) -> None:
     with impatient_daemon() as address:
         channel: Any = dial(address)
@@ -128,7 +122,7 @@ async def test_a_call_in_which_nothing_is_sent_is_ended(method: Any) -> None:
 async def test_streams_that_fall_silent_are_ended() -> None:
     with impatient_daemon() as address:
         channel: Any = dial(address)
-        async with client_of(address) as client:
+        async with client_of(address, timeout_s=60.0) as client:
             record = await register(client)
             beat = pb.HeartbeatRequest(
                 source_id=record.source_id, source_secret=SECRET, state=pb.SOURCE_STATE_SERVING
@@ -160,7 +154,7 @@ async def test_streams_that_fall_silent_are_ended() -> None:
 async def test_watchers_that_do_not_read_cost_little() -> None:
     """The snapshot has 6 MB; a hundred copies of it would be 600."""
     with daemon(lease_s=600.0) as (process, address):
-        async with client_of(address) as client:
+        async with client_of(address, timeout_s=60.0) as client:
             for _ in range(400):
                 record = make_record(DOCUMENTS)
                 place = replace(record.place, driver="x" * 15_000)
@@ -187,7 +181,7 @@ async def test_watchers_that_do_not_read_cost_little() -> None:
 
 async def test_numbers_that_cannot_be_added_up_are_refused_on_entry() -> None:
     with daemon(lease_s=60.0) as (_, address):
-        async with client_of(address) as client:
+        async with client_of(address, timeout_s=60.0) as client:
             await register(client)
             record = make_record(DOCUMENTS, name="evil")
             region = replace(record.table.regions[0], base=0, nbytes=(1 << 64) - 1)
@@ -212,7 +206,7 @@ async def test_numbers_that_cannot_be_added_up_are_refused_on_entry() -> None:
 async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
     others = make_documents("B")
     with daemon(lease_s=60.0) as (_, address):
-        async with client_of(address) as client:
+        async with client_of(address, timeout_s=60.0) as client:
             revision = "r" * 256
             key = NameKey(b"k" * 32)
             await register_at(
@@ -238,7 +232,7 @@ async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
 
 async def test_errors_arrive_however_long_and_strange_the_names_are() -> None:
     with daemon(lease_s=60.0) as (_, address):
-        async with client_of(address) as client:
+        async with client_of(address, timeout_s=60.0) as client:
             name = "\U0001f999" * 256
             for number in range(6):
                 await register(client, name=name, revision=f"{number}" + "\U0001f999" * 255)
@@ -252,18 +246,6 @@ def everything_lists(address: str) -> None:
         ran = mx(*verb, "--coordinator", address)
         assert ran.returncode == 0 and "llama" in ran.stdout + " no pulls", ran
         assert ran.stderr == "", ran
-
-
-def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mx", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 class Liar:
@@ -361,7 +343,7 @@ async def liar() -> AsyncIterator[str]:
 
 
 async def test_a_bad_entry_is_skipped_by_every_client() -> None:
-    async with liar() as address, client_of(address) as client:
+    async with liar() as address, client_of(address, timeout_s=60.0) as client:
         assert len(await client.list_models()) == 2
         assert len(await client.list_sources()) == 2
         assert len(await client.list_pulls()) == 1

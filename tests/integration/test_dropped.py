@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,32 +19,17 @@ import torch  # its first import keeps frames for the collector: here none of a 
 
 from mx import api, runtime
 from mx.errors import ClosedError
-from tests.integration.conftest import commands, environment, serve, start_coordinator
+from tests.support.commands import environment
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("uncollected"),
+]
 
 WITHIN_S = 30.0
 #: How many the checkpoint has.
 LAYERS = 10
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Iterator[str]:
-    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
-    with commands() as run:
-        coordinator, _ = start_coordinator(run)
-        serve(run, checkpoint, "m", coordinator)
-        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
-        yield coordinator
-
-
-@pytest.fixture(autouse=True)
-def uncollected() -> Iterator[None]:
-    """Nothing is freed by the garbage collector."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def becomes(true: Callable[[], bool]) -> bool:

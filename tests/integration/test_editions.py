@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from mx import api
 from mx.errors import ClosedError, RevisionChangedError
 from mx.units import MIB
-from tests.integration.conftest import commands, start_coordinator
+from tests.support.commands import commands, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

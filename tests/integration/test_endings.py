@@ -34,8 +34,9 @@ from mx.wire.locate import Locator
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
-from tests.integration.conftest import Run, error_of, free_port, serve
-from tests.integration.lying import held_model, offering
+from tests.support.commands import Run, free_port, serve
+from tests.support.lying import held_model, offering
+from tests.support.outcomes import error_of
 from tests.support.records import make_documents, make_record
 
 pytestmark = pytest.mark.integration

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.integration.conftest import Command, commands, environment, start_coordinator
 from tests.support import families
 from tests.support.caching import origin, unavailable
+from tests.support.commands import Command, commands, environment, start_coordinator
 
 _REASON = unavailable()
 pytestmark = [

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mx import api
-from tests.integration.conftest import Run, commands, serve, start_coordinator
 from tests.integration.scripts import ran
+from tests.support.commands import Run, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -70,16 +69,6 @@ atexit.register(lambda: (leave.set(), over.wait(30)))""",
     "ending at exit": "source = api.serve(sys.argv[2], model='n', coordinator=coordinator);"
     " atexit.register(source.close)",
 }
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Iterator[str]:
-    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
-    with commands() as run:
-        coordinator, _ = start_coordinator(run)
-        serve(run, checkpoint, "m", coordinator)
-        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
-        yield coordinator
 
 
 @pytest.mark.parametrize("what", CLOSED)

@@ -26,7 +26,9 @@ from mx.errors import (
     MxError,
     NoSourceError,
 )
-from tests.integration.conftest import Run, commands, error_of, serve, start_coordinator
+from tests.support.commands import Run, commands, serve, start_coordinator
+from tests.support.folders import tree
+from tests.support.outcomes import error_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -39,10 +41,6 @@ FILES = {
 }
 #: The 28 MB of weights take half a minute.
 SLOW = ("--max-bandwidth", "1MB/s")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="session")

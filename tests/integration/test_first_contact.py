@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 import mx
 from mx import api, config
 from mx.errors import ClosedError, ConfigError, CoordinatorError
-from tests.integration.conftest import REPOSITORY, Run, environment, free_port, serve
+from tests.support.commands import Run, environment, free_port, serve
+from tests.support.daemon import ROOT
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
 
@@ -81,7 +83,7 @@ def test_q_ends_top_and_leaves_the_terminal_as_it_was(run: Run, coordinator: str
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env=environment(TERM="xterm"),
     )
     try:
@@ -125,27 +127,20 @@ def test_a_coordinator_named_by_nothing_is_none(checkpoint: Path) -> None:
         assert mx.list_models(coordinator="", settings=settings)[0].sources == 1
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bit by bit: random bytes hold NaNs."""
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
 def test_load_is_one_line_and_layers_give_their_tensors(
     run: Run, coordinator: str, checkpoint: Path, settings: config.Settings
 ) -> None:
     serve(run, checkpoint, "small", coordinator)
     there = load_file(checkpoint)
     loaded = mx.load("small", coordinator=coordinator, settings=settings)
-    assert loaded.keys() == there.keys()
-    assert all(same(loaded[name], there[name]) for name in there)
+    assert same(loaded, there)
     del loaded
 
     by_layer: dict[str, torch.Tensor] = {}
     with mx.pull("small", coordinator=coordinator, settings=settings) as pull:
         for layer in pull.layers():
             by_layer |= layer.tensors()
-    assert by_layer.keys() == there.keys()
-    assert all(same(by_layer[name], there[name]) for name in there)
+    assert same(by_layer, there)
     with pytest.raises(ClosedError):
         layer.tensors()
     with pytest.raises(ConfigError, match="load"):

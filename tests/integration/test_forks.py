@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mx import api
-from tests.integration.conftest import Run, commands, serve, start_coordinator
 from tests.integration.scripts import ran, script
+from tests.support.commands import Run, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -61,16 +60,6 @@ def inherited():
     for each in (*slow.values(), serving, done, held, holding):
         each.close()
 """
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Iterator[str]:
-    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
-    with commands() as run:
-        coordinator, _ = start_coordinator(run)
-        serve(run, checkpoint, "m", coordinator)
-        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
-        yield coordinator
 
 
 @pytest.mark.parametrize("end", ["sys.exit(5)", "os._exit(5)", "multiprocessing"])

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.integration.conftest import Command, Run, commands, start_coordinator
 from tests.support.caching import Caching, origin, start_cache, unavailable
+from tests.support.commands import Command, Run, commands, start_coordinator
 
 _REASON = unavailable()
 pytestmark = [
@@ -177,7 +177,10 @@ def test_from_the_cache_offline_and_without_files(site: Site, caching: Caching) 
     assert caching.held() == ["org/llama"]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("org/llama", "float32"), ("org/mixtral", "")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param("org/llama", "float32", marks=pytest.mark.long), ("org/mixtral", "")],
+)
 def test_what_is_converted_is_shared(site: Site, caching: Caching, name: str, dtype: str) -> None:
     folder = site.folders[name]
     for place in ("cache", "converted"):

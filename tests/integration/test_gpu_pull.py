@@ -29,10 +29,12 @@ from mx.source.doubts import wrong_tensors
 from mx.source.model import hold_checkpoint, hold_tensors
 from mx.transport import DeviceView
 from mx.units import MIB
-from tests.integration.conftest import error_of, free_port
 from tests.support import fake_kernels
+from tests.support.commands import free_port
 from tests.support.described import describe
 from tests.support.fake_cuda import FakeDriver, fake_uuid
+from tests.support.outcomes import error_of
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
 
@@ -80,10 +82,6 @@ def checkpoint(tmp_path: Path, weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
     return folder
-
-
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
 @pytest.fixture

@@ -26,9 +26,10 @@ from mx.target.paths import plan_paths, target_place
 from mx.wire.locate import Locator
 from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
-from tests.integration.conftest import REPOSITORY, Command, Run, environment
-from tests.integration.hog import Hog, answer
-from tests.integration.test_bounds import until
+from tests.integration.lease_hog import Hog, answer
+from tests.support.commands import Command, Run, environment
+from tests.support.daemon import ROOT
+from tests.support.outcomes import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -67,9 +68,9 @@ def hog() -> Iterator[Callable[..., dict[str, Any]]]:
     def start(endpoint: str, opens: int, connections: int = 1, streams: int = 0) -> dict[str, Any]:
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.hog", endpoint, "m",
+                [sys.executable, "-m", "tests.integration.lease_hog", endpoint, "m",
                  *map(str, (opens, connections, streams))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                 env=environment(),
             )
         )  # fmt: skip

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts, Link, unavailable
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.conftest import HostCommand, environment
-from tests.integration.test_main_job import same
+from tests.support.commands import HostCommand, environment
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
 
@@ -242,6 +242,7 @@ def lan(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lan]:
 # -- whole holders --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_holder_that_began_alone_gives_everything(lan: Lan) -> None:
     holder = lan.pull(FIRST, "--hold")
     lan.check(holder)
@@ -260,6 +261,7 @@ def test_a_holder_gives_everything_while_the_dead_origin_is_listed(lan: Lan) -> 
     lan.check_newcomers()
 
 
+@pytest.mark.long
 def test_a_holder_that_was_complete_before_others_could_find_it_gives_everything(lan: Lan) -> None:
     """It becomes a source only when it is complete."""
     for name, link in lan.links.items():
@@ -272,6 +274,7 @@ def test_a_holder_that_was_complete_before_others_could_find_it_gives_everything
     lan.check_newcomers()
 
 
+@pytest.mark.long
 def test_a_holder_gives_what_it_has_resumed(lan: Lan) -> None:
     out = lan.out / FIRST
     killed = lan.pull(FIRST, "--out", str(out))
@@ -289,6 +292,7 @@ def test_a_holder_gives_what_it_has_resumed(lan: Lan) -> None:
     lan.check_newcomers()
 
 
+@pytest.mark.long
 def test_an_open_pull_that_keeps_nothing_gives_side_files_too(lan: Lan) -> None:
     """It is listed as whole, so a later reader may need them to write its output."""
     holder = lan.script(FIRST, OPEN)
@@ -312,6 +316,7 @@ def some_of(lan: Lan, name: str, layers: range) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_holder_gives_what_it_has_reused(lan: Lan) -> None:
     holder = lan.reuse(FIRST, some_of(lan, FIRST, range(12)))
     report = lan.check(holder)
@@ -364,7 +369,9 @@ def parts(lan: Lan) -> Parts:
 
 
 @LONG_LEASE
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_parts_make_a_whole_while_the_dead_origin_is_listed(parts: Parts, number: int) -> None:
     lan = parts.lan
     parts.stop_origin(number)
@@ -375,6 +382,7 @@ def test_parts_make_a_whole_while_the_dead_origin_is_listed(parts: Parts, number
     lan.check(lan.pull(NEWCOMER, "--out", str(out)), out)
 
 
+@pytest.mark.long
 @LONG_LEASE
 @pytest.mark.parametrize("wait_s", [0, 3])
 def test_parts_that_are_no_whole_end_it_while_the_dead_origin_is_listed(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from benchmarks.hosts import Hosts, Link, remove_stale
 from mx.errors import LocalError
+from tests.support.daemon import ROOT
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).resolve().parents[2]
 ECHO = """
 import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from mx.errors import EXIT_INTEGRITY, EXIT_NO_SOURCE
-from tests.integration.conftest import Command, Run, environment, free_port, serve
 from tests.support.chains import bytes_from, pulling, steps
+from tests.support.commands import Command, Run, environment, free_port, serve
 from tests.support.web_stores import COMMIT, Store, hub
 
 pytestmark = pytest.mark.integration

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from mx import api, config
 from mx.errors import CheckpointError, ClosedError, ConfigError, IncompleteError, UnknownModelError
 from mx.units import MIB
-from tests.integration.conftest import error_of
 from tests.integration.lending import (
     Block,
     Net,
@@ -29,6 +28,8 @@ from tests.integration.lending import (
     pointers,
     pss_bytes,
 )
+from tests.support.outcomes import error_of
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -61,10 +62,6 @@ def slow(coordinator: str, saved: Path) -> Iterator[str]:
         saved, model="m", coordinator=coordinator, max_bandwidth="4MB/s", settings=small
     ):
         yield coordinator
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])

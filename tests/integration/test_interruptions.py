@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY, commands, environment, serve, start_coordinator
+from tests.support.commands import commands, environment, serve, start_coordinator
+from tests.support.daemon import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -56,7 +57,7 @@ def test_what_a_call_made_is_closed_if_its_caller_never_got_it(
         text=True,
         timeout=280,
         env=environment(),
-        cwd=REPOSITORY,
+        cwd=ROOT,
     )
     assert child.returncode == 0, child.stderr
     found = json.loads(child.stdout)

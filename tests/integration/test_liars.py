@@ -17,9 +17,10 @@ import pytest
 from benchmarks.hosts import Hosts, Link
 from mx import discovery
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.conftest import REPOSITORY, RunIn, environment
-from tests.integration.lying import LAYER_NBYTES, LAYERS
-from tests.integration.test_bounds import until
+from tests.support.commands import RunIn, environment
+from tests.support.daemon import ROOT
+from tests.support.lying import LAYER_NBYTES, LAYERS
+from tests.support.outcomes import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -35,7 +36,7 @@ class Helper:
 
     def __init__(self, hosts: Hosts, host: str, *arguments: str) -> None:
         command = [sys.executable, "-m", "tests.integration.liar", *arguments]
-        environ = environment(PYTHONPATH=f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'transports'}")
+        environ = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'transports'}")
         self._process = hosts.start(host, command, env=environ, stdout=subprocess.PIPE)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

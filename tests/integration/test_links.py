@@ -20,8 +20,8 @@ from benchmarks.hosts import Hosts, Link, unavailable
 from mx import plugins
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
 from mx.transport import Unavailable
-from tests.integration.conftest import HostCommand
-from tests.integration.test_main_job import same
+from tests.support.commands import HostCommand
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 

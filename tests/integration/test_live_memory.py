@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.tls import certificates
 from mx import api, config
 from mx.errors import ConfigError, IncompleteError, NoSourceError, PathError
-from mx.transport import TlsFiles
+from mx.testing.certificates import certificates
 from mx.units import MIB
-from tests.integration.conftest import Run, error_of
 from tests.integration.lending import (
     equal,
     everything,
@@ -29,6 +26,8 @@ from tests.integration.lending import (
     tls_settings,
 )
 from tests.integration.scripts import ran
+from tests.support.commands import Run
+from tests.support.outcomes import error_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -64,9 +63,8 @@ def test_a_module_fills_another_and_neither_is_copied(coordinator: str, transpor
         assert equal(target, expected)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 def test_over_tls(run: Run, settings: config.Settings, tmp_path: Path) -> None:
-    settings = tls_settings(settings, TlsFiles(*certificates(tmp_path)))
+    settings = tls_settings(settings, certificates(tmp_path)[0])
     coordinator = tls_coordinator(run, settings)
     target = net(2)
     files = {name: getattr(settings, name) for name in ("tls_cert", "tls_key", "tls_ca")}

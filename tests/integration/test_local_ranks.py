@@ -24,9 +24,9 @@ from mx.target import ranks as ranks_on_host
 from mx.target import ring
 from mx.target.exchange import Exchange
 from mx.target.ranks import _address, meet
-from tests.integration.conftest import Run, error_of, serve
 from tests.integration.scripts import script
-from tests.integration.test_bounds import until
+from tests.support.commands import Run, serve
+from tests.support.outcomes import error_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(180)]
 

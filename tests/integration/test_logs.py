@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
-from tests.integration.conftest import Command, Run, environment, serve, start_coordinator
+from tests.support.commands import Command, Run, environment, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

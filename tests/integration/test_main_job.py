@@ -17,21 +17,11 @@ from safetensors.torch import load_file
 
 from mx import api, config
 from mx.errors import ConfigError, UnknownModelError
-from tests.integration.conftest import Run, error_of, free_port, serve, start_coordinator
+from tests.support.commands import Run, free_port, serve, start_coordinator
+from tests.support.outcomes import error_of
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit: random bytes hold NaNs, which are not equal to themselves."""
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype
-        and left[name].shape == right[name].shape
-        and torch.equal(
-            left[name].reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8)
-        )
-        for name in left
-    )
 
 
 @pytest.mark.parametrize(

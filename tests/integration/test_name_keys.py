@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from mx import api
 from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice
 from mx.wire.listing import SourceStatus
-from tests.integration.conftest import Command, Run, environment, start_coordinator
 from tests.integration.owners import User, user
+from tests.support.commands import Command, Run, environment, start_coordinator
+from tests.support.outcomes import until
 
 # Each starts several processes that import torch.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -27,13 +28,6 @@ with source.changing():
     write(lent, {seed})
 """
 LENDS = "lent = tensors({seed}); source = mx.serve(lent, model='m', copy=False, embed=False)"
-
-
-def until(done: Callable[[], bool], timeout_s: float = 45.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -90,7 +84,7 @@ def test_a_coordinator_restarts_inside_changing_while_a_replica_lives(site: Site
     owner.must("change = source.changing(); change.__enter__()")
     site.stop()
     site.start()
-    until(lambda: len(site.sources()) == 1)  # the replica
+    until(lambda: len(site.sources()) == 1, "one source")  # the replica
     owner.must("write(lent, 2); change.__exit__(None, None, None)")
     assert owner.does("source.withdrawn") == "''"
     assert site.means(2)
@@ -144,8 +138,16 @@ def test_a_lender_that_was_killed_starts_with_new_weights(site: Site) -> None:
     assert third.does("str(source.model)") == "'m:main.2'"
 
 
-@pytest.mark.parametrize("updated", [False, True])
-@pytest.mark.parametrize("by", ["replica", "owner"])
+@pytest.mark.parametrize(
+    ("by", "updated"),
+    [
+        ("replica", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("replica", False), ("owner", False), ("owner", True))
+        ),
+    ],
+)
 def test_an_owner_begins_anew_before_who_holds_the_old_weights_brings_a_receipt(
     site: Site, updated: bool, by: str
 ) -> None:
@@ -158,7 +160,7 @@ def test_an_owner_begins_anew_before_who_holds_the_old_weights_brings_a_receipt(
         other.must("pull = mx.pull('m', hold=True); pull.wait(60); source = pull.hold()")
     else:
         other.must(f"source = mx.serve(tensors({3 if updated else 1}), model='m', update=True)")
-    until(lambda: len(site.sources()) == 2)
+    until(lambda: len(site.sources()) == 2, "two sources")
     os.kill(other.pid, signal.SIGSTOP)
     try:
         owner.kill()
@@ -170,7 +172,7 @@ def test_an_owner_begins_anew_before_who_holds_the_old_weights_brings_a_receipt(
     finally:
         os.kill(other.pid, signal.SIGCONT)
     number = 3 if updated else 2
-    until(lambda: again.does("source.model.revision") == f"'main.{number}'")
+    until(lambda: again.does("source.model.revision") == f"'main.{number}'", "revision")
     assert again.does("source.stats().pin_only") == "False"
     assert site.means(2)
     assert site.means(3 if updated else 1, "m:main.2" if updated else "m:main")
@@ -186,7 +188,7 @@ def test_what_another_holder_registers_later_is_not_updated_again(site: Site) ->
         if restarts:
             site.stop()
             site.start()
-            until(lambda: len(site.sources()) == 2)
+            until(lambda: len(site.sources()) == 2, "two sources")
         until_s = time.monotonic() + 4.0  # the first one looks every second
         while time.monotonic() < until_s:
             assert site.means(2) and first.does("str(source.model)") == "'m'"
@@ -264,7 +266,7 @@ def test_a_stranger_who_registers_first_after_a_restart_does_not_get_the_name(si
         assert site.means(6)
     finally:
         os.kill(owner.pid, signal.SIGCONT)
-    until(lambda: len(site.sources()) == 2)
+    until(lambda: len(site.sources()) == 2, "two sources")
     assert site.means(1)
     pinned = stranger.does("evil.pinned").strip("'")
     assert site.means(6, pinned)
@@ -272,6 +274,7 @@ def test_a_stranger_who_registers_first_after_a_restart_does_not_get_the_name(si
     assert owner.does("str(source.update(tensors(2)))") == "'m:main.2'"
 
 
+@pytest.mark.long
 def test_an_honest_source_that_starts_anew_on_a_taken_name_serves_its_pin(site: Site) -> None:
     stranger, owner = site.user("stranger"), site.user("owner")
     stranger.must("evil = mx.serve(tensors(6), model='m', embed=False)")
@@ -281,7 +284,7 @@ def test_an_honest_source_that_starts_anew_on_a_taken_name_serves_its_pin(site: 
     assert site.means(1, pinned) and site.means(6)
     stranger.must("evil.close()")
     # Once the stranger has not come back for a minute.
-    until(lambda: owner.does("source.stats().pin_only") == "False", 120.0)
+    until(lambda: owner.does("source.stats().pin_only") == "False", "names", 120.0)
     assert site.means(1)
 
 
@@ -292,7 +295,7 @@ def test_a_stranger_that_lies_in_wait_does_not_get_the_name_when_its_owner_start
     first.must("source = mx.serve(tensors(1), model='m', embed=False)")
     stranger.must("evil = mx.serve(tensors(6), model='m', embed=False)")
     first.must("source.close()")
-    until(lambda: len(site.sources()) == 1)
+    until(lambda: len(site.sources()) == 1, "one source")
     again = site.user("owner")
     again.must("source = mx.serve(tensors(2), model='m', embed=False)")
     assert again.does("source.stats().pin_only") == "False"
@@ -313,14 +316,14 @@ def test_without_a_receipt_weights_are_found_by_their_pin_only(site: Site, tmp_p
     kept = state.rename(tmp_path / "receipt.key")
     try:
         site.start()
-        until(lambda: bool(site.sources()))
+        until(lambda: bool(site.sources()), "a source")
         assert [each.record.pin_only for each in site.sources()] == [True]
         assert site.means(1, pinned)
     finally:
         site.stop()
         kept.rename(state)
     site.start()
-    until(lambda: bool(site.sources()))
+    until(lambda: bool(site.sources()), "a source")
     assert site.means(1)
 
 

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from safetensors.torch import load_file
 from mx.core.layout_rules import newest
 from mx.core.versions import own
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.conftest import Command, environment, free_port
-from tests.integration.test_main_job import same
+from tests.integration.other_versions import Other
+from tests.support.commands import free_port
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -31,15 +31,8 @@ LAID = f"{NEXT}; from tests.support.next_release import next_layout; next_layout
 NAMES = {THIS: "this", NEXT: "next", LAID: "laid"}
 
 
-class Released(Command):
+class Released(Other):
     """One of our commands in one of the releases."""
-
-    def __init__(self, release: str, *arguments: str, daemon: bool = False, **more: str) -> None:
-        self._release = release
-        super().__init__(*arguments, daemon=daemon, env=environment(**more))
-
-    def command(self, entry: str) -> list[str]:
-        return [sys.executable, "-c", f"{self._release}\nfrom mx.cli import {entry}; {entry}()"]
 
     def report(self) -> dict[str, Any]:
         """Wait for a command with --json that succeeds, and return what it prints. Nothing that

@@ -12,8 +12,8 @@ import pytest
 
 from mx import api
 from mx.errors import OutputError
-from tests.integration.conftest import Run
-from tests.unit.test_shared_folder import NOBODY, as_nobody, as_root, done
+from tests.support.commands import Run
+from tests.support.privileges import NOBODY, as_nobody, as_root, done
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), as_root]
 

@@ -10,7 +10,7 @@ import torch
 
 from mx import api
 from mx.errors import ConfigError, MxError
-from tests.integration.conftest import error_of
+from tests.support.outcomes import error_of
 
 pytestmark = pytest.mark.integration
 

@@ -11,8 +11,9 @@ import pytest
 
 from examples.diffusers_pipeline import make_pipeline
 from mx import api
-from tests.integration.conftest import REPOSITORY, Command, Run, environment, start_coordinator
-from tests.support.caching import APART, start_cache, unavailable
+from tests.support.caching import ApartCommand, start_cache, unavailable
+from tests.support.commands import Run, environment, start_coordinator
+from tests.support.daemon import ROOT
 
 _REASON = unavailable()
 pytestmark = [
@@ -45,18 +46,13 @@ print(json.dumps({
 """
 
 
-class _Apart(Command):
-    def command(self, entry: str) -> list[str]:
-        return [*APART, *super().command(entry)]
-
-
 @pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
 def test_components_come_from_the_cache(run: Run, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     folder = make_pipeline(tmp_path)
     coordinator, _ = start_coordinator(run)
     caching = start_cache(run, coordinator, tmp_path, "1GB")
-    serving = _Apart(
+    serving = ApartCommand(
         "serve", str(folder), "--model", "org/sd", "--coordinator", coordinator, "--json"
     )
     try:
@@ -128,7 +124,7 @@ def test_a_model_whose_source_is_lost_comes_from_disk(run: Run, tmp_path: Path) 
     script = tmp_path / "program.py"
     script.write_text(_LOSING)
     more = ("--coordinator", coordinator, "--json", "--max-bandwidth", "1MB/s")
-    serving = _Apart("serve", str(folder), "--model", "org/sd", *more)
+    serving = ApartCommand("serve", str(folder), "--model", "org/sd", *more)
     try:
         serving.json()
         link = hub / "snapshots" / ("0" * 40)
@@ -155,9 +151,10 @@ def test_a_model_whose_source_is_lost_comes_from_disk(run: Run, tmp_path: Path) 
         serving.end()
 
 
+@pytest.mark.long
 def test_the_example_runs() -> None:
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples" / "diffusers_pipeline.py")],
+        [sys.executable, str(ROOT / "examples" / "diffusers_pipeline.py")],
         env=environment(),
         capture_output=True,
         text=True,

@@ -13,8 +13,8 @@ from mx import api, config, runtime
 from mx.api import tables
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.state import State
-from tests.integration.conftest import Run, serve
 from tests.integration.lending import lender
+from tests.support.commands import Run, serve
 
 pytestmark = pytest.mark.integration
 

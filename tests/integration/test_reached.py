@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.hosts import Hosts
-from tests.integration.conftest import HostCommand, Run, RunIn, free_port
-from tests.integration.test_main_job import same
+from tests.support.commands import HostCommand, Run, RunIn, free_port
+from tests.support.tensors import same
 
 #: Many processes, one after the other, on a machine that may be busy.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mx import api
-from tests.integration.conftest import Run, serve
-from tests.integration.test_main_job import same
 from tests.support.checkpoints import crafted, tiny
+from tests.support.commands import Run, serve
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
 

@@ -20,9 +20,9 @@ from mx.testing.certificates import certificates
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.integration.test_bounds import until
-from tests.integration.test_router_example import Router
+from tests.integration.example_router import Router
 from tests.support.daemon import daemon
+from tests.support.outcomes import until
 from tests.support.stubs import blocking_stub
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -17,9 +17,9 @@ from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts
 from mx.cli.outcome import EXIT_INTERRUPTED
 from mx.errors import EXIT_CONFIG, EXIT_INCOMPLETE, EXIT_OK, EXIT_OTHER
-from tests.integration.conftest import HostCommand, RunIn
 from tests.integration.halfway import LAYERS, NEAR, SHAPES, Net, kill, net_of
-from tests.integration.test_main_job import same
+from tests.support.commands import HostCommand, RunIn
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -70,7 +70,7 @@ def resumed_nbytes(report: dict[str, Any]) -> int:
     return sum(path["bytes"] for path in report["paths"] if path["transport"] == "resume")
 
 
-@pytest.mark.parametrize("verify", ["chunks", "strong"])
+@pytest.mark.parametrize("verify", ["chunks", pytest.param("strong", marks=pytest.mark.long)])
 def test_a_pull_that_was_killed(net: Net, place: Path, verify: str) -> None:
     net.serve(7701)
     killed_halfway(net, place)
@@ -108,6 +108,7 @@ def test_a_pull_that_was_interrupted(net: Net, place: Path) -> None:
     assert resumed_nbytes(report) > 0
 
 
+@pytest.mark.long
 def test_no_resume_begins_anew_and_leaves_nothing(net: Net, place: Path) -> None:
     source = net.serve(7701)
     killed_halfway(net, place)
@@ -160,6 +161,7 @@ def link_weights(folder: Path) -> None:
     (folder / "files" / "model.safetensors").symlink_to(precious)
 
 
+@pytest.mark.long
 def test_whatever_became_of_what_was_left_the_result_is_right(net: Net, place: Path) -> None:
     net.hosts.throttle(net.link, 1000, NEAR)
     net.serve(7701)
@@ -175,6 +177,7 @@ def test_whatever_became_of_what_was_left_the_result_is_right(net: Net, place: P
         (place / "out").rmdir()
 
 
+@pytest.mark.long
 def test_another_model_takes_its_place(net: Net, place: Path) -> None:
     source = net.serve(7701)
     killed_halfway(net, place)
@@ -245,6 +248,7 @@ def test_a_disk_that_fills_up_meanwhile(net: Net, small_disk: Path) -> None:
     assert (out / "config.json").read_bytes() == (net.weights / "config.json").read_bytes()
 
 
+@pytest.mark.long
 def test_a_disk_without_room_for_the_side_files(net: Net, small_disk: Path) -> None:
     with_config(net)
     net.serve(7701)
@@ -261,6 +265,7 @@ def test_a_disk_without_room_for_the_side_files(net: Net, small_disk: Path) -> N
     assert config == (net.weights / "config.json").read_bytes()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_at_first(net: Net, small_disk: Path) -> None:
     """Nothing was gained, so nothing is left."""
     net.serve(7701)

@@ -18,10 +18,10 @@ from mx.errors import ConfigError
 from mx.source.model import HeldModel, hold_tensors
 from mx.transport import host_view
 from mx.units import MIB
-from tests.integration.conftest import error_of
-from tests.integration.test_main_job import same
 from tests.support.described import describe
 from tests.support.manifests import in_chunks
+from tests.support.outcomes import error_of
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
 

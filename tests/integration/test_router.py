@@ -33,16 +33,10 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.integration.conftest import (
-    Run,
-    commands,
-    environment,
-    free_port,
-    serve,
-    start_coordinator,
-)
+from tests.integration.other_versions import NEWER, RunOther, other_coordinator, run_other
 from tests.integration.replica import PORT
-from tests.integration.test_versions import NEWER, RunOther, other_coordinator, run_other
+from tests.support.commands import Run, commands, environment, free_port, serve, start_coordinator
+from tests.support.outcomes import until
 from tests.support.stubs import blocking_stub
 
 pytestmark = pytest.mark.integration
@@ -489,7 +483,8 @@ def test_a_port_at_which_nothing_listens_is_told_as_the_replica_says_it(
 
 
 def test_a_pull_from_a_peer_has_no_coordinator_to_tell(site: str, router: mx.Router) -> None:
-    (status,) = router.sources("m")
+    # Those of the tests before this one are listed until their leases end.
+    (status,) = until(lambda: len(found := router.sources("m")) == 1 and found, "one source")
     with (
         pytest.raises(ConfigError, match="no coordinator"),
         mx.pull("m", peer=status.record.endpoint) as pull,

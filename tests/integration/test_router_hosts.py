@@ -16,9 +16,9 @@ from benchmarks.hosts import Hosts
 from mx import config
 from mx.errors import MxError, NotAllowedError
 from mx.wire.place import place_from_json
-from tests.integration.conftest import Run, RunIn, environment, serve
 from tests.integration.replica import PORT
-from tests.integration.test_tls import Folder
+from tests.support.certificates import Folder
+from tests.support.commands import Run, RunIn, environment, serve
 
 pytestmark = pytest.mark.integration
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import daemon
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.daemon import ROOT, daemon
 
 
 @pytest.mark.integration

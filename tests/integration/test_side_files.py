@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from mx import api
 from mx.units import MIB
-from tests.integration.conftest import REPOSITORY, environment
+from tests.support.commands import environment
+from tests.support.daemon import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -33,7 +34,7 @@ def peak_bytes(*arguments: str) -> int:
         [sys.executable, "-c", RUN, *arguments],
         check=False,
         env=environment(),
-        cwd=REPOSITORY,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )

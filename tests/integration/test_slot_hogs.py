@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import HostCommand
-from tests.integration.test_swarm import ORIGIN, Lan, Pull, check, lan, pull
+from tests.integration.lan import ORIGIN, Lan, Pull, check, lan, pull
+from tests.support.commands import HostCommand
 
 __all__ = ["lan", "pull"]  # fixtures
 
@@ -28,7 +28,7 @@ class Hogging(HostCommand):
     """Hostile peers in a host."""
 
     def command(self, entry: str) -> list[str]:
-        return [*self.prefix, sys.executable, "-m", "tests.integration.hogging"]
+        return [*self.prefix, sys.executable, "-m", "tests.integration.slot_hog"]
 
     def reports(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines(keepends=True) if "\n" in line]

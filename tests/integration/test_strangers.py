@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from mx.wire.documents import pages
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
-from tests.support.daemon import ROOT, daemon, ended, python
+from tests.support.clients import client_of
+from tests.support.daemon import ROOT, daemon, ended, mx, python
 from tests.support.records import by_digest, make_documents, make_record, register_at, registration
 from tests.support.strangers import seen_from
 
@@ -64,15 +65,6 @@ def small_coordinator() -> Iterator[str]:
     with ended(python(_SMALL)) as process:
         assert process.stderr is not None
         yield process.stderr.readline().strip()
-
-
-@asynccontextmanager
-async def client_of(address: str) -> AsyncIterator[CoordinatorClient]:
-    client = CoordinatorClient(address, timeout_s=60.0)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def register(client: CoordinatorClient, documents: list[bytes], name: str) -> str:
@@ -118,7 +110,7 @@ SIZES_BYTES = (2 * MIB, 256 << 10, 32 << 10, 4 << 10, 64)
 async def test_documents_from_one_address_leave_room_for_others(checkpoint: Path) -> None:
     refused: list[str] = []
     with small_coordinator() as address, seen_from(STRANGER, address) as there:
-        async with client_of(there) as stranger:
+        async with client_of(there, timeout_s=60.0) as stranger:
             for nbytes in SIZES_BYTES:
                 for number in range(20):
                     label = f"{nbytes}.{number}"
@@ -137,7 +129,7 @@ async def test_uploads_that_do_not_end_leave_room_for_others(checkpoint: Path) -
         channel: Any = dial(there)
         streams: list[Any] = []
         try:
-            async with client_of(address) as client:
+            async with client_of(address, timeout_s=60.0) as client:
                 for nbytes in SIZES_BYTES:
                     for number in range(20):
                         streams.append(await half_register(channel, f"{nbytes}.{number}", nbytes))
@@ -176,7 +168,7 @@ def junk(number: int) -> tuple[SourceRecord, list[bytes]]:
 
 async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
     with small_coordinator() as address:
-        async with client_of(address) as client:
+        async with client_of(address, timeout_s=60.0) as client:
             for number in range(8):  # each would take a fifth of the room
                 record, documents = junk(number)
                 try:
@@ -287,7 +279,7 @@ class Crowd:
 
 async def answers(address: str) -> str:
     """Register and resolve over a new connection, and say what happened."""
-    async with client_of(address) as client:
+    async with client_of(address, timeout_s=60.0) as client:
         happened = await register(client, make_documents("A"), "llama")
         if happened == "listed":
             found = await client.resolve("llama")
@@ -313,7 +305,7 @@ async def test_idle_connections_stop_no_coordinator() -> None:
         assert process.stderr is not None
         address = process.stderr.readline().split()[-1]
         with Crowd(address, 1100) as crowd:
-            async with client_of(address) as kept:
+            async with client_of(address, timeout_s=60.0) as kept:
                 assert await answers(address) == "1 found"
                 assert await kept.list_models()
                 assert await at_most(crowd, 0)
@@ -350,7 +342,9 @@ async def test_one_address_does_not_take_all_connections() -> None:
         assert process.stderr is not None
         address = process.stderr.readline().split()[-1]
         with seen_from("127.0.0.9", address) as there:
-            async with client_of(there) as before:  # is idle, and one of few from there
+            async with client_of(
+                there, timeout_s=60.0
+            ) as before:  # is idle, and one of few from there
                 assert await before.list_models() == []
                 with Crowd(address, 400, hosts=1) as crowd:
                     assert await at_most(crowd, 0.75 * 256)
@@ -399,18 +393,6 @@ async def test_connections_that_take_no_answer_are_ended() -> None:
         ):
             assert await at_most(crowd, 0)
             assert others.found()["open"] == 20
-
-
-def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mx", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 # -- plain text ---------------------------------------------------------------------------------
@@ -502,7 +484,7 @@ async def test_what_peers_send_wrongly_is_one_line_in_a_while(checkpoint: Path) 
             assert process.stderr is not None
             while b"stop with Ctrl-C" not in await process.stderr.readline():
                 pass
-            async with client_of(coordinator) as client:
+            async with client_of(coordinator, timeout_s=60.0) as client:
                 (source,) = (await client.resolve("honest")).sources
             channel: Any = dial(source.endpoint)
             for port in range(1, 301):

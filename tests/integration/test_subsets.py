@@ -26,9 +26,9 @@ from mx.errors import (
 )
 from mx.transport import host_view
 from mx.units import MIB
-from tests.integration.conftest import Run, error_of, serve
-from tests.integration.lying import held_model, offering
-from tests.integration.test_bounds import until
+from tests.support.commands import Run, serve
+from tests.support.lying import held_model, offering
+from tests.support.outcomes import error_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -20,56 +20,16 @@ import grpc.aio
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.conftest import REPOSITORY, Command, Run, environment, free_port
-from tests.integration.test_main_job import same
+from tests.support.certificates import Folder
+from tests.support.commands import Command, Run, environment, free_port
+from tests.support.daemon import ROOT
+from tests.support.tensors import same
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command"),
 ]
-
-_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-
-
-class Folder:
-    """Two authorities, and certificates of them that are wrong in one way each."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        for name in ("ours", "theirs"):
-            files = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
-            self._openssl("req", "-x509", *_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
-        here = "subjectAltName=IP:127.0.0.1"
-        self._leaf("good", "ours", here)
-        self._leaf("expired", "ours", here, days=-1)
-        self._leaf("foreign", "theirs", here)
-        self._leaf("nosan", "ours", "basicConstraints=CA:FALSE")
-        self._leaf("elsewhere", "ours", "subjectAltName=IP:10.9.9.9,DNS:else.example")
-        self._leaf("client", "ours", f"{here}\nextendedKeyUsage=clientAuth")
-
-    def _openssl(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=self.path, check=True, capture_output=True)
-
-    def _leaf(self, name: str, authority: str, extensions: str, days: int = 2) -> None:
-        files = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
-        self._openssl("req", *_KEY, "-subj", f"/CN={name}", *files)
-        (self.path / f"{name}.ext").write_text(extensions + "\n")
-        signing = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial")
-        made = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
-        self._openssl("x509", "-req", "-days", str(days), *signing, *made)
-
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
-
-    def flags(self, name: str, *, key: str = "", authority: str = "ours") -> tuple[str, ...]:
-        files = (f"{name}.pem", f"{key or name}.key", f"{authority}.pem")
-        flags = ("--tls-cert", "--tls-key", "--tls-ca")
-        return tuple(
-            word
-            for flag, file in zip(flags, files, strict=True)
-            for word in (flag, str(self.path / file))
-        )
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +171,7 @@ def test_the_only_source_has_a_bad_certificate(run: Run, folder: Folder, checkpo
 
 
 def _blocks(language: str) -> list[str]:
-    page = (REPOSITORY / "docs" / "tls.md").read_text()
+    page = (ROOT / "docs" / "tls.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 

@@ -11,7 +11,7 @@ import pytest
 import mx
 from benchmarks.hosts import Hosts
 from mx import config
-from tests.integration.conftest import Run, RunIn, serve
+from tests.support.commands import Run, RunIn, serve
 
 pytestmark = pytest.mark.integration
 

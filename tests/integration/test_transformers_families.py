@@ -11,9 +11,11 @@ import torch
 from mx import api, config
 from mx.engines.transformers.loader import load, loading
 from mx.engines.transformers.pending import Pending
-from tests.integration.conftest import commands, start_coordinator
 from tests.support import families
+from tests.support.commands import commands, start_coordinator
 from tests.support.gates import gate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = config.Settings()
 
@@ -23,15 +25,6 @@ def coordinator() -> Iterator[str]:
     """A coordinator's address."""
     with commands() as run:
         yield start_coordinator(run)[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: several that spin for a busy machine take far longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

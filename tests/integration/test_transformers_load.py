@@ -25,15 +25,10 @@ from mx.errors import (
     IncompleteError,
     MxError,
 )
-from tests.integration.conftest import (
-    Command,
-    Run,
-    commands,
-    environment,
-    free_port,
-    start_coordinator,
-)
 from tests.support import families
+from tests.support.commands import Command, Run, commands, environment, free_port, start_coordinator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: 10 MB in six layers: at 4 MB/s there is time for accidents.
 LARGE: dict[str, Any] = {
@@ -49,15 +44,6 @@ LARGE: dict[str, Any] = {
 }
 SLOW = ("--max-bandwidth", "4MB/s")
 SETTINGS = config.load({"stall_timeout_s": 1.0})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: several that spin for a busy machine take far longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +321,7 @@ def test_a_process_that_ends_while_a_model_arrives_ends_well(
         child.end()
 
 
+@pytest.mark.long
 def test_the_example_runs(run: Run) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "progressive.py"
     child = _Script(str(example), "--rate", "200MB/s", env=environment(OMP_NUM_THREADS="1"))

@@ -13,8 +13,8 @@ import torch
 from mx import api, config
 from mx.engines import transformers as engine
 from mx.errors import ConfigError, ManifestError, UnknownModelError
-from tests.integration.conftest import commands, start_coordinator
 from tests.support import families
+from tests.support.commands import commands, start_coordinator
 
 SETTINGS = config.Settings()
 

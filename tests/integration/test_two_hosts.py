@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.hosts import Hosts
-from tests.integration.conftest import RunIn
-from tests.integration.test_main_job import same
+from tests.support.commands import RunIn
+from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from mx import plugins
 from mx.errors import EXIT_INCOMPLETE, EXIT_OK
 from mx.transport import Unavailable
-from tests.integration.conftest import Run, environment, serve
-from tests.integration.test_main_job import same
 from tests.support import rdma_core
+from tests.support.commands import Run, environment, serve
+from tests.support.tensors import same
 
 _PROBED = plugins.transports()["ucx"].probe()
 

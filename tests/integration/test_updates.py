@@ -31,15 +31,9 @@ from mx.errors import (
 from mx.units import MIB
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
-from tests.conftest import Holdings
-from tests.integration.conftest import (
-    Run,
-    environment,
-    error_of,
-    free_port,
-    serve,
-    start_coordinator,
-)
+from tests.support.commands import Run, environment, free_port, serve, start_coordinator
+from tests.support.leftovers import Holdings
+from tests.support.outcomes import error_of
 
 pytestmark = pytest.mark.integration
 

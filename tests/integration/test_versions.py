@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,13 @@ from mx.errors import (
     NoSourceError,
 )
 from mx.wire.client import CoordinatorClient
-from tests.integration.conftest import Command, Run, error_of, free_port, serve, start_coordinator
+from tests.integration.other_versions import NEWER, RunOther, other_coordinator, run_other
 from tests.integration.scripts import script
+from tests.support.commands import Command, Run, free_port, serve, start_coordinator
+from tests.support.outcomes import error_of
 from tests.support.records import by_digest, make_documents, make_record, register_at
+
+__all__ = ["run_other"]  # a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -37,11 +39,6 @@ OLDER = """
 import mx.core.versions, mx.wire.versions
 mx.wire.versions.headers = lambda: ()
 mx.core.versions.read = lambda sent: mx.core.versions.own()
-"""
-NEWER = """
-import mx.core.versions
-mx.core.versions.WIRE_VERSION += 2
-mx.core.versions.WIRE_MIN_VERSION += 2
 """
 NEWER_LAYOUT = """
 from mx.core.layout_rules import RULES, oldest
@@ -55,41 +52,6 @@ SPEAKS = {
     NEWER_LAYOUT: str(replace(own(), layout=Span(newest() + 1, newest() + 1))),
 }
 other = pytest.mark.parametrize("change", [OLDER, NEWER], ids=["older", "newer"])
-
-
-class Other(Command):
-    """One of our commands in an mx of another version."""
-
-    def __init__(self, change: str, *arguments: str, daemon: bool = False) -> None:
-        self._change = change
-        super().__init__(*arguments, daemon=daemon)
-
-    def command(self, entry: str) -> list[str]:
-        return [sys.executable, "-c", f"{self._change}\nfrom mx.cli import {entry}; {entry}()"]
-
-
-RunOther = Callable[..., Other]
-
-
-@pytest.fixture
-def run_other() -> Iterator[RunOther]:
-    """Start commands of another version, the change first; they end with the test."""
-    started: list[Other] = []
-
-    def start(change: str, *arguments: str, daemon: bool = False) -> Other:
-        started.append(Other(change, *arguments, daemon=daemon))
-        return started[-1]
-
-    yield start
-    for command in reversed(started):
-        command.end()
-
-
-def other_coordinator(run_other: RunOther, change: str, port: int | None = None) -> str:
-    address = f"127.0.0.1:{port or free_port()}"
-    command = run_other(change, "--listen", address, daemon=True)
-    command.until(lambda: "listens on" in command.err, "listening")
-    return address
 
 
 def other_source(run_other: RunOther, change: str, checkpoint: Path, coordinator: str = "") -> str:

@@ -22,16 +22,10 @@ from mx.errors import (
     IncompleteError,
     UnknownModelError,
 )
-from tests.integration.conftest import (
-    Run,
-    RunIn,
-    error_of,
-    free_port,
-    serve,
-    start_coordinator,
-)
 from tests.integration.halfway import NEAR, SHAPES, Net, kill, net_of
-from tests.integration.test_main_job import same
+from tests.support.commands import Run, RunIn, free_port, serve, start_coordinator
+from tests.support.outcomes import error_of
+from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.long]
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from mx import api, config
 from mx.errors import EXIT_INCOMPLETE, EXIT_INTEGRITY, EXIT_NO_SOURCE
-from tests.integration.conftest import Command, Run, error_of, serve
 from tests.integration.scripts import script
-from tests.integration.test_bounds import until
+from tests.support.commands import Command, Run, serve
+from tests.support.outcomes import error_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

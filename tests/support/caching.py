@@ -12,7 +12,7 @@ from pathlib import Path
 from mx import api, config
 from mx.api.caching import cached
 from mx.wire.cache import CacheStatus
-from tests.integration.conftest import Command, Run, environment
+from tests.support.commands import Command, Run, environment
 
 APART = ("unshare", "--user", "--map-root-user")
 

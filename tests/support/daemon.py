@@ -33,6 +33,19 @@ def python(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of our commands to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "mx", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'transports'}"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @contextmanager
 def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     """Yield the child; kill and reap it afterwards."""

@@ -23,25 +23,13 @@ from mx.core.transfer_commands import (
     Fail,
     LayerReady,
 )
-from mx.core.types import Layer, Layout
 from mx.errors import ClosedError, MxError, PeerLostError
-from mx.units import MIB, align_up
 
 TICK_S = 0.25
 #: A transport gives a connection up from which nothing has come for so long.
 STALL_S = 4.0
 #: What is less than this is rounding.
 _EPSILON_NBYTES = 1e-3
-
-
-def grid_of(layer_mib: Sequence[int], chunk_mib: int = 16) -> ChunkGrid:
-    """Return the chunks of layers of so many MiB each."""
-    layers, base = [], 0
-    for index, mib in enumerate(layer_mib):
-        nbytes = mib * MIB
-        layers.append(Layer(index, f"layer.{index}", nbytes, base, ((0, nbytes),), index))
-        base += align_up(nbytes, 4096)
-    return ChunkGrid(Layout(layers, []), chunk_mib * MIB)
 
 
 @dataclass

@@ -22,8 +22,7 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
-from tests.unit.test_connections import LATER, OTHER, TCP0, TCP1, UCX0, path
-from tests.unit.test_planner import source
+from tests.support.planned_paths import LATER, OTHER, TCP0, TCP1, UCX0, path, source
 
 ERRORS: tuple[MxError, ...] = (
     PathSlowError("slow"),

@@ -6,13 +6,12 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from mx.core.connections import Connections
-from mx.core.paths import Medium, Rail
+from mx.core.paths import Medium
 from mx.core.planner import Plan, SourcePath, Spare
 from mx.core.types import Layout, SourceRecord
 from mx.errors import (
@@ -36,24 +35,9 @@ from mx.target.transfer import Transfer
 from mx.transport import Session
 from mx.wire.locate import Located, Locator
 from tests.support.editions import edition_log
-from tests.unit.test_planner import source
-from tests.unit.test_transfer import HeldSession, Lease, manifest_of_three_chunks
+from tests.support.held_sessions import HeldSession, Lease, manifest_of_three_chunks
+from tests.support.planned_paths import LATER, OTHER, TCP0, TCP1, UCX0, A
 
-
-def on_one_host(name: str) -> SourceRecord:
-    """A source on one host with all others: a pull reads from one of them at a time."""
-    return replace(source(name), endpoint=f"host:{ord(name[0])}")
-
-
-A, B = on_one_host("a"), on_one_host("b")
-
-
-def path(record: Any, transport: str, rail: int = 0) -> SourcePath:
-    pair = Rail(f"l{rail}", f"10.0.{rail}.2", f"r{rail}", f"10.0.{rail}.1", 1.0)
-    return SourcePath(record, transport, 1.0, False, "", Medium.NETWORK, pair)
-
-
-TCP0, TCP1, UCX0, OTHER = path(A, "tcp", 0), path(A, "tcp", 1), path(A, "ucx", 0), path(B, "tcp", 0)
 PLAN = Plan((TCP0, TCP1), (Spare(UCX0, ""), Spare(OTHER, "")), ())
 
 
@@ -305,8 +289,6 @@ def test_an_error_that_every_path_would_have_is_raised() -> None:
 
 
 # -- sources that are found later -----------------------------------------------------------------
-
-LATER = path(on_one_host("later"), "tcp", 0)
 
 
 def test_a_source_that_comes_later_is_there_when_the_first_is_lost() -> None:

@@ -19,7 +19,7 @@ from mx.transport import ExposedRegion, ExposeOptions, Grant, Session, Vouching
 from mx.units import MIB
 from mx_transports.shm import ShmTransport
 from mx_transports.toolkit import local
-from tests.contract import gpu_rig
+from tests.support import gpu_rig
 from tests.support.fake_cuda import FakeDriver
 
 OURS, OTHERS = b"our weights", b"other weights"

@@ -28,7 +28,7 @@ from mx_transports import pcie_p2p
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
 from mx_transports.toolkit.cuda import copier, wire
-from tests.contract import gpu_rig
+from tests.support import gpu_rig
 from tests.support.fake_cuda import FakeDriver, fake_uuid
 
 
@@ -140,7 +140,7 @@ import xxhash
 from mx.cuda import driver as cuda
 from mx.testing import spans
 from mx.transport import Grant
-from tests.contract import gpu_rig
+from tests.support import gpu_rig
 transport = gpu_rig.cuda_ipc()
 ticket, size = bytes.fromhex(sys.argv[2]), int(sys.argv[3])
 grant = Grant("g", ticket, 1, (size,), "peer", place=gpu_rig.place(cuda.load(), "0"))

@@ -21,8 +21,8 @@ from mx.storage.staging import Staging
 from mx.target.exchange import Exchange
 from mx.target.ring import Ring
 from mx_transports.toolkit.local import _ControlPage
-from tests.unit.test_local_exchange import all_of
-from tests.unit.test_transfer_machine import grid_of
+from tests.support.local_exchange import all_of
+from tests.support.transfer_machine import grid_of
 
 Close = Callable[[], object]
 

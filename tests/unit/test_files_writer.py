@@ -16,7 +16,7 @@ from mx.core.digest import document_digest
 from mx.core.types import PackagedFile, Packaging, SideFile
 from mx.errors import CapacityError, ConfigError, DigestError, IntegrityError, MxError, OutputError
 from mx.storage.staged_writer import FilesWriter
-from tests.unit.test_writer import tree
+from tests.support.folders import tree
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',

@@ -20,7 +20,7 @@ ROWS = [
 
 
 def test_rows_of_fake_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    install = "from tests.contract.gpu_rig import cuda_ipc; cuda_ipc()\n"
+    install = "from tests.support.gpu_rig import cuda_ipc; cuda_ipc()\n"
     monkeypatch.setattr(gpu, "_SOURCE", install + gpu._SOURCE)
     monkeypatch.setattr(gpu, "SPARE_BYTES", 0)
     monkeypatch.setattr(gpu, "READ_BYTES", MIB)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+
+from tests.support.daemon import ROOT
 
 pytest_plugins = ["pytester"]
 
@@ -53,11 +54,12 @@ TESTS = """
 
 
 def test_each_kind_of_leak_is_found(pytester: pytest.Pytester) -> None:
-    conftest = Path(__file__).parents[1].joinpath("conftest.py").read_text()
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
     pytester.makeconftest(conftest.replace("SETTLE_S = 5.0", "SETTLE_S = 0.3"))
     pytester.makepyfile(TESTS)
     pytester.makeini(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
+        f"pythonpath = {ROOT}\n"
     )
     result = pytester.runpytest_subprocess("-rA", "-p", "no:cacheprovider", "-W", "error")
     found = set(re.findall(r"^(FAILED|ERROR) \S+::(\w+)", result.stdout.str(), re.M))

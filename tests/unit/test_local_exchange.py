@@ -17,20 +17,14 @@ import pytest
 from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import LocalRanks, Shares, index_nbytes, index_of
 from mx.core.striping import Part
-from mx.core.types import ManifestRef
-from mx.core.wanted import ASIDE_BYTES, BlockRange, Wanted
+from mx.core.wanted import ASIDE_BYTES
 from mx.target import exchange
 from mx.target import ranks as meeting
 from mx.target.exchange import Exchange, Fellow
 from mx.target.ranks import meet
 from mx.target.ring import SLOTS, Ring
-from tests.unit.test_transfer_machine import grid_of
-
-TIMEOUT_S = 60.0
-
-
-def all_of(grid: ChunkGrid) -> Wanted:
-    return Wanted(grid, {c: [BlockRange(0, grid.block_count(c), True)] for c in range(len(grid))})
+from tests.support.local_exchange import TIMEOUT_S, all_of, ref_of
+from tests.support.transfer_machine import grid_of
 
 
 class Pulling:
@@ -226,10 +220,6 @@ def test_an_exchange_whose_thread_does_not_start_can_be_closed(
 
 
 # -- the meeting -----------------------------------------------------------------------------------
-
-
-def ref_of(name: str) -> ManifestRef:
-    return ManifestRef(name.encode().ljust(32), bytes(32), b"", (1, 1, 0))
 
 
 def meet_all(

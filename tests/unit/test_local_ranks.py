@@ -15,8 +15,8 @@ from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.wanted import BlockRange, Wanted
 from mx.errors import ClosedError, ConfigError, PeerLostError
-from tests.unit.test_transfer_machine import Known, grid_of
-from tests.unit.test_transfer_wanted import Driver, numbers, wanted_at_random
+from tests.support.transfer_machine import Known, grid_of
+from tests.support.wanted_machine import Driver, numbers, wanted_at_random
 
 
 def shares_of(grid: ChunkGrid, wanted: list[Wanted]) -> list[Shares]:

@@ -17,8 +17,8 @@ from mx.core.local_ranks import MOST_RANKS, LocalRanks
 from mx.target import ranks as meeting
 from mx.target.exchange import Exchange
 from mx.target.ranks import meet
-from tests.unit.test_local_exchange import TIMEOUT_S, all_of, ref_of
-from tests.unit.test_transfer_machine import grid_of
+from tests.support.local_exchange import TIMEOUT_S, all_of, ref_of
+from tests.support.transfer_machine import grid_of
 
 NOBODY = 65534
 

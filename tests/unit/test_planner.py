@@ -10,14 +10,11 @@ from mx.core.planner import Plan, plan
 from mx.core.topology import Nic, Place
 from mx.core.types import (
     AddressTable,
-    ManifestRef,
-    ModelKey,
     Region,
-    SourceRecord,
     SourceState,
 )
+from tests.support.planned_paths import REF, source
 
-REF = ManifestRef(b"i" * 32, b"l" * 32, b"p" * 32, (1, 1, 1))
 HERE = Place(boot_id="b0", hostname="target")
 
 
@@ -28,21 +25,6 @@ def nic(name: str, address: str, gbit_per_s: int = 10) -> Nic:
 def place(name: str, *nics: Nic) -> Place:
     addresses = tuple(address.partition("/")[0] for n in nics for address in n.addresses)
     return Place(boot_id=name, hostname=name, addresses=addresses, nics=nics)
-
-
-def source(
-    name: str, transports: tuple[str, ...] = ("shm", "tcp"), there: Place | None = None
-) -> SourceRecord:
-    return SourceRecord(
-        source_id=name,
-        model=ModelKey("m"),
-        ref=REF,
-        endpoint=f"{name}:1",
-        place=there or Place(hostname=name),
-        generation=1,
-        table=AddressTable(REF.layout, ()),
-        transports=transports,
-    )
 
 
 def reach(transport: str, there: Place) -> Path | str:

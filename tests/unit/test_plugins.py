@@ -15,7 +15,7 @@ from mx import api, config, plugins, runtime
 from mx.core.topology import Place
 from mx.errors import LocalError
 from mx.transport import ExposeOptions, Grant, Transport, Unavailable, Viable
-from tests.integration.lying import held_model
+from tests.support.lying import held_model
 
 MODULE = """
 from mx.testing.fake import FakeTransport as Good

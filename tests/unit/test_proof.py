@@ -15,7 +15,7 @@ from mx.errors import PeerTimeoutError
 from mx.transport import ExposeOptions, Grant
 from mx_transports.tcp import TcpTransport
 from mx_transports.toolkit import dial, framing, proof
-from tests.unit.test_planner import source as record
+from tests.support.planned_paths import source as record
 
 HERE = Place(
     boot_id="b",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+
+from tests.support.daemon import ROOT
 
 pytest_plugins = ["pytester"]
 
@@ -24,11 +24,12 @@ SLOW = """
 
 @pytest.mark.timeout(120)
 def test_a_slow_one_that_fails_shows_its_example(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(Path(__file__).parents[1].joinpath("conftest.py").read_text())
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
     pytester.makepyfile(SLOW)
     # As for all tests: beyond its time the whole run is ended from outside.
+    paths = ("-o", f"pythonpath={ROOT}")
     ended = ("-o", "faulthandler_timeout=50", "-o", "faulthandler_exit_on_timeout=true")
-    result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *ended)
+    result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *paths, *ended)
     result.assert_outcomes(failed=1)
     shown = result.stdout.str()
     assert "numbers=[" in shown

@@ -33,7 +33,7 @@ from mx.target.resolver import retry_until_found
 from mx.target.transfer import Transfer
 from mx.wire.locate import Located, Locator
 from tests.support.editions import edition_log
-from tests.unit.test_planner import source
+from tests.support.planned_paths import source
 
 A, B = source("a"), source("b")
 

@@ -23,9 +23,7 @@ from mx.core.types import Manifest
 from mx.errors import ConfigError, OutputError
 from mx.storage.writer import CheckpointWriter
 from tests.support.checkpoints import manifest_of, write_side_file
-
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has another user at hand")
+from tests.support.privileges import NOBODY, as_nobody, as_root, done
 
 
 @pytest.fixture
@@ -53,25 +51,6 @@ def write(writer: CheckpointWriter, model: tuple[Path, Manifest, memoryview]) ->
         writer.write_layer(index, arena[layer.arena_offset : layer.arena_offset + layer.nbytes])
     for side in manifest.packaging.side_files:
         write_side_file(writer, side.path, manifest.documents[side.digest])
-
-
-def as_nobody(code: str, *arguments: object) -> subprocess.Popen[str]:
-    # Python itself may be where only root can read: it is loaded first.
-    become = (
-        "import os, shutil, sys\nos.chdir('/')\n"
-        f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", become + code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def done(child: subprocess.Popen[str]) -> str:
-    out, _ = child.communicate(timeout=60)
-    assert child.returncode == 0
-    return out
 
 
 def is_copy(out: Path, source: Path) -> bool:

@@ -21,9 +21,10 @@ from tests.support.simulated_connections import (
     TICK_S,
     SimulatedConnection,
     Simulation,
-    grid_of,
 )
+from tests.support.transfer_machine import grid_of
 
+CHUNK_MIB = CHUNK_BYTES // MIB
 EXAMPLES = settings(max_examples=50)
 #: A connection's expected bandwidth is wrong by no more than this factor, up or down.
 WRONG = 2.0
@@ -133,7 +134,7 @@ def test_connections_carry_their_shares_end_together_and_keep_nearly_to_the_orde
 ) -> None:
     steadies, layer_mib = pull
     connections = [each.connection() for each in steadies]
-    run = Simulation(grid_of(layer_mib), connections).run()
+    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
     assert run.completed
     nbytes, together = total_nbytes(layer_mib), sum(map(speed_of, connections))
     assert sum(connection.nbytes for connection in connections) == nbytes
@@ -160,7 +161,7 @@ def test_equal_connections_end_within_a_few_percent(
     speed = 10**magnitude
     layer_mib = data.draw(layers(count, 640))
     connections = [SimulatedConnection([(0.0, speed)], speed, streams) for _ in range(count)]
-    run = Simulation(grid_of(layer_mib), connections).run()
+    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
     assert total_nbytes(layer_mib) / (speed * count) >= 0.95 * run.now_s
 
 
@@ -174,7 +175,7 @@ def test_interfaces_that_promise_far_too_much_are_seen_through(
     parts = data.draw(st.lists(st.floats(1 / 8, 1), min_size=2, max_size=8))
     connections = [SimulatedConnection([(0.0, part * 10**magnitude)], 1.25e9) for part in parts]
     layer_mib = data.draw(layers(len(connections), 96))
-    run = Simulation(grid_of(layer_mib), connections).run()
+    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
     assert run.dropped == {}
     ideal_s = total_nbytes(layer_mib) / sum(map(speed_of, connections))
     assert run.now_s <= ideal_s + 0.75 * CHUNK_BYTES / min(map(speed_of, connections))
@@ -189,7 +190,7 @@ def test_faults_of_connections_cost_no_more_than_those_connections(data: st.Data
     ends_s = nbytes / sum(map(speed_of, (first, *others)))
     alone_s = nbytes / speed_of(first)
     connections = [first, *(data.draw(troubled(connection, ends_s)) for connection in others)]
-    run = Simulation(grid_of(layer_mib), connections).run()
+    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
     assert run.completed
     for connection in connections:
         # Only what it had in flight is read again.
@@ -206,7 +207,7 @@ def test_when_all_connections_die_the_pull_fails_and_names_each(data: st.DataObj
     ends_s = total_nbytes(layer_mib) / sum(map(speed_of, connections))
     for connection in connections:
         connection.dies_at_s = data.draw(st.floats(0, 0.9 * ends_s / len(connections)))
-    run = Simulation(grid_of(layer_mib), connections).run()
+    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
     assert not run.completed
     assert run.failure is not None
     assert len(run.failure.causes) >= len(connections)
@@ -218,7 +219,7 @@ def test_a_connection_that_dies_at_once_costs_nothing_else() -> None:
         SimulatedConnection([(0, 1e9)]),
         SimulatedConnection([(0, 1e9)], dies_at_s=0.001),
     ]
-    run = Simulation(grid_of([64] * 10), connections).run()
+    run = Simulation(grid_of([64] * 10, CHUNK_MIB), connections).run()
     assert run.completed
     assert run.machine.retries == 2  # its first parts
     assert math.isclose(run.now_s, 640 * MIB / 1e9, rel_tol=0.02)
@@ -229,6 +230,8 @@ def test_a_connection_that_slows_to_a_trickle_near_the_end_of_a_part_is_late() -
     slow = SimulatedConnection(
         [(0, 1e8), (0.0419, 1.0)], estimate=1e8, streams=1
     )  # after 3.996 MiB
-    run = Simulation(grid_of([97] * 10), [SimulatedConnection([(0, 1e8)], 1e8), slow]).run()
+    run = Simulation(
+        grid_of([97] * 10, CHUNK_MIB), [SimulatedConnection([(0, 1e8)], 1e8), slow]
+    ).run()
     assert 1 in run.dropped
     assert run.now_s <= 1.01 * 970 * MIB / 1e8  # what the other takes for all of it

@@ -23,9 +23,9 @@ from mx.target.transfer import Transfer
 from mx.units import MIB
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2
+from tests.support.fake_host import FakeHost, FakeNeighbour
+from tests.support.held_sessions import BYTES, HeldSession, Listener, connection_of
 from tests.support.records import make_documents, make_record
-from tests.unit.test_swarm_node import FakeHost, FakeNeighbour
-from tests.unit.test_transfer import BYTES, HeldSession, Listener, connection_of
 
 LAYERS = 3
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mx.core.transfer import TransferMachine
 from mx.errors import ClosedError, DigestError, PeerLostError
-from tests.unit.test_transfer_machine import Driver, grid_of, machine_of
+from tests.support.transfer_machine import Driver, grid_of, machine_of
 
 SOURCES = ("a", "b", "c")
 

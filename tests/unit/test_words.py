@@ -1,4 +1,4 @@
-"""Errors speak the interface that was used."""
+"""Errors speak the interface that was used, and tests import only what is there to be shared."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import mx
 import mx_transports
 from mx.cli.words import in_flags
+from tests.support.daemon import ROOT
 
 
 @pytest.mark.parametrize(
@@ -54,5 +55,26 @@ def test_the_library_names_no_flags() -> None:
         if not set(path.relative_to(Path(str(package.__file__)).parent).parts) & set(ours)
         for line, text in _messages(path)
         if re.search(r"(?<![\w-])--[a-z]", text) and "--gpus" not in text
+    ]
+    assert not found, "\n".join(found)
+
+
+def _imports(path: Path) -> list[tuple[int, str]]:
+    """Return the lines and names of what a module imports."""
+    return [
+        (node.lineno, f"{getattr(node, 'module', None) or ''}.{alias.name}")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+
+
+def test_what_tests_share_is_in_no_test_module_and_no_conftest() -> None:
+    found = [
+        f"{path}:{line}: {name}"
+        for folder in ("tests", "benchmarks", "mx", "transports", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in _imports(path)
+        if re.search(r"\.(conftest|test_\w+)(\.|$)", name)
     ]
     assert not found, "\n".join(found)

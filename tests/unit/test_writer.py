@@ -29,6 +29,7 @@ from mx.storage.reader import fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.writer import CheckpointWriter
 from tests.support.checkpoints import crafted, make_arena, manifest_of, tiny, write_side_file
+from tests.support.folders import tree
 
 
 def write_layers(writer: CheckpointWriter, manifest: Manifest, arena: memoryview) -> None:
@@ -51,10 +52,6 @@ def copied(source: Path, out: Path) -> Manifest:
         write_side_files(writer, manifest)
         writer.commit()
     return manifest
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mx
+from tests.support.daemon import ROOT
 
 #: A source that gives a checkpoint so slowly that it can be killed meanwhile.
 SLOW_SOURCE = """
@@ -31,8 +32,6 @@ source = mx.serve(tensors, model=name + "-slow", variant=variant, coordinator=co
                   max_bandwidth="1MB/s")
 source.wait()
 """
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineError(Exception):

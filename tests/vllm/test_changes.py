@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mx
-from tests.vllm.conftest import write_checkpoint
+from tests.vllm.checkpoints import write_checkpoint
 from tests.vllm.hosts import Host, host, lending, start, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]

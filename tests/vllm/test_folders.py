@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import mx
-from tests.vllm.conftest import CONFIG, bare, write_checkpoint
-from tests.vllm.hosts import EngineError, Host, host
+from tests.vllm.checkpoints import CONFIG, bare, write_checkpoint
+from tests.vllm.hosts import EngineError, Host, host, same
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
@@ -26,10 +26,6 @@ def engine(coordinator: str, place: Path) -> Iterator[Host]:
 def ordinary(engine: Host, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = engine.do("start", str(folder), load_format="auto")
     return found
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(one["before"] == other["before"] and one["generated"] == other["generated"])
 
 
 def test_two_folders_of_one_name(engine: Host, coordinator: str, tmp_path: Path) -> None:

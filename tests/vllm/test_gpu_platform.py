@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import ended, python
-from tests.vllm.conftest import bare, write_checkpoint
+from tests.vllm.checkpoints import bare, write_checkpoint
 from tests.vllm.hosts import (
     SLOW_REPLICA,
     Host,

@@ -12,7 +12,7 @@ import pytest
 import mx
 from mx import config
 from tests.support.daemon import ended, python
-from tests.vllm.conftest import bare, write_checkpoint
+from tests.vllm.checkpoints import bare, write_checkpoint
 from tests.vllm.hosts import (
     SLOW_REPLICA,
     SLOW_SOURCE,

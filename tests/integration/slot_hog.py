@@ -1,7 +1,7 @@
 """A hostile peer in a process of its own: it speaks the real protocol to every source of a model,
 requests slots, accepts suggestions, and reads nothing.
 
-    python -m tests.integration.hogging --coordinator HOST:PORT [--ids N] [--streams N] [--mute]
+    python -m tests.integration.slot_hog --coordinator HOST:PORT [--ids N] [--streams N] [--mute]
 
 It prints one JSON object a line: {"got": "allow" | "reject", "source": ENDPOINT, "id": ID,
 "chunk": N} for what a source sends, {"left": ENDPOINT, "id": ID} where a source ends a stream.

@@ -17,8 +17,8 @@ from mx.source.doubts import Doubts
 from mx.source.model import HeldModel
 from mx.transport import host_view
 from mx.units import MIB
-from tests.hostile.lies import insist, lie
 from tests.support.hashing import pages_of, roots_of, shortcuts_of
+from tests.support.lies import insist, lie
 
 LAYERS = 12
 LAYER_NBYTES = 2 * MIB

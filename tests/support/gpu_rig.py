@@ -19,7 +19,7 @@ from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
 from tests.support.fake_cuda import FakeDriver
 
-HERE = "tests.contract.gpu_rig"
+HERE = "tests.support.gpu_rig"
 #: Small, so that what is read takes many.
 STEP_BYTES = MIB
 _child = contextlib.ExitStack()

@@ -1,9 +1,9 @@
 """A peer that takes whatever a source gives and uses none of it, in a process of its own.
 
-`python -m tests.integration.hog ENDPOINT NAME OPENS CONNECTIONS STREAMS` describes the source,
-opens so many leases on each of so many connections, renews those that it gets, connects so many
-times with each tcp ticket, and prints a line of JSON when each was answered. It goes on until its
-standard input ends.
+`python -m tests.integration.lease_hog ENDPOINT NAME OPENS CONNECTIONS STREAMS` describes the
+source, opens so many leases on each of so many connections, renews those that it gets, connects
+so many times with each tcp ticket, and prints a line of JSON when each was answered. It goes on
+until its standard input ends.
 """
 
 from __future__ import annotations

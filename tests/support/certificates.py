@@ -1,0 +1,63 @@
+"""Certificates that the openssl command makes. (Where any will do, `mx.testing` has some.)"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from mx.transport import TlsFiles
+
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+_HERE = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+
+
+class Authority:
+    """An authority, and what it signs: PEM files in a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        files = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
+        self._openssl("req", "-x509", *_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
+
+    def certificate(self, name: str, extensions: str = _HERE, days: int = 2) -> TlsFiles:
+        """Sign a certificate, with extensions as openssl's configuration has them."""
+        files = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
+        self._openssl("req", *_KEY, "-subj", f"/CN={name}", *files)
+        (self._folder / f"{name}.ext").write_text(extensions + "\n")
+        signing = ("-CA", f"{self._name}.pem", "-CAkey", f"{self._name}.key", "-CAcreateserial")
+        made = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
+        self._openssl("x509", "-req", "-days", str(days), *signing, *made)
+        pem, key, authority = (
+            str(self._folder / file) for file in (f"{name}.pem", f"{name}.key", f"{self._name}.pem")
+        )
+        return TlsFiles(pem, key, authority)
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True)
+
+
+class Folder:
+    """Two authorities, and certificates of them that are wrong in one way each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        ours, theirs = Authority(path, "ours"), Authority(path, "theirs")
+        here = "subjectAltName=IP:127.0.0.1"
+        ours.certificate("good", here)
+        ours.certificate("expired", here, days=-1)
+        theirs.certificate("foreign", here)
+        ours.certificate("nosan", "basicConstraints=CA:FALSE")
+        ours.certificate("elsewhere", "subjectAltName=IP:10.9.9.9,DNS:else.example")
+        ours.certificate("client", f"{here}\nextendedKeyUsage=clientAuth")
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def flags(self, name: str, *, key: str = "", authority: str = "ours") -> tuple[str, ...]:
+        files = (f"{name}.pem", f"{key or name}.key", f"{authority}.pem")
+        flags = ("--tls-cert", "--tls-key", "--tls-ca")
+        return tuple(
+            word
+            for flag, file in zip(flags, files, strict=True)
+            for word in (flag, str(self.path / file))
+        )

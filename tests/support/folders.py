@@ -1,0 +1,9 @@
+"""What folders hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
