@@ -136,10 +136,11 @@ class FromSources(Attempt):
         history.key, history.named = located.key, located.ref
         connector.begin(paths.chosen)
         manifest = await fetch_manifest(locator, located)
-        in_parts = [source for source in located.sources if not source.whole]
         # A manifest is enough with stores, which may hold the weights.
         enough = paths.paths or (options.bound and options.stores)
-        if not enough and not (self.edition.reader_id and plan(in_parts).paths):
+        if not enough and self.edition.reader_id:
+            enough = plan([source for source in located.sources if not source.whole]).paths
+        if not enough:
             raise NoSourceError(
                 f"no source of {located.key} can be reached from here: "
                 + (paths.why_none() or "none is registered"),

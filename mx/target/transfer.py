@@ -145,7 +145,7 @@ class Transfer:
 
     @property
     def retries(self) -> int:
-        return self._call(lambda machine: machine.retries)
+        return self._machine.retries
 
     @property
     def causes(self) -> tuple[MxError, ...]:

@@ -32,19 +32,21 @@ def split_address(address: str) -> tuple[str, int]:
         ConfigError: The address is malformed; the hint says how to write it.
     """
     host, colon, port = address.rpartition(":")
-    wrong = ConfigError(
-        f"{address!r} is not an address", hint="write HOST:PORT, like 127.0.0.1:7600 or [::1]:7600"
-    )
-    if not colon or not (port.isascii() and port.isdigit()) or len(port) > 5 or int(port) > 65535:
-        raise wrong
+    digits = port.isascii() and port.isdigit() and len(port) <= 5
+    well_formed = bool(colon) and digits and int(port) <= 65535
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise wrong from None
+            well_formed = False
     elif not _HOST.fullmatch(host):
-        raise wrong
+        well_formed = False
+    if not well_formed:
+        raise ConfigError(
+            f"{address!r} is not an address",
+            hint="write HOST:PORT, like 127.0.0.1:7600 or [::1]:7600",
+        )
     return host, int(port)
 
 
