@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mx import config, runtime
@@ -135,47 +135,89 @@ async def memories(
         sources: The sources. The rows of the first ones are read, up to a bound.
         layout: The model's.
     """
+    sizes = [sum(nbytes for _, nbytes in layer.extents) for layer in layout.layers]
     nbytes, reading = 0, []
     for source in sources:
         nbytes += source.table.row_count * ROW_BYTES
-        reading.append(_memory(locator, source, layout, is_read=nbytes <= _MOST_BYTES))
+        reading.append(_memory(locator, source, layout, sizes, is_read=nbytes <= _MOST_BYTES))
     return tuple(await asyncio.gather(*reading))
 
 
 async def _memory(
-    locator: Locator, source: SourceRecord, layout: Layout, *, is_read: bool
+    locator: Locator,
+    source: SourceRecord,
+    layout: Layout,
+    sizes: Sequence[int],
+    *,
+    is_read: bool,
 ) -> SourceMemory:
     rows = count(source.table.row_count, "row")
     if source.table.row_count and not is_read:
         return SourceMemory(source, error=f"its {rows} would be more than are read here")
     try:
+        if not source.table.scattered:
+            return _arenas(source, layout, sizes)
         async with asyncio.timeout(_WAIT_S):
             extents = await _extents(locator, source, layout)
+        return await in_thread(_scattered, source, layout, extents)
     except MxError as error:
         return SourceMemory(source, error=error.message)
     except TimeoutError:
         return SourceMemory(source, error=f"its {rows} did not come in {_WAIT_S:g} s")
-    return await in_thread(_summary, source, layout, extents)
 
 
-def _summary(source: SourceRecord, layout: Layout, extents: ExtentMap) -> SourceMemory:
-    nbytes, rows, layers = Counter[int](), Counter[int](), []
+def _arenas(source: SourceRecord, layout: Layout, sizes: Sequence[int]) -> SourceMemory:
+    """Return where a source has its layers, whose bytes are `sizes`. It looks at no tensor: a plan
+    has many sources."""
+    region_of = {
+        layer.index: region.index
+        for region in source.table.regions
+        if region.layers is not None
+        for layer in layout.layers[slice(*region.layers)]
+    }
+    found: dict[int, Counter[int]] = {}
+    for held in source.table.held:
+        for index in range(*held):
+            if index not in region_of:
+                raise PeerProtocolError(f"no region has layer {index}, which it says it holds")
+            found[index] = Counter({region_of[index]: sizes[index]})
+    return _memory_of(source, layout, found, Counter())
+
+
+def _scattered(source: SourceRecord, layout: Layout, extents: ExtentMap) -> SourceMemory:
+    named = {region.index for region in source.table.regions if region.layers is None}
+    found: dict[int, Counter[int]] = {}
+    rows = Counter[int]()
     for begin, end in source.table.held:
         for layer in layout.layers[begin:end]:
-            own = Counter[int]()
-            if extents.contiguous:
-                own_nbytes = sum(each for _, each in layer.extents)
-                own[extents.places(layer.index, 0, layer.nbytes)[0].region] = own_nbytes
-            for offset, each in () if extents.contiguous else layer.extents:
-                for place in extents.places(layer.index, offset, offset + each):
+            own = found[layer.index] = Counter[int]()
+            for offset, nbytes in layer.extents:
+                for place in extents.places(layer.index, offset, offset + nbytes):
                     own[place.region] += place.nbytes
-                    rows[place.region] += 1
-            nbytes += own
-            layers.append(LayerUse(layer.name, own.total(), tuple(sorted(own))))
+                    rows[place.region] += place.region in named
+    return _memory_of(source, layout, found, rows)
+
+
+def _memory_of(
+    source: SourceRecord, layout: Layout, found: Mapping[int, Counter[int]], rows: Counter[int]
+) -> SourceMemory:
+    """Return the summary of a source's table.
+
+    Args:
+        source: The source.
+        layout: The model's.
+        found: By layer that it holds, the bytes in each region.
+        rows: By region, how many rows name them.
+    """
+    nbytes = sum(found.values(), Counter[int]())
     regions = [
         RegionUse(region.index, region.device, nbytes[region.index], rows[region.index])
         for region in source.table.regions
         if nbytes[region.index]
+    ]
+    layers = [
+        LayerUse(layout.layers[index].name, own.total(), tuple(sorted(own)))
+        for index, own in found.items()
     ]
     return SourceMemory(source, tuple(regions), tuple(layers))
 

@@ -54,23 +54,21 @@ def admit(
             another source has updated it.
         CapacityError: The coordinator, or this address, has reached its limit of models.
     """
-    found = (
-        _update(bindings, key, ref, claim)
-        if claim.intent.replaces
-        else _plain(bindings, key, ref, claim)
-    )
+    state = bindings.of(key.name)
+    decide = _update if claim.intent.replaces else _plain
+    found = decide(state.claimed, key, ref, claim)
     refusal: BindingError | None = None
     if isinstance(found, BindingError):
         refusal, found = found, Admission(key, bound=False)
     key = found.key
-    binding = bindings.get(key)
+    binding = state.get(key)
     if binding is not None and binding.identity != ref.identity:
         binding = None
     if refusal is not None:
         if claim.intent.replaces:
             raise refusal
-        binding = bindings.contests_of(key, ref.identity)
-        if binding is None and not (claim.intent.keeps_pin or _is_strange(bindings, key, claim)):
+        binding = state.contest(key, ref.identity)
+        if binding is None and not (claim.intent.keeps_pin or _is_strange(state.claimed, claim)):
             raise refusal
     if binding is None:
         bindings.quota.check(address)
@@ -83,19 +81,17 @@ def admit(
     return found
 
 
-def _is_strange(bindings: Bindings, key: ModelKey, claim: Claim) -> bool:
+def _is_strange(name: BoundName | None, claim: Claim) -> bool:
     """Return True if another key than the source's own owns the name: the source may have been
     the honest one before the coordinator restarted, and so it is found by its pin."""
-    name = bindings.name(key.name)
     other = name is not None and not name.owned_by(claim.commitment)
     return bool(claim.commitment) and other
 
 
 def _plain(
-    bindings: Bindings, key: ModelKey, ref: ManifestRef, claim: Claim
+    name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: Claim
 ) -> Admission | BindingError:
     """Decide about a source that is no update."""
-    name = bindings.name(key.name)
     binding = None if name is None else name.get(key)
     receipt = claim.receipt
     fits = receipt is not None and (receipt.key, receipt.identity) == (key, ref.identity)
@@ -127,11 +123,11 @@ def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) ->
 
 
 def _update(
-    bindings: Bindings, key: ModelKey, ref: ManifestRef, claim: Claim
+    name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: Claim
 ) -> Admission | BindingError:
     """Decide about an update."""
     key = ModelKey(key.name, claim.intent.replaces, key.variant)
-    name, receipt = bindings.name(key.name), claim.receipt
+    receipt = claim.receipt
     refusal = not_the_owner(key.name, "update it")
     if not claim.commitment:
         return refusal

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -87,90 +87,19 @@ class Bindings:
         for state in states:
             yield from state.contests
 
-    def of_name(self, name: str) -> list[Binding]:
-        """Return the bindings of one name, those that contest another one last."""
-        state = self._store.name(name)
-        return [] if state is None else [*state.bindings()]
-
-    def _entries(self, name: str) -> Mapping[str, Revision]:
-        state = self._store.name(name)
-        return {} if state is None else state.entries
+    def of(self, name: str) -> NameState:
+        """Return what is known of a name."""
+        return self._store.name(name) or NameState(name)
 
     @property
     def names(self) -> list[str]:
         """The bound names, sorted."""
         return sorted(state.name for state in self._store.names() if state.bound is not None)
 
-    def get(self, key: ModelKey) -> Binding | None:
-        """Return the binding of `key`, or None if it is not bound."""
-        name = self._bound_name(key.name)
-        return None if name is None else name.get(key)
-
-    def _bound_name(self, name: str) -> BoundName | None:
-        state = self._store.name(name)
-        return None if state is None else state.bound
-
-    def owned_by(self, name: str, commitment: bytes) -> bool:
-        """Return True if a commitment is that of a bound name's owner."""
-        found = self._bound_name(name)
-        return found is not None and found.owned_by(commitment)
-
-    def receipt_of(self, binding: Binding) -> Receipt | None:
-        """Return what a binding's receipt says, without a time; None if there is none to give: the
-        name does not stand for it, or has no owner."""
-        key = binding.key
-        name = self._bound_name(key.name) if binding.bound else None
-        if name is None or not name.owner:
-            return None
-        base = name.revisions[key.revision].base
-        return Receipt(key, binding.identity, name.owner, base, name.newest(key))
-
-    def name(self, name: str) -> BoundName | None:
-        """Return a bound name, or one that is kept for its last owner and has no revisions; None
-        for a free one."""
-        state = self._store.name(name)
-        return None if state is None else state.claimed
-
-    def contests_of(self, key: ModelKey, identity: bytes) -> Binding | None:
-        """Return the binding of these weights that contests a key, or None."""
-        state = self._store.name(key.name)
-        return None if state is None else state.contest(key, identity)
-
-    def of_source(self, key: ModelKey, number: int) -> Binding:
-        """Return the binding of a source that `bind` has added.
-
-        Args:
-            key: What the source is listed under.
-            number: Its binding's.
-        """
-        state = self._store.name(key.name)
-        assert state is not None
-        return state.numbered(key, number)
-
     def take_renamed(self) -> list[str]:
         """Return the sources that may have got or lost their name since the last call."""
         renamed, self._renamed = self._renamed, []
         return renamed
-
-    def of_revision(self, name: str, revision: str) -> Mapping[str, Binding]:
-        """Return the bindings of a revision by variant, without those that contest another."""
-        entry = self._entries(name).get(revision)
-        return {} if entry is None else entry.variants
-
-    def revisions(self, name: str) -> dict[str, frozenset[str]]:
-        """Return the bound revisions of a name, each with its bundles."""
-        entries = self._entries(name)
-        return {revision: frozenset(entry.bundles) for revision, entry in entries.items()}
-
-    def meant(self, name: str, bundle: str) -> str:
-        """Return the revision that NAME means for the ranks of a bundle, "" for none."""
-        state = self._store.name(name)
-        return "" if state is None else state.meant.get(bundle, "")
-
-    def has_been_complete(self, name: str, revision: str, bundle: str) -> bool:
-        """Return True if `complete` was called for a bundle of a bound revision."""
-        entry = self._entries(name).get(revision)
-        return entry is not None and bundle in entry.completed
 
     def complete(self, name: str, revision: str, bundle: str) -> None:
         """Record that all ranks of a bundle of a bound revision are there."""
@@ -266,7 +195,7 @@ class Bindings:
     @contextmanager
     def _changing(self, name: str) -> Iterator[NameState]:
         """Read what is kept of a name, and have the store decide what it becomes."""
-        state = self._store.name(name) or NameState(name)
+        state = self.of(name)
         yield state
         self._store.decide(state)
 

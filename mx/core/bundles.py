@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from mx.core.answers import BundleStatus
 from mx.core.binding import Binding
-from mx.core.bindings import Bindings
+from mx.core.name_state import NameState
 from mx.core.revisions import is_main, update_number
 from mx.core.variant import members_of, membership
 
@@ -15,38 +15,34 @@ from mx.core.variant import members_of, membership
 MAX_MISSING = 64
 
 
-def summaries(
-    bindings: Bindings, name: str, is_served: Callable[[Binding], bool]
-) -> Iterator[BundleStatus]:
+def summaries(state: NameState, is_served: Callable[[Binding], bool]) -> Iterator[BundleStatus]:
     """Yield the bundles of a model name, by revision.
 
     Args:
-        bindings: The bindings.
-        name: The model's name.
+        state: What is bound under the name.
         is_served: Returns True if a whole source of a binding gives grants.
     """
     served: dict[tuple[str, str], set[str]] = {}  # the variants, by revision and bundle
     meant: dict[str, tuple[bool, int, str]] = {}  # by variant, for those that are alone
-    revisions = bindings.revisions(name)
-    for revision in revisions:
-        for variant, binding in bindings.of_revision(name, revision).items():
+    for revision, entry in state.entries.items():
+        for variant, binding in entry.variants.items():
             is_there = is_served(binding)
             if is_there:
                 served.setdefault((revision, binding.member.bundle), set()).add(variant)
             if binding.member.alone and is_main(revision):
                 one = (is_there, update_number(revision), revision)
                 meant[variant] = max(meant.get(variant, one), one)
-    for revision, bundles in revisions.items():
-        for bundle in sorted(bundles):
+    for revision, entry in state.entries.items():
+        for bundle in sorted(entry.bundles):
             ranks = membership(bundle).ranks
             there = served.get((revision, bundle), set())
             missing: list[str] = []
             if len(there) < ranks:
                 absent = (each for each in members_of(bundle) if each not in there)
                 missing = list(itertools.islice(absent, MAX_MISSING))
-            named = bindings.meant(name, bundle) if ranks > 1 else meant.get(bundle, ("",))[-1]
+            named = state.meant.get(bundle) if ranks > 1 else meant.get(bundle, ("",))[-1]
             yield BundleStatus(
-                name,
+                state.name,
                 revision,
                 bundle,
                 ranks,

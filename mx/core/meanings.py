@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
+from mx.core.name_state import NameState
 from mx.core.reference import check_pin
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
@@ -46,7 +47,8 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
     if at:
         check_pin(pin)
     pin = pin.lower()
-    named = bindings.of_name(name)
+    state = bindings.of(name)
+    named = [*state.bindings()]
     in_revision = [b for b in named if revision in ("", b.key.revision)]
     wanted = variant or CHECKPOINT
     fits = [b for b in in_revision if b.key.variant == wanted]
@@ -63,7 +65,7 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
             wanted = _only_variant(name, listed)
             found = [b for b in listed if b.key.variant == wanted]
         if found and not revision and not found[0].member.alone:
-            found = [_of_bundle(bindings, found)]
+            found = [_of_bundle(state, found)]
         found.sort(key=lambda b: update_number(b.key.revision), reverse=True)
         if found:
             return Meaning(tuple(found), pinned=False)
@@ -80,10 +82,10 @@ def _only_variant(name: str, listed: Sequence[Binding]) -> str:
     )
 
 
-def _of_bundle(bindings: Bindings, found: Sequence[Binding]) -> Binding:
+def _of_bundle(state: NameState, found: Sequence[Binding]) -> Binding:
     """Return the binding in the revision that NAME means for all ranks."""
     key, member = found[0].key, found[0].member
-    meant = bindings.meant(key.name, member.bundle)
+    meant = state.meant.get(member.bundle, "")
     for binding in found:
         if binding.key.revision == meant:
             return binding

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
+from mx.core.ownership import Receipt
 from mx.core.revisions import is_main, update_number
 from mx.core.types import ModelKey
 
@@ -77,6 +78,23 @@ class NameState:
             yield from entry.variants.values()
         yield from self.contests
 
+    def get(self, key: ModelKey) -> Binding | None:
+        """Return the binding of a key, or None if it is not bound."""
+        return None if self.bound is None else self.bound.get(key)
+
+    def owned_by(self, commitment: bytes) -> bool:
+        """Return True if a commitment is that of the bound name's owner."""
+        return self.bound is not None and self.bound.owned_by(commitment)
+
+    def receipt_of(self, binding: Binding) -> Receipt | None:
+        """Return what a binding's receipt says, without a time; None if there is none to give: the
+        name does not stand for it, or has no owner."""
+        key, name = binding.key, self.bound
+        if name is None or not binding.bound or not name.owner:
+            return None
+        base = name.revisions[key.revision].base
+        return Receipt(key, binding.identity, name.owner, base, name.newest(key))
+
     def contest(self, key: ModelKey, identity: bytes) -> Binding | None:
         """Return the binding of these weights that contests a key, or None."""
         found = (b for b in self.contests if b.key == key and b.identity == identity)
@@ -84,7 +102,7 @@ class NameState:
 
     def numbered(self, key: ModelKey, number: int) -> Binding:
         """Return the binding of a key that has this number."""
-        bound = None if self.bound is None else self.bound.get(key)
+        bound = self.get(key)
         if bound is not None and bound.number == number:
             return bound
         return next(each for each in self.contests if each.number == number)

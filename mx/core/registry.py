@@ -99,10 +99,6 @@ class Registry:
         )
         self._bindings = Bindings(store, grace_s=binding_grace_s, quota=models)
 
-    def meant(self, name: str, bundle: str) -> str:
-        """Return the revision that NAME means for the ranks of a bundle, "" for none."""
-        return self._bindings.meant(name, bundle)
-
     # -- events ---------------------------------------------------------------------------------
 
     def register(
@@ -178,8 +174,9 @@ class Registry:
         self._complete(record)
         self._name()
         listed = self.source(record.source_id)
-        binding = self._bindings.of_source(record.model, number)
-        return Registered(listed.record, self._bindings.receipt_of(binding))
+        state = self._bindings.of(record.model.name)
+        binding = state.numbered(record.model, number)
+        return Registered(listed.record, state.receipt_of(binding))
 
     def heartbeat(
         self,
@@ -307,7 +304,8 @@ class Registry:
         """Return all bundles, or those of one model name, and which of their ranks are missing: no
         whole source serves them."""
         names = [name] if name else self._bindings.names
-        return [each for one in names for each in summaries(self._bindings, one, self._is_served)]
+        states = map(self._bindings.of, names)
+        return [each for state in states for each in summaries(state, self._is_served)]
 
     def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolved:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it now.
@@ -394,10 +392,9 @@ class Registry:
         member = membership(key.variant)
         if member.alone or record.pin_only or not _serves(record):
             return
-        if self._bindings.has_been_complete(key.name, key.revision, member.bundle):
-            return
-        bound = self._bindings.of_revision(key.name, key.revision)
-        if len(bound) < member.ranks:
+        entry = self._bindings.of(key.name).entries[key.revision]
+        bound = entry.variants
+        if member.bundle in entry.completed or len(bound) < member.ranks:
             return
         ranks = [each for each in bound.values() if each.member.bundle == member.bundle]
         if len(ranks) == member.ranks and all(map(self._is_served, ranks)):
@@ -426,8 +423,9 @@ class Registry:
             record: The record.
             number: That of its binding.
         """
-        binding = self._bindings.of_source(record.model, number)
-        own = binding.bound and self._bindings.owned_by(record.model.name, record.commitment)
+        state = self._bindings.of(record.model.name)
+        binding = state.numbered(record.model, number)
+        own = binding.bound and state.owned_by(record.commitment)
         return replace(record, pin_only=not binding.bound, by_owner=own)
 
     def _drop(self, source_id: str, reason: str) -> None:

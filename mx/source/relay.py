@@ -69,12 +69,14 @@ class Relay:
             growing=True,
         )
         self._streams = StreamDialer(options.tls, options.insecure)
+        self._landed = asyncio.Event()  # its node's, once it has started
         self._listens = False
 
     async def start(self, node: Node) -> None:
         """See `mx.swarm.sharing.Host`."""
         await self._server.start()
         await self._server.offer(self._held, node)
+        self._landed = node.landed
         self._listens = True
 
     def record(self) -> SourceRecord | None:
@@ -95,6 +97,7 @@ class Relay:
         reported: tuple[tuple[int, int], ...] | None = None
         whole = False
         while not whole:
+            self._landed.clear()
             whole, held = holdings.whole, holdings.layers()
             if whole:  # a source that is listed as whole gives the side files too
                 await self._get_side_files(sources())
@@ -107,7 +110,10 @@ class Relay:
                 reported = held
             except MxError:  # tried again below, and reading does not depend on it
                 whole = False
-            await asyncio.sleep(ADVERTISE_S)
+                self._landed.set()
+            if not whole:
+                await asyncio.sleep(ADVERTISE_S)  # a report follows after no less than this
+                await self._landed.wait()
 
     async def _get_side_files(self, sources: Sequence[SourceRecord]) -> None:
         """Fetch the side files that the pull did not need, since its readers may."""

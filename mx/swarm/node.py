@@ -125,6 +125,8 @@ class Node:
         self._count = 0
         self._reading: dict[int, int] = {}  # chunk -> the peer that it is read from
         self._announcing: asyncio.TimerHandle | None = None
+        self.landed = asyncio.Event()  # set with each chunk that is held from now on
+        self._woken = asyncio.Event()  # cleared while time alone changes nothing here
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
     # -- coordinated and free reading -------------------------------------------------------------
@@ -133,6 +135,7 @@ class Node:
         """From now on request chunks before reading them: others pull from the same source."""
         if self.coordinated or self._reads is None:
             return
+        self._wake()
         self.coordinated = True
         self._patience.coordinate()
         self._reads.coordinate()
@@ -198,6 +201,7 @@ class Node:
     # -- on the loop ------------------------------------------------------------------------------
 
     def _landed(self, chunk: int) -> None:
+        self.landed.set()
         self._news(self._patience.landed)
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
@@ -298,6 +302,7 @@ class Node:
 
     def heard(self, number: int, message: SwarmMessage) -> None:
         """Act on a message of the peer. Raises PeerProtocolError."""
+        self._wake()
         kind = message.WhichOneof("message")
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
@@ -443,8 +448,19 @@ class Node:
 
     # -- time -------------------------------------------------------------------------------------
 
+    def _wake(self) -> None:
+        """Let time go on before an event from which something may follow."""
+        if not self._woken.is_set():
+            self._uploads.tick(time.monotonic())  # it changes nothing else while they are idle
+            self._woken.set()
+
     async def _tick(self) -> None:
         while True:
+            # Ticks also sample what readers take, which no event reports. Without a slot in use,
+            # and without coordinated reading, there is nothing to sample, and no deadline.
+            if (not self.coordinated or self.complete) and self._uploads.idle:
+                self._woken.clear()
+                await self._woken.wait()
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             self._uploads.tick(now_s)

@@ -44,6 +44,11 @@ class Uploads:
         """How many readers have a lease."""
         return len(self._leases)
 
+    @property
+    def idle(self) -> bool:
+        """True if time alone changes nothing here: `tick` is not to be called until an event."""
+        return self._slots.idle
+
     def opened(self, reader_id: str) -> None:
         """Count a lease of the reader."""
         self._leases[reader_id] += 1
@@ -97,7 +102,7 @@ class Uploads:
 
     def tick(self, now_s: float) -> None:
         """Take back the slots of readers that do not read, and end the streams of readers that
-        are banned for it. To be called a few times a second."""
+        are banned for it. To be called a few times a second, unless `idle`."""
         self._send(self._slots.tick(now_s))
         for stream, reader in self._peers.values():
             if self.standing.banned(reader):

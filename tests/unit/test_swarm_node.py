@@ -19,6 +19,7 @@ from mx.core.swarm.neighbours import MOST
 from mx.core.types import Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
+from mx.swarm.uploads import Uploads
 from mx.units import MIB
 from mx.wire.v1 import peer_pb2
 from tests.support.fake_host import FakeNeighbour
@@ -334,3 +335,41 @@ def test_a_peer_that_claims_the_id_of_another_is_blamed_alone() -> None:
             await node.close()
 
     asyncio.run(run())
+
+
+async def test_a_node_sleeps_while_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ticks while it reads in coordination, or while a reader has a slot, and not else."""
+    monkeypatch.setattr("mx.swarm.node.TICK_S", 0.0)  # once in each turn of the loop
+    ticks = 0
+    tick = Uploads.tick
+
+    def counted(uploads: Uploads, now_s: float) -> None:
+        nonlocal ticks
+        ticks += 1
+        tick(uploads, now_s)
+
+    async def ticks_in_some_turns() -> int:
+        before = ticks
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return ticks - before
+
+    monkeypatch.setattr(Uploads, "tick", counted)
+    near, reads = FakeNeighbour("near"), Reads(["near"])
+    node = node_of(reads, _never)
+    try:
+        assert not await ticks_in_some_turns()
+        reads.holdings.add(0)
+        assert not await ticks_in_some_turns() and node.landed.is_set()
+        number = node.joined(near.record, near.stream, to_bytes(0), seeds=False)
+        assert not await ticks_in_some_turns()
+        node.heard(number, peer_pb2.SwarmMessage(request=0))
+        assert await ticks_in_some_turns() > 10  # it has a slot
+        node.heard(number, peer_pb2.SwarmMessage(finished=0))
+        await ticks_in_some_turns()
+        assert not await ticks_in_some_turns()
+        node.coordinate()
+        assert await ticks_in_some_turns() > 10
+    finally:
+        near.stream.close()
+        await node.close()

@@ -81,6 +81,11 @@ class Slots:
         """The number of slots in use."""
         return len(self._reading)
 
+    @property
+    def idle(self) -> bool:
+        """True if time alone changes nothing: `tick` has nothing to do until the next event."""
+        return not (self._reading or self._waiting or self._unchoked) and self._standing.clean
+
     def request(self, reader: int, chunk: int, *, suggested: bool = False) -> Answer:
         """Answer a reader's request for a chunk.
 
