@@ -9,26 +9,25 @@ closed after its first read has begun.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 
 from . import harness
 from .hosts import Hosts, unavailable
+from .processes import Child, Cluster
 
 MBIT_PER_S = 1000
 MODELS = {"723": (723, 141 * 10**9, 50), "50000": (50_000, 100 * 10**9, 300)}
 NEAR, FAR = "near", "far"
 
-COORDINATOR = "from mx.cli import coordinator_main; coordinator_main()"
-SOURCE = """
+SOURCE = f"""
 import sys
 from mx import config
-from benchmarks.control import MODELS
-from benchmarks.sparse import shapes_of, sparse_source
+from {__package__}.control import MODELS
+from {__package__}.sparse import shapes_of, sparse_source
 coordinator, listen, name = sys.argv[1:]
-settings = config.load({"coordinator": coordinator, "listen": listen, "insecure": True})
+settings = config.load({{"coordinator": coordinator, "listen": listen, "insecure": True}})
 count, nbytes, _ = MODELS[name]
 with sparse_source(shapes_of(count, nbytes), coordinator, name, settings):
     print("ready", flush=True)
@@ -54,56 +53,38 @@ for line in sys.stdin:
 
 
 def rows(rounds: int, say: Callable[[str], None]) -> list[harness.Row]:
-    """Return a row for each model; none if hosts can't be made."""
+    """Return a row for each model; none, with the reason to `say`, if hosts can't be made."""
     reason = unavailable()
     if reason is not None:
         say(f"control: skipped, {reason}")
         return []
     with Hosts() as hosts:
         link = hosts.link(NEAR, FAR, mbit_per_s=MBIT_PER_S)
-        coordinator = f"{link.address(NEAR)}:7600"
-        listening = ["-c", COORDINATOR, "--listen", coordinator, "--insecure"]
-        hosts.start(NEAR, [sys.executable, *listening], stdout=subprocess.DEVNULL)
-        time.sleep(2)
-        sources = [
-            _start(hosts, NEAR, SOURCE, coordinator, f"{link.address(NEAR)}:0", name)
-            for name in MODELS
-        ]
-        for source in sources:
-            assert source.stdout is not None
-            if source.stdout.readline().strip() != "ready":
-                raise RuntimeError("a source of the benchmark has failed: see above")
-        target = _start(hosts, FAR, TARGET, coordinator, f"{link.address(FAR)}:0")
-        samples: dict[str, list[float]] = {name: [] for name in MODELS}
-        for _ in range(rounds + 1):
-            for name, found in samples.items():
-                found.append(_ask(target, name))
-        for process in (target, *sources):
-            process.kill()
-            process.communicate()
-    made = []
-    for name, (count, nbytes, bar_ms) in MODELS.items():
-        values = samples[name][1:]
-        value = harness.median({"mx": values}, "mx") * 1e3
-        work = f"control work, {count:,} tensors of {nbytes / 1e9:.0f} GB, 1 Gbit/s"
-        row = harness.Row(
-            work, round(value, 1), "ms", f"<= {bar_ms} ms", value <= bar_ms, samples={"mx": values}
+        with closing(Cluster(link.address(NEAR), hosts.prefix(NEAR))) as cluster:
+            for name in MODELS:
+                listen = f"{link.address(NEAR)}:0"
+                cluster.start("-c", SOURCE, cluster.coordinator, listen, name).hear()
+            listen = f"{link.address(FAR)}:0"
+            far = hosts.prefix(FAR)
+            target = cluster.start("-c", TARGET, cluster.coordinator, listen, prefix=far)
+            contestants = {name: partial(_seconds, target, name) for name in MODELS}
+            samples = harness.interleave(contestants, rounds)
+    return [
+        harness.at_most(
+            f"control work, {count:,} tensors of {nbytes / 1e9:.0f} GB, 1 Gbit/s",
+            harness.median(samples, name) * 1e3,
+            "ms",
+            bar_ms,
+            "",
+            {"mx": samples[name]},
         )
-        made.append(row)
-    return made
+        for name, (count, nbytes, bar_ms) in MODELS.items()
+    ]
 
 
-def _start(hosts: Hosts, host: str, code: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [*hosts.prefix(host), sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _ask(process: subprocess.Popen[str], line: str) -> float:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(f"{line}\n")
-    process.stdin.flush()
-    answer = json.loads(process.stdout.readline() or '"the target has ended"')
+def _seconds(target: Child, name: str) -> float:
+    """Return how long the pull's first read took to begin."""
+    answer = json.loads(target.ask(name))
     if not isinstance(answer, float):
         raise RuntimeError(f"a pull of the benchmark has failed: {answer}")
     return answer

@@ -4,19 +4,15 @@ bare grpc.aio server with as many.
     python -m benchmarks.crowd [--rounds 3] [--connections 5000] [--calls 200]
 
 Both servers run all the while, each with a crowd of its own from eight loopback addresses, and are
-called in turn, over a new connection in each round. Prints a JSON object.
+called in turn, over a new connection in each round.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,32 +46,6 @@ asyncio.run(main())
 """
 
 Call = Callable[[], Awaitable[object]]
-
-
-class Crowd:
-    """A crowd on one server, as a child."""
-
-    def __init__(self, address: str, connections: int) -> None:
-        command = [sys.executable, str(LOAD), address]
-        command += ["--connections", str(connections), "--every", str(EVERY_S)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._read()
-
-    def _read(self) -> dict[str, int]:
-        assert self._process.stdout is not None
-        found: dict[str, int] = json.loads(self._process.stdout.readline())
-        return found
-
-    def end(self) -> dict[str, int]:
-        """End it, and return what became of its connections."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        found = self._read()
-        self._process.communicate()
-        return found
 
 
 async def _timed(address: str, calls: int, make: Callable[[Any], Call]) -> list[float]:
@@ -123,64 +93,67 @@ async def _register(address: str) -> None:
         await client.close()
 
 
-async def measure(rounds: int, connections: int, calls: int) -> dict[str, Any]:
-    """Return the milliseconds of a call at each server, the ratios, and what became of the crowds.
+async def measure(rounds: int, connections: int, calls: int) -> dict[str, list[list[float]]]:
+    """Return the seconds of each call, by server and kind, a list for each round.
 
     Args:
         rounds: How many.
         connections: Of each crowd.
         calls: Of each kind in each round.
     """
-    bare = subprocess.Popen([sys.executable, "-c", _BARE], stdout=subprocess.PIPE, text=True)
-    cluster = Cluster()
-    crowds: list[Crowd] = []
     samples: dict[str, list[list[float]]] = {"bare": [], "health": [], "resolve": []}
-    try:
-        assert bare.stdout is not None
-        reference = f"127.0.0.1:{int(bare.stdout.readline())}"
+    with closing(Cluster()) as cluster:
+        reference = f"127.0.0.1:{cluster.start('-c', _BARE).hear()}"
         await _register(cluster.coordinator)
-        for address in (reference, cluster.coordinator):
-            crowds.append(await asyncio.to_thread(Crowd, address, connections))
+        options = ("--connections", str(connections), "--every", str(EVERY_S))
+        crowds = [
+            cluster.start(str(LOAD), address, *options)
+            for address in (reference, cluster.coordinator)
+        ]
+        for crowd in crowds:
+            await asyncio.to_thread(crowd.hear)  # all are connected
         await asyncio.sleep(EVERY_S)  # then all have called once
         for _ in range(rounds):
             await _register(cluster.coordinator)  # its lease may have ended
             samples["bare"].append(await _timed(reference, calls, _health))
             samples["health"].append(await _timed(cluster.coordinator, calls, _health))
             samples["resolve"].append(await _timed(cluster.coordinator, calls, _resolve))
-        crowded = [await asyncio.to_thread(crowd.end) for crowd in crowds]
-    finally:
-        bare.kill()
-        bare.communicate()
-        cluster.close()
-    found: dict[str, Any] = {"machine": harness.machine(), "crowds": crowded}
-    for name, each in samples.items():
-        found[f"{name}_ms"] = [round(1e3 * statistics.median(times), 3) for times in each]
-        found[f"{name}_p99_ms"] = [
-            round(1e3 * sorted(times)[len(times) * 99 // 100], 3) for times in each
-        ]
-    for name in ("health", "resolve"):
-        for kind in ("ms", "p99_ms"):
-            own = statistics.median(found[f"{name}_{kind}"])
-            found[f"{name}_{kind}_ratio"] = round(own / statistics.median(found[f"bare_{kind}"]), 2)
+        for crowd in crowds:
+            harness.say(f"a crowd's connections: {await asyncio.to_thread(crowd.ask)}")
+    return samples
+
+
+def rows(rounds: int, connections: int, calls: int) -> list[harness.Row]:
+    """Return the rows of an honest call's time beside the crowd; see `measure`."""
+    samples = asyncio.run(measure(rounds, connections, calls))
+    beside = f"beside {count(connections, 'connection')} that call Health every {EVERY_S} s"
+    found = []
+    for what, part, bar in (("median", 50, BAR), ("p99", 99, None)):
+        by_round = {
+            name: [sorted(times)[len(times) * part // 100] for times in each]
+            for name, each in samples.items()
+        }
+        bare_s = harness.median(by_round, "bare")
+        for name in ("resolve", "health"):
+            own_s = harness.median(by_round, name)
+            work = f"{name}, {what} {beside} / Health at a bare server"
+            detail = f"{own_s * 1e3:.2f} ms against {bare_s * 1e3:.2f}"
+            here = {"mx": by_round[name], "bare": by_round["bare"]}
+            value = own_s / bare_s
+            if bar is not None and name == "resolve":
+                found.append(harness.at_most(work, value, "x", bar, detail, here, digits=2))
+            else:
+                found.append(harness.shown(work, value, "x", detail, here))
     return found
 
 
-def rows(rounds: int = 3, connections: int = 5000, calls: int = 200) -> list[harness.Row]:
-    """Return the row of an honest call's time beside the crowd."""
-    found = asyncio.run(measure(rounds, connections, calls))
-    value = found["resolve_ms_ratio"]
-    work = f"a call beside {count(connections, 'connection')} that call Health every {EVERY_S} s"
-    return [harness.Row(work, value, "x", f"<= {BAR:g} x", value <= BAR, json.dumps(found))]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--connections", type=int, default=5000)
     parser.add_argument("--calls", type=int, default=200)
     given = parser.parse_args()
-    found = asyncio.run(measure(given.rounds, given.connections, given.calls))
-    print(json.dumps(found, indent=1))
+    found = rows(given.rounds, given.connections, given.calls)
+    harness.show(found, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,23 @@ command `unshare`, and 14 GB of memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import MX, Bar, picture
-from benchmarks.checkpoints import llama_shapes, write_checkpoint
-from benchmarks.harness import machine
-from benchmarks.processes import Cluster
-from mx.api.caching import cached as cache_status
+from . import harness
+from .checkpoints import llama_shapes, write_checkpoint
+from .processes import Child, Cluster
+from .svg import MX, Bar, bars
 
 MODEL = "bench/llama"
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 2048, 5632, 16000
-_ROOT = Path(__file__).resolve().parents[1]
 
 #: The cache moves what it got into huge pages meanwhile.
 _SETTLE_S = 20.0
@@ -105,24 +99,13 @@ def call(
     name: str, dtype: str, environment: Mapping[str, str] | None
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Run one process, and yield what it printed, and its number, while it waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CALL, name, dtype, "mx" if environment else "disk"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={
-            **os.environ,
-            **(environment or {}),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        },
-        cwd=_ROOT,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    with process:
-        try:
-            yield json.loads(process.stdout.readline()), process.pid
-        finally:
-            process.stdin.close()
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    how = "mx" if environment else "disk"
+    child = Child("-c", _CALL, name, dtype, how, env={**(environment or {}), **offline})
+    try:
+        yield json.loads(child.hear()), child.pid
+    finally:
+        child.close()
 
 
 def seconds_of(name: str, dtype: str, environment: Mapping[str, str] | None, place: str) -> float:
@@ -140,75 +123,66 @@ def seconds_of(name: str, dtype: str, environment: Mapping[str, str] | None, pla
 @contextmanager
 def cached(checkpoint: Path, memory: str) -> Iterator[dict[str, str]]:
     """Run a coordinator, a source and a cache; yield the settings of processes that use them."""
-    cluster, folder = Cluster(), tempfile.mkdtemp(prefix="mx-bench-")
-    try:
+    with closing(Cluster()) as cluster, tempfile.TemporaryDirectory(prefix="mx-bench-") as folder:
         environment = {
             "MX_PEER_COORDINATOR": cluster.coordinator,
             "MX_PEER_CACHE_SOCKET": f"{folder}/cache.sock",
         }
-        arguments = ["-m", "mx", "serve", str(checkpoint), "--model", MODEL]
-        source = subprocess.Popen(
-            ["unshare", "--user", "--map-root-user", sys.executable, *arguments,
-             "--coordinator", cluster.coordinator],
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            cluster.wait_for(MODEL, source)
-            os.environ.update(environment)
-            cluster.start("-m", "mx", "serve", "--cache", "--memory", memory)
-            while cache_status() is None:
-                time.sleep(0.05)
-            yield environment
-        finally:
-            source.terminate()
-            source.wait(30)
-    finally:
-        cluster.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        cluster.serve(checkpoint, MODEL, prefix=("unshare", "--user", "--map-root-user"))
+        cache = ("serve", "--cache", "--memory", memory, "--json")
+        cluster.start("-m", "mx", *cache, env=environment).hear()
+        yield environment
 
 
-def main() -> int:
-    """Measure, and print ratios of medians."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=19, help="19 are 2.1 GB")
-    parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the times")
-    parser.add_argument("--folder", type=Path, default=Path(".bench"))
-    arguments = parser.parse_args()
-    checkpoint = make_checkpoint(arguments.folder.absolute(), arguments.layers)
-    nbytes = (checkpoint / "model.safetensors").stat().st_size
+def measured(
+    checkpoint: Path, environment: Mapping[str, str], rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each way to get the model, one a round."""
     disk = str(checkpoint)
-    print(machine())
-    print(f"{nbytes / 1e9:.2f} GB; load {os.getloadavg()[0]:.1f}", flush=True)
-    times: dict[str, list[float]] = {}
 
-    def measure(what: str, *how: Any) -> None:
-        times.setdefault(what, []).append(seconds_of(*how))
-        print(f"  {what}: {times[what][-1]:.3f} s", file=sys.stderr, flush=True)
+    def cold() -> float:
+        forget(checkpoint)
+        return seconds_of(disk, "", None, "")
 
-    with cached(checkpoint, f"{4 * nbytes}") as environment:
-        measure("first", MODEL, "", environment, "cache")
-        measure("first, converted", MODEL, "float32", environment, "cache")
-        time.sleep(_SETTLE_S)
-        for _ in range(arguments.rounds):
-            forget(checkpoint)
-            measure("cold", disk, "", None, "")
-            measure("warm", disk, "", None, "")
-            measure("cache", MODEL, "", environment, "cache")
-            measure("disk, converted", disk, "float32", None, "")
-            measure("cache, converted", MODEL, "float32", environment, "converted")
-        shared = proportional(environment, arguments.processes)
-    found = {what: statistics.median(each) for what, each in times.items()}
-    for what, seconds in found.items():
-        print(f"{what:20} {seconds:7.3f} s")
-    row("cache / cold", found["cache"] / found["cold"], "x", 0.25)
-    row("cache - warm", 1000 * (found["cache"] - found["warm"]), "ms", 50)
-    row("converted / disk", found["cache, converted"] / found["disk, converted"], "x", 0.15)
-    row(f"memory of {arguments.processes} processes / the model", shared / nbytes, "x", 1.1)
-    if arguments.svg is not None:
-        arguments.svg.write_text(drawn(found, nbytes))
-    return 0
+    first = seconds_of(MODEL, "", environment, "cache")
+    converted = seconds_of(MODEL, "float32", environment, "cache")
+    harness.say(f"first: {first:.3f} s; first, converted: {converted:.3f} s")
+    time.sleep(_SETTLE_S)
+    ways: dict[str, Callable[[], float]] = {
+        "cold": cold,
+        "warm": lambda: seconds_of(disk, "", None, ""),
+        "cache": lambda: seconds_of(MODEL, "", environment, "cache"),
+        "disk, converted": lambda: seconds_of(disk, "float32", None, ""),
+        "cache, converted": lambda: seconds_of(MODEL, "float32", environment, "converted"),
+    }
+    return harness.interleave(ways, rounds)
+
+
+def rows(samples: Mapping[str, list[float]], shared: float, processes: int) -> list[harness.Row]:
+    """Return the rows.
+
+    Args:
+        samples: From `measured`.
+        shared: The memory of all processes together, in models.
+        processes: How many they are.
+    """
+    cold_s, warm_s, cache_s, disk_s, converted_s = (
+        harness.median(samples, name)
+        for name in ("cold", "warm", "cache", "disk, converted", "cache, converted")
+    )
+
+    def row(what: str, value: float, unit: str, bar: float, *of: str) -> harness.Row:
+        detail = ", ".join(f"{name} {harness.median(samples, name):.3f} s" for name in of)
+        here = {name: samples[name] for name in of}
+        return harness.at_most(what, value, unit, bar, detail, here, digits=3)
+
+    cast = ("cache, converted", "disk, converted")
+    return [
+        row("cache / cold", cache_s / cold_s, "x", 0.25, "cache", "cold"),
+        row("cache - warm", 1e3 * (cache_s - warm_s), "ms", 50, "cache", "warm"),
+        row("converted / disk", converted_s / disk_s, "x", 0.15, *cast),
+        row(f"memory of {processes} processes / the model", shared, "x", 1.1),
+    ]
 
 
 def drawn(found: Mapping[str, float], nbytes: int) -> str:
@@ -222,7 +196,7 @@ def drawn(found: Mapping[str, float], nbytes: int) -> str:
         Bar("from disk, in the page cache", found["disk, converted"]),
         Bar("from this host's cache", found["cache, converted"], MX),
     ]
-    return picture(
+    return bars(
         f"from_pretrained of {nbytes / 1e9:.1f} GB in bf16, every page touched",
         [("as the checkpoint has it", plain), ("cast to fp32, by another process before", cast)],
     )
@@ -248,10 +222,24 @@ def _mapped(pid: int) -> int:
     return total
 
 
-def row(what: str, value: float, unit: str, bar: float) -> None:
-    """Print a line with its bar."""
-    print(f"{what:40} {value:8.3f} {unit:3} <= {bar:g}  {'met' if value <= bar else 'MISSED'}")
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=3)
+    parser.add_argument("--layers", type=int, default=19, help="19 are 2.1 GB")
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the times")
+    parser.add_argument("--folder", type=Path, default=Path(".bench"))
+    given = parser.parse_args()
+    checkpoint = make_checkpoint(given.folder.absolute(), given.layers)
+    nbytes = (checkpoint / "model.safetensors").stat().st_size
+    harness.say(f"{nbytes / 1e9:.2f} GB; load {os.getloadavg()[0]:.1f}")
+    with cached(checkpoint, f"{4 * nbytes}") as environment:
+        samples = measured(checkpoint, environment, given.rounds)
+        shared = proportional(environment, given.processes)
+    harness.show(rows(samples, shared / nbytes, given.processes), as_json=given.json)
+    if given.svg is not None:
+        medians = {what: statistics.median(each) for what, each in samples.items()}
+        given.svg.write_text(drawn(medians, nbytes))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,13 +10,10 @@ for the digests.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import json
 import mmap
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -34,6 +31,7 @@ from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
 
 from . import harness
+from .processes import Child
 
 READ_BYTES = 64 * MIB
 #: GPU memory that the source does not serve, and that this process needs.
@@ -100,27 +98,11 @@ class Remote:
 def remote(
     kind: str, nbytes: int, transport: str, device: Device, place: Place
 ) -> Iterator[Remote]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", _SOURCE, kind, str(nbytes), transport, device.key],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    child = Child("-c", _SOURCE, kind, str(nbytes), transport, device.key)
     try:
-        assert child.stdout is not None and child.stdin is not None
-        line = child.stdout.readline()
-        if not line:
-            raise LocalError(f"the source of {nbytes} bytes of {kind} memory did not start")
-        yield Remote(TRANSPORTS[transport](), bytes.fromhex(line), nbytes, place)
-        child.stdin.close()
-        child.wait(30)
+        yield Remote(TRANSPORTS[transport](), bytes.fromhex(child.hear()), nbytes, place)
     finally:
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+        child.close()
 
 
 class _Countdown:
@@ -201,17 +183,8 @@ def attach_row(device: Device, place: Place, resident: int, rounds: int) -> list
             samples = harness.interleave({"attach": once}, rounds)
         value = harness.median(samples, "attach") * 1e3
         work = f"same-GPU attach, {nbytes / 1e9:.1f} GB resident, {kind}"
-        rows.append(harness.Row(work, round(value, 2), "ms", "< 60 ms", value < 60, "", samples))
+        rows.append(harness.at_most(work, value, "ms", 60, "", samples, digits=2))
     return rows
-
-
-def _ratio(work: str, nbytes: int, samples: dict[str, list[float]], bar: float) -> harness.Row:
-    ours, theirs = harness.median(samples, "mx"), harness.median(samples, "bare")
-    detail = ", ".join(
-        f"{name} {nbytes / harness.median(samples, name) / 1e9:.1f} GB/s" for name in samples
-    )
-    value = theirs / ours
-    return harness.Row(work, round(value, 3), "x", f">= {bar}", value >= bar, detail, samples)
 
 
 def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> harness.Row:
@@ -235,7 +208,7 @@ def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> h
         finally:
             session.close()
             session.join()
-    return _ratio("device copy", nbytes, samples, 0.9)
+    return harness.ratio("device copy", samples, "bare", 0.9, nbytes)
 
 
 def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[harness.Row]:
@@ -273,7 +246,7 @@ def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[ha
                 finally:
                     session.close()
                     session.join()
-            rows.append(_ratio(work, nbytes, samples, 0.9))
+            rows.append(harness.ratio(work, samples, "bare", 0.9, nbytes))
         rows.append(_registered_row(device, own.address, nbytes, rounds))
     return rows
 
@@ -300,7 +273,7 @@ def _registered_row(device: Device, target: int, nbytes: int, rounds: int) -> ha
         os.close(descriptor)
     speed = nbytes / harness.median(samples, "register and copy") / 1e9
     work = "host to device, a memfd pinned for it and copied"
-    return harness.Row(work, round(speed, 1), "GB/s", "none", True, "for comparison", samples)
+    return harness.shown(work, speed, "GB/s", "for comparison", samples)
 
 
 def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
@@ -323,17 +296,15 @@ def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
         finally:
             digester.close()
     speed = nbytes / harness.median(samples, "digests") / 1e9
-    return harness.Row("digests on the device", round(speed, 1), "GB/s", "none", True, "", samples)
+    return harness.shown("digests on the device", speed, "GB/s", "", samples)
 
 
-def run(
-    *, nbytes: int, resident: int, rounds: int, say: Callable[[str], None]
-) -> list[harness.Row]:
+def run(*, nbytes: int, resident: int, rounds: int) -> list[harness.Row]:
     """Measure and return all rows. Raises LocalError if there is no CUDA."""
     found = cuda.probe()
     if isinstance(found, Unavailable):
         raise LocalError(found.reason)
-    say(found.detail)
+    harness.say(found.detail)
     rows: list[harness.Row] = []
     with Device(cuda.load(), 0) as device:
         # On a machine with one GPU a session uses only the device of its place.
@@ -348,7 +319,7 @@ def run(
             try:
                 rows += step()
             except MxError as error:
-                say(f"a row could not be measured: {error}")
+                harness.say(f"a row could not be measured: {error}")
     return rows
 
 
@@ -357,33 +328,21 @@ def _address(span: Span) -> int:
     return span.address
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=5)
     parser.add_argument("--gib", type=float, default=4.0, help="of the copies")
     parser.add_argument("--resident-gb", type=float, default=100.0, help="of what is attached")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     try:
         rows = run(
-            nbytes=int(arguments.gib * GIB) // MIB * MIB,
-            resident=int(arguments.resident_gb * 1e9),
-            rounds=arguments.rounds,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            nbytes=int(given.gib * GIB) // MIB * MIB,
+            resident=int(given.resident_gb * 1e9),
+            rounds=given.rounds,
         )
     except LocalError as error:
-        print(f"no GPU rows: {error}", file=sys.stderr)
-        return 1
-    if arguments.json:
-        table = [row.to_json() for row in rows]
-        print(json.dumps({"machine": harness.machine(), "rows": table}, indent=1))
-        return 0
-    print(harness.machine())
-    for row in rows:
-        verdict = "met" if row.ok else "missed"
-        print(f"{row.work:52} {row.value:10g} {row.unit:5} {row.bar:10} {verdict:7} {row.detail}")
-    return 0
+        raise SystemExit(f"no GPU rows: {error}") from None
+    harness.show(rows, as_json=given.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

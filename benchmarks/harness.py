@@ -1,4 +1,4 @@
-"""Runs contestants in interleaved rounds, from which rows take ratios of medians.
+"""Runs contestants in interleaved rounds, makes rows of ratios of medians, and prints them.
 
 Machines drift: a ratio is meaningful only if both sides were measured in turn, in one run. Every
 contestant runs once before the rounds begin, to load code and caches.
@@ -9,11 +9,14 @@ a hypervisor backs new ones so slowly that it would hide everything else.
 
 from __future__ import annotations
 
+import argparse
+import json
 import mmap
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +83,7 @@ def _touch(nbytes: int) -> None:
 
 
 def median(samples: Mapping[str, list[float]], name: str) -> float:
+    """Return the median of a contestant."""
     return statistics.median(samples[name])
 
 
@@ -88,6 +92,29 @@ def best(samples: Mapping[str, list[float]], prefix: str) -> tuple[str, float]:
     found = {n: statistics.median(t) for n, t in samples.items() if n.startswith(prefix)}
     name = min(found, key=lambda n: found[n])
     return name, found[name]
+
+
+def at_most(
+    work: str,
+    value: float,
+    unit: str,
+    bar: float,
+    detail: str = "",
+    samples: Mapping[str, list[float]] | None = None,
+    *,
+    digits: int = 1,
+) -> Row:
+    """Return the row of a value that meets its bar if it is no larger."""
+    return Row(
+        work, round(value, digits), unit, f"<= {bar:g} {unit}", value <= bar, detail, samples or {}
+    )
+
+
+def shown(
+    work: str, value: float, unit: str, detail: str, samples: Mapping[str, list[float]]
+) -> Row:
+    """Return the row of a value without a bar."""
+    return Row(work, round(value, 3), unit, "none", True, detail, samples)
 
 
 def ratio(
@@ -121,3 +148,41 @@ def machine() -> str:
         f"{os.cpu_count()} cores of {model}, {memory_gib:.0f} GiB, Linux {platform.release()}, "
         f"Python {platform.python_version()}"
     )
+
+
+def to_json(rows: Sequence[Row]) -> dict[str, object]:
+    """Return the rows, and this machine, as one object."""
+    return {"machine": machine(), "rows": [row.to_json() for row in rows]}
+
+
+def say(text: str) -> None:
+    """Report what is measured, or left out, aside from the rows."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return the options that every benchmark has.
+
+    Args:
+        doc: The benchmark's docstring.
+        rounds: How many there are by default.
+    """
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds")
+    made.add_argument("--json", action="store_true", help="print one object, with all samples")
+    return made
+
+
+def show(rows: Sequence[Row], *, as_json: bool) -> None:
+    """Print the rows: a table, or one object."""
+    if as_json:
+        print(json.dumps(to_json(rows), indent=1))
+        return
+    print(machine())
+    width = max((len(row.work) for row in rows), default=0)
+    for row in rows:
+        verdict = "" if row.bar == "none" else "met" if row.ok else "missed"
+        measured = f"{row.value:10g} {row.unit:7} {row.bar:14} {verdict:7}"
+        print(f"{row.work:{width}} {measured} {row.detail}".rstrip())

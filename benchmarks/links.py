@@ -9,151 +9,77 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import harness
 from .checkpoints import llama_shapes, write_checkpoint
-from .hosts import Hosts, Link, unavailable
+from .hosts import Hosts, unavailable
+from .processes import Child, Cluster, cpu_s
 
 MBIT_PER_S = 1000
 BAR = 0.95
 COUNTS = (1, 2, 4)
-START_TIMEOUT_S = 60.0
 NEAR, FAR = "near", "far"
-MX = (sys.executable, "-m", "mx")
 #: The most that a pull over one link may cost, in CPU times of a bare socket that hashes.
 CPU_BAR = 2.0
 REFERENCE = Path(__file__).parent / "references" / "linked.py"
 REFERENCE_PORT = 7700
 #: Pulls once for each line of interfaces that it reads; the first pull loads the code.
-TARGET = """
+TARGET = f"""
 import json, sys
-from benchmarks.references.linked import cpu_seconds
+from {__package__}.references.linked import cpu_seconds
 from mx import api, config
 for line in sys.stdin:
-    flags = {"coordinator": sys.argv[1], "insecure": True, "nics": line.strip()}
+    flags = {{"coordinator": sys.argv[1], "insecure": True, "nics": line.strip()}}
     before_s = cpu_seconds()
     with api.pull("m", transport="tcp", settings=config.load(flags)) as pull:
         report = pull.wait(120).to_json()
-    print(json.dumps(report | {"cpu_s": cpu_seconds() - before_s}), flush=True)
+    print(json.dumps(report | {{"cpu_s": cpu_seconds() - before_s}}), flush=True)
 """
-COORDINATOR = (sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()")
 
 
 class _Rig:
     """A source on one host, links to another host, and a process that pulls there."""
 
-    def __init__(self, hosts: Hosts, checkpoint: Path) -> None:
-        self._hosts = hosts
-        control = hosts.link(NEAR, FAR)
+    def __init__(self, hosts: Hosts, cluster: Cluster, checkpoint: Path) -> None:
+        self._hosts, self._cluster = hosts, cluster
         self._links = [hosts.link(NEAR, FAR, mbit_per_s=MBIT_PER_S) for _ in range(max(COUNTS))]
-        at = control.address(NEAR)
-        self._options = ("--coordinator", f"{at}:7600", "--insecure", "--json")
-        self._start(NEAR, [*COORDINATOR, "--listen", f"{at}:7600", "--insecure"])
-        self._answer(NEAR, [*MX, "models", *self._options], START_TIMEOUT_S, retry=True)
-        nics = self._nics(NEAR, self._links)
-        serving = [*MX, "serve", str(checkpoint), "--model", "m", "--listen", f"{at}:0", *nics]
-        self._source = self._start(NEAR, [*serving, *self._options])
-        sources = [*MX, "sources", "m", *self._options]
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answer(NEAR, sources, START_TIMEOUT_S, retry=True).get("sources"):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError("the source did not register")
+        nics = ",".join(link.device(NEAR) for link in self._links)
+        self._source, _ = self._cluster.serve(checkpoint, "m", "--nics", nics)
+        self._target = self._start(FAR, "-c", TARGET, self._cluster.coordinator)
 
-        command = [*hosts.prefix(FAR), sys.executable, "-c", TARGET, f"{at}:7600"]
-        self._asked = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)]
+    def _start(self, host: str, *arguments: str) -> Child:
+        return self._cluster.start(*arguments, prefix=self._hosts.prefix(host))
 
     def pull(self, count: int) -> dict[str, Any]:
         """Pull over so many links in a running process. Returns the report, with the CPU seconds of
         the target (`cpu_s`) and of the source (`source_cpu_s`)."""
-        before_s = _cpu_seconds_of(self._source.pid)
+        before_s = cpu_s(self._source.pid)
         nics = ",".join(link.device(FAR) for link in self._links[:count])
-        report: dict[str, Any] = json.loads(_ask(self._asked[0], nics))
+        report: dict[str, Any] = json.loads(self._target.ask(nics))
         if len(report["paths"]) != count:
             raise RuntimeError(f"{len(report['paths'])} of {count} links were used")
-        return report | {"source_cpu_s": _cpu_seconds_of(self._source.pid) - before_s}
+        return report | {"source_cpu_s": cpu_s(self._source.pid) - before_s}
+
+    def seconds(self, count: int) -> float:
+        """Return how long such a pull takes."""
+        return float(self.pull(count)["seconds"])
 
     def bare(self, nbytes: int) -> Callable[[], dict[str, float]]:
         """Return a function that moves as many bytes through a socket over one link, and returns
         the CPU seconds of both ends, named as by `pull`."""
         where = (self._links[0].address(NEAR), str(REFERENCE_PORT), str(nbytes))
-        ends = [
-            subprocess.Popen(
-                [*self._hosts.prefix(host), sys.executable, str(REFERENCE), what, *where],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for host, what in ((NEAR, "send"), (FAR, "receive"))
-        ]
-        self._asked += ends
-        sender, receiver = ends
-        assert sender.stdout is not None
-        sender.stdout.readline()  # it listens
+        sender = self._start(NEAR, str(REFERENCE), "send", *where)
+        receiver = self._start(FAR, str(REFERENCE), "receive", *where)
+        sender.hear()  # it listens
 
         def move() -> dict[str, float]:
-            cpu_s = float(_ask(receiver, ""))
-            assert sender.stdout is not None
-            return {"cpu_s": cpu_s, "source_cpu_s": float(sender.stdout.readline())}
+            return {"cpu_s": float(receiver.ask()), "source_cpu_s": float(sender.hear())}
 
         return move
-
-    def close(self) -> None:
-        """End the processes that are asked; the hosts end all others."""
-        for process in self._asked:
-            process.kill()
-            process.communicate()
-
-    def _nics(self, host: str, connector: Sequence[Link]) -> tuple[str, str]:
-        return ("--nics", ",".join(link.device(host) for link in connector))
-
-    def _start(self, host: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        return self._hosts.start(
-            host, command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    def _answer(
-        self, host: str, command: Sequence[str], timeout_s: float, *, retry: bool = False
-    ) -> dict[str, Any]:
-        """Return the JSON that a command prints; `retry` repeats it until `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            done = subprocess.run(
-                [*self._hosts.prefix(host), *command],
-                check=False,
-                capture_output=True,
-                timeout=timeout_s,
-            )
-            if not done.returncode:
-                found: dict[str, Any] = json.loads(done.stdout)
-                return found
-            if not retry or time.monotonic() > deadline_s:
-                text = (done.stdout + done.stderr).decode(errors="replace")
-                raise RuntimeError(f"{' '.join(command)}: {text.strip()}")
-            time.sleep(0.2)
-
-
-def _ask(process: subprocess.Popen[bytes], line: str) -> bytes:
-    """Write a line to a process, and return the line that it answers."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(f"{line}\n".encode())
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
-        raise RuntimeError("a process of the benchmark has failed: see above")
-    return answer
-
-
-def _cpu_seconds_of(pid: int) -> float:
-    """Return the user and system seconds of another process, from /proc/PID/stat."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -170,10 +96,10 @@ def _rig(folder: Path, say: Callable[[str], None]) -> Iterator[tuple[_Rig, int] 
         unfinished = checkpoint.with_suffix(".part")
         write_checkpoint(unfinished, llama_shapes(14, 1536, 4096, 32000))
         unfinished.rename(checkpoint)
-    with contextlib.ExitStack() as stack:
-        rig = _Rig(stack.enter_context(Hosts()), checkpoint)
-        stack.callback(rig.close)
-        yield rig, checkpoint.stat().st_size
+    with Hosts() as hosts:
+        at = hosts.link(NEAR, FAR).address(NEAR)
+        with contextlib.closing(Cluster(at, hosts.prefix(NEAR))) as cluster:
+            yield _Rig(hosts, cluster, checkpoint), checkpoint.stat().st_size
 
 
 def rows(folder: Path, rounds: int, say: Callable[[str], None]) -> list[harness.Row]:
@@ -183,8 +109,7 @@ def rows(folder: Path, rounds: int, say: Callable[[str], None]) -> list[harness.
             return []
         rig, nbytes = found
         contestants: dict[str, Callable[[], float]] = {
-            _name(count): lambda count=count: rig.pull(count)["seconds"]  # type: ignore[misc]
-            for count in COUNTS
+            _name(count): partial(rig.seconds, count) for count in COUNTS
         }
         samples = harness.interleave(contestants, rounds)
     return [_row(count, samples, nbytes) for count in COUNTS if count > 1]
@@ -205,17 +130,9 @@ def cpu_rows(folder: Path, rounds: int, say: Callable[[str], None]) -> list[harn
     for end, key in (("target", "cpu_s"), ("source", "source_cpu_s")):
         samples = {"mx": [p[key] for p, _ in pairs], "socket": [b[key] for _, b in pairs]}
         own_s, bare_s = (harness.median(samples, name) for name in ("mx", "socket"))
-        made.append(
-            harness.Row(
-                f"CPU of a {end} at 1 Gbit/s / a raw socket's that hashes",
-                round(own_s / bare_s, 2),
-                "x",
-                f"<= {CPU_BAR:g} x",
-                own_s <= CPU_BAR * bare_s,
-                f"{own_s:.2f} s against {bare_s:.2f} for {nbytes / 1e9:.2f} GB",
-                samples,
-            )
-        )
+        work = f"CPU of a {end} at 1 Gbit/s / a raw socket's that hashes"
+        detail = f"{own_s:.2f} s against {bare_s:.2f} for {nbytes / 1e9:.2f} GB"
+        made.append(harness.at_most(work, own_s / bare_s, "x", CPU_BAR, detail, samples, digits=2))
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mx.memory.arena import MemfdArena
@@ -41,10 +42,7 @@ def rows(checkpoint: Path, rounds: int, say: Callable[[str], None]) -> list[harn
     samples = harness.interleave(
         {
             "mx": lambda: _load(checkpoint),
-            **{
-                f"bare: {way}": lambda way=way: disk.load(files, THREADS, way)  # type: ignore[misc]
-                for way in disk.WAYS
-            },
+            **{f"bare: {way}": partial(disk.load, files, THREADS, way) for way in disk.WAYS},
         },
         rounds,
         fresh_nbytes=nbytes,

@@ -1,16 +1,19 @@
-"""Measures the peak proportional set size of processes, less the model and the idle process."""
+"""Measures the peak proportional set size of processes, less the model and the idle process, as
+rows of the table."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mx import api
+from mx.units import MIB
 
-from .processes import Cluster, pss_nbytes
+from . import harness
+from .processes import Child, Cluster, pss_nbytes
 
 _TARGET = """
 import sys
@@ -35,7 +38,7 @@ sys.stdin.readline()
 """
 
 
-class _Sampler(threading.Thread):
+class Sampler(threading.Thread):
     """Samples the PSS of a process and keeps the highest value."""
 
     def __init__(self, pid: int) -> None:
@@ -53,64 +56,56 @@ class _Sampler(threading.Thread):
                 return
 
     def stop(self) -> int:
+        """Return the highest value."""
         self._stop_event.set()
         self.join()
         return self.peak_nbytes
 
 
-def _child(script: str, *arguments: str) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline().strip() == "idle"
-    return child
-
-
-def _say(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None
-    child.stdin.write("\n")
-    child.stdin.flush()
-
-
-def target_overhead_nbytes(cluster: Cluster, model: str, transport: str) -> int:
+def _target_nbytes(cluster: Cluster, model: str, transport: str) -> int:
     """Return the peak of a pulling process, beyond its arena."""
-    child = _child(_TARGET, model, cluster.coordinator, transport)
+    child = Child("-c", _TARGET, model, cluster.coordinator, transport)
     try:
+        child.hear()
         idle = pss_nbytes(child.pid)
-        sampler = _Sampler(child.pid)
-        _say(child)
-        assert child.stdout is not None
-        nbytes = int(child.stdout.readline())
-        peak = sampler.stop()
-        _say(child)
-        child.wait(30)
+        sampler = Sampler(child.pid)
+        nbytes = int(child.ask())
+        return sampler.stop() - idle - nbytes
     finally:
-        child.kill()
-        child.communicate()
-    return peak - idle - nbytes
+        child.close()
 
 
-def source_overhead_nbytes(cluster: Cluster, checkpoint: Path) -> int:
+def _source_nbytes(cluster: Cluster, checkpoint: Path) -> int:
     """Return the peak of `mx serve` while it loads and serves one pull, beyond the model."""
-    idle_child = _child(_IDLE_SOURCE)
+    idle_child = Child("-c", _IDLE_SOURCE)
     try:
+        idle_child.hear()
         idle = pss_nbytes(idle_child.pid)
-        _say(idle_child)
-        idle_child.wait(30)
     finally:
-        idle_child.kill()
-        idle_child.communicate()
-    name = "bench-memory"
-    process = cluster.start(
-        "-m", "mx", "serve", str(checkpoint), "--model", name, "--coordinator", cluster.coordinator
-    )
-    sampler = _Sampler(process.pid)
-    cluster.wait_for(name, process)
+        idle_child.close()
+    source = cluster.source(checkpoint, "bench-memory")
+    sampler = Sampler(source.pid)
+    name = json.loads(source.hear())["model"]
     with api.pull(name, coordinator=cluster.coordinator, transport="tcp") as pull:
         nbytes = pull.wait(120).bytes
     time.sleep(0.1)
     return sampler.stop() - idle - nbytes
+
+
+def rows(cluster: Cluster, checkpoint: Path, model: str) -> list[harness.Row]:
+    """Return the rows of targets and of a source.
+
+    Args:
+        cluster: Serves the model.
+        checkpoint: The model's.
+        model: Its name.
+    """
+    measures: list[tuple[str, Callable[[], int], int]] = [
+        ("target, shm copy", lambda: _target_nbytes(cluster, model, "shm"), 64),
+        ("target, tcp", lambda: _target_nbytes(cluster, model, "tcp"), 64),
+        ("source", lambda: _source_nbytes(cluster, checkpoint), 32),
+    ]
+    return [
+        harness.at_most(f"memory beyond the model, {what}", measure() / MIB, "MiB", bar_mib)
+        for what, measure, bar_mib in measures
+    ]

@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import mx
 import mx_transports
-from mx import api
 from mx.swarm import sharing
 
 from .checkpoints import write_checkpoint
@@ -42,7 +40,6 @@ MOST_CLASSES, MOST_FUNCTIONS = 45, 550
 _ROOTS = (mx.__path__[0], mx_transports.__path__[0])
 _PACKAGES = tuple(f"{package.__name__}." for package in (mx, mx_transports))
 _GENERATED = "_pb2"
-_REPOSITORY = Path(__file__).parent.parent
 
 
 class Counts:
@@ -151,20 +148,15 @@ def count(peer: str) -> Counts:
 
 def count_in_a_process() -> dict[str, Any]:
     """Serve a checkpoint of four chunks, and return the counts of a new process that pulls it."""
-    cluster = Cluster()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint = Path(folder) / "model.safetensors"
-            write_checkpoint(
-                checkpoint, {f"model.layers.{n}.weight": (1 << 10, 1 << 9) for n in range(CHUNKS)}
-            )
-            cluster.serve(checkpoint, MODEL)
-        (source,) = api.list_sources(MODEL, coordinator=cluster.coordinator)
-        command = [sys.executable, "-m", "benchmarks.plain_pull", "--peer", source.record.endpoint]
-        found: dict[str, Any] = json.loads(subprocess.check_output(command, cwd=_REPOSITORY))
+    with closing(Cluster()) as cluster, tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "model.safetensors"
+        write_checkpoint(
+            checkpoint, {f"model.layers.{n}.weight": (1 << 10, 1 << 9) for n in range(CHUNKS)}
+        )
+        _, said = cluster.serve(checkpoint, MODEL)
+        child = cluster.start("-m", f"{__package__}.plain_pull", "--peer", said["endpoint"])
+        found: dict[str, Any] = json.loads(child.hear())
         return found
-    finally:
-        cluster.close()
 
 
 def table(found: dict[str, Any]) -> str:

@@ -1,85 +1,166 @@
-"""Starts the processes to measure: a coordinator and sources, each `python -m mx ...`."""
+"""The processes to measure: a coordinator and sources, and children that are spoken to line by
+line."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import json
+import os
 import subprocess
 import sys
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
-from mx import api
-from mx.errors import CoordinatorError
+from mx.errors import LocalError
 
-START_TIMEOUT_S = 120.0
+LOOPBACK = "127.0.0.1"
+END_TIMEOUT_S = 60.0
+_QUIET = {"MX_PEER_LOG_LEVEL": "warning", "MX_PEER_LOG_FORMAT": "text"}
+_COORDINATOR = "from mx.cli import coordinator_main; coordinator_main()"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Child:
+    """A Python process. It prints a line when it is ready, and one for each line that it reads.
+
+    Args:
+        arguments: Python's.
+        prefix: What the command begins with, such as `Hosts.prefix`.
+        env: What its environment has more than this process's.
+        stderr: Where its errors go; to this process's by default.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        stderr: int | IO[bytes] | None = None,
+    ) -> None:
+        # What this process can import, it can.
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, **path, **(env or {})},
+        )
+        self.pid = self._process.pid
+
+    def hear(self) -> str:
+        """Return the next line that it prints.
+
+        Raises:
+            LocalError: It has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise LocalError("a process of the benchmark has failed: see above")
+        return line.strip()
+
+    def tell(self, line: str = "") -> None:
+        """Send a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def ask(self, line: str = "") -> str:
+        """Send a line and return the next one that it prints."""
+        self.tell(line)
+        return self.hear()
+
+    def close(self, *, terminate: bool = False) -> None:
+        """End its input, and wait for its end; kill it if that takes too long.
+
+        Args:
+            terminate: Send it SIGTERM: it does not read its input.
+        """
+        assert self._process.stdout is not None
+        if self._process.stdout.closed:
+            return
+        if terminate:
+            self._process.terminate()
+        try:
+            self._process.communicate(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
 
 class Cluster:
-    """A coordinator on a free loopback port and the sources registered with it. Close it."""
+    """A coordinator, and what is started beside it. Close it.
 
-    def __init__(self) -> None:
-        self.coordinator = f"127.0.0.1:{free_port()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.coordinator_pid = self.start(
-            "-c",
-            "from mx.cli import coordinator_main; coordinator_main()",
-            "--listen",
-            self.coordinator,
-        ).pid
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                api.list_models(coordinator=self.coordinator)
-                return
-            except CoordinatorError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.05)
+    Args:
+        address: Where the coordinator and the sources listen; without TLS if it is not loopback.
+        prefix: What their commands begin with, such as `Hosts.prefix`.
+        stderr: Where the errors of all processes go; to this process's by default.
+    """
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
-        self._processes.append(process)
-        return process
+    def __init__(
+        self,
+        address: str = LOOPBACK,
+        prefix: Sequence[str] = (),
+        stderr: int | IO[bytes] | None = None,
+    ) -> None:
+        self._prefix, self._stderr = prefix, stderr
+        self._insecure = () if address == LOOPBACK else ("--insecure",)
+        self._listen = () if address == LOOPBACK else ("--listen", f"{address}:0")
+        self._children: list[Child] = []
+        listen = ("--listen", f"{address}:0", *self._insecure)
+        coordinator = self.start("-c", _COORDINATOR, *listen, "--json")
+        self.coordinator_pid = coordinator.pid
+        self.coordinator: str = json.loads(coordinator.hear())["listen"]
 
-    def serve(self, checkpoint: Path, model: str) -> subprocess.Popen[bytes]:
-        """Start `mx serve` and wait until it is registered."""
-        process = self.start(
-            "-m",
-            "mx",
-            "serve",
-            str(checkpoint),
-            "--model",
-            model,
-            "--coordinator",
-            self.coordinator,
-        )
-        self.wait_for(model, process)
-        return process
+    def start(
+        self,
+        *arguments: str,
+        prefix: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start a Python process, which ends with the cluster.
 
-    def wait_for(self, model: str, process: subprocess.Popen[bytes]) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not api.list_sources(model, coordinator=self.coordinator):
-            if process.poll() is not None:
-                raise RuntimeError(f"the source of {model} ended with {process.returncode}")
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"the source of {model} did not register")
-            time.sleep(0.05)
+        Args:
+            arguments: Python's.
+            prefix: What the command begins with; by default as that of the coordinator.
+            env: What its environment has more.
+        """
+        prefix = self._prefix if prefix is None else prefix
+        env = _QUIET | dict(env or {})
+        self._children.append(Child(*arguments, prefix=prefix, env=env, stderr=self._stderr))
+        return self._children[-1]
+
+    def source(
+        self, what: Path | str, model: str, *more: str, prefix: Sequence[str] | None = None
+    ) -> Child:
+        """Start `mx serve`. It prints a line of JSON once it is registered.
+
+        Args:
+            what: What it serves.
+            model: The model's name.
+            more: Options.
+            prefix: As for `start`.
+        """
+        names = ("serve", str(what), "--model", model, "--coordinator", self.coordinator)
+        options = (*self._listen, *self._insecure, "--json", *more)
+        return self.start("-m", "mx", *names, *options, prefix=prefix)
+
+    def serve(
+        self, what: Path | str, model: str, *more: str, prefix: Sequence[str] | None = None
+    ) -> tuple[Child, dict[str, Any]]:
+        """Start `mx serve` and wait until it is registered; see `source`.
+
+        Returns:
+            The process, and what it said of itself.
+        """
+        child = self.source(what, model, *more, prefix=prefix)
+        return child, json.loads(child.hear())
 
     def close(self) -> None:
-        for process in reversed(self._processes):
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        """End all processes, the coordinator last."""
+        for child in reversed(self._children):
+            child.close(terminate=True)
 
 
 def pss_nbytes(pid: int) -> int:
@@ -88,3 +169,9 @@ def pss_nbytes(pid: int) -> int:
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def cpu_s(pid: int) -> float:
+    """Return the user and system seconds of a process, from /proc/PID/stat."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -12,25 +12,25 @@ arrivals and the computing of the sequential run: no order of work can be faster
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import BOUND, MX, Bar, picture
-from benchmarks.harness import machine
-from benchmarks.hosts import Hosts, Link, unavailable
 from mx import config
+
+from . import harness
+from .hosts import Hosts, Link, unavailable
+from .processes import Cluster
+from .svg import BOUND, MX, Bar, bars
 
 NEAR, FAR = "near", "far"
 MBIT_PER_S = 500.0
@@ -39,7 +39,6 @@ SHARES = {"a third": (1 / 3, 0.85), "all": (1.0, 0.6)}
 BOUND_BAR = 1.1
 LOAD_BAR_S = 0.3
 META_BAR_S = 0.2
-START_TIMEOUT_S = 120.0
 
 MODEL: dict[str, Any] = {
     "hidden_size": 512,
@@ -210,75 +209,33 @@ def target(coordinator: str) -> None:
 # -- the benchmark --------------------------------------------------------------------------------
 
 
-COORDINATOR = "from mx.cli import coordinator_main; coordinator_main()"
-
-
 class Rig:
     """A source on one host, and a target's process on another. Close it."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.link: Link = hosts.link(NEAR, FAR, mbit_per_s=MBIT_PER_S)
-        self._hosts = hosts
-        self._processes: list[subprocess.Popen[str]] = []
-        address = self.link.address(NEAR)
-        at = f"{address}:7600"
-        self._start(NEAR, "-c", COORDINATOR, "--listen", at, "--insecure")
-        self.source = self._start(
-            NEAR, "-m", "mx", "serve", str(folder), "--model", "m", "--listen", f"{address}:0",
-            "--coordinator", at, "--insecure", "--wait", "1m",
-        )  # fmt: skip
-        self.asked = self._start(FAR, "-m", "benchmarks.progressive", "--target", at)
-
-    def _start(self, host: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [*self._hosts.prefix(host), sys.executable, *arguments]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._processes.append(process)
-        return process
+        code = f"import sys; from {__package__}.progressive import target; target(*sys.argv[1:])"
+        with ExitStack() as stack:
+            made = Cluster(self.link.address(NEAR), hosts.prefix(NEAR))
+            cluster = stack.enter_context(closing(made))
+            self.source, _ = cluster.serve(folder, "m")
+            far = hosts.prefix(FAR)
+            self._target = cluster.start("-c", code, cluster.coordinator, prefix=far)
+            self._processes = stack.pop_all()
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        self._processes.close()
 
     def ask(self, what: str, argument: int = 0) -> dict[str, Any]:
         """Have the target do something, and return what it measured."""
-        assert self.asked.stdin is not None and self.asked.stdout is not None
-        self.asked.stdin.write(f"{what} {argument}\n")
-        self.asked.stdin.flush()
-        line = self.asked.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the target ended while it was to do {what}")
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = json.loads(self._target.ask(f"{what} {argument}"))
         return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the first tokens")
-    parser.add_argument("--target", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.target:
-        target(asked.target)
-        return
-    if (reason := unavailable()) is not None:
-        raise SystemExit(f"error: {reason}")
-    with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
-        make(Path(folder))
-        with closing(Rig(hosts, Path(folder))) as rig:
-            found = measured(rig, hosts, asked.rounds)
-    print(json.dumps(found) if asked.json else table(found))
-    if asked.svg is not None:
-        asked.svg.write_text(drawn(found))
 
 
 def measured(rig: Rig, hosts: Hosts, rounds: int) -> dict[str, Any]:
     """Return all figures: medians of ratios of runs that took turns."""
-    found: dict[str, Any] = {"machine": machine(), "rounds": rounds}
+    found: dict[str, Any] = {}
     rig.ask("meta")  # imports
     found["meta_s"] = [rig.ask("meta")["seconds"] for _ in range(rounds)]
     warm = rig.ask("sequential", 256)
@@ -314,32 +271,39 @@ def _median(values: Any) -> float:
     return float(statistics.median(values))
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the figures as lines of a table, with their bars."""
-    lines = [f"{found['machine']}; {found['rounds']} rounds; loading {found['loaded_s']:.2f} s"]
+def rows(found: dict[str, Any]) -> list[harness.Row]:
+    """Return the rows."""
+    made = []
     for name, (_, bar) in SHARES.items():
-        row = found[name]
-        lines += [
-            f"computing {name} of loading (ratio {row['compute_by_loading']:.2f}): "
-            f"{row['sequential_s']:.2f} s sequential, {row['progressive_s']:.2f} s progressive",
-            _line("  first token / bound", row["by_bound"], BOUND_BAR, "x"),
-            _line("  first token / sequential", row["by_sequential"], bar, "x"),
+        part = found[name]
+        detail = (
+            f"ratio {part['compute_by_loading']:.2f}: {part['sequential_s']:.2f} s sequential, "
+            f"{part['progressive_s']:.2f} progressive; loading {found['loaded_s']:.2f}"
+        )
+        what = f"first token, computing {name} of loading"
+        made += [
+            _row(f"{what} / the bound", part["by_bound"], "x", BOUND_BAR, detail),
+            _row(f"{what} / sequential", part["by_sequential"], "x", bar),
         ]
-    seen = "yes" if all(found["seen"]) else "NO"
-    return "\n".join(
-        [
-            *lines,
-            _line("load, over a link of 1 Mbit/s", found["load_s"], LOAD_BAR_S, "s"),
-            f"layer 0's output while the source is stopped after layer 1: {seen}",
-            _line("70B: meta and plan", found["meta_s"], META_BAR_S, "s"),
-        ]
-    )
+    seen = all(found["seen"])
+    work = "layer 0's output while the source is stopped after layer 1"
+    return [
+        *made,
+        _row("load, over a link of 1 Mbit/s", found["load_s"], "s", LOAD_BAR_S),
+        harness.Row(work, sum(found["seen"]), "times", f"{len(found['seen'])} times", seen),
+        _row("70B: meta and plan", found["meta_s"], "s", META_BAR_S),
+    ]
+
+
+def _row(what: str, values: list[float], unit: str, bar: float, detail: str = "") -> harness.Row:
+    value = statistics.median(values)
+    return harness.at_most(what, value, unit, bar, detail, {"mx": values}, digits=3)
 
 
 def drawn(found: dict[str, Any]) -> str:
     """Return a picture of the first tokens' times."""
     title = f"First token of a 24-layer model over a link of {MBIT_PER_S:g} Mbit/s"
-    return picture(
+    return bars(
         title,
         [
             (
@@ -355,10 +319,19 @@ def drawn(found: dict[str, Any]) -> str:
     )
 
 
-def _line(what: str, values: list[float], bar: float, unit: str) -> str:
-    value = statistics.median(values)
-    each = ", ".join(f"{v:.3f}" for v in values)
-    return f"{what}: {value:.3f} {unit} (<= {bar:g}: {'met' if value <= bar else 'MISSED'}; {each})"
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=3)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the first tokens")
+    given = parser.parse_args()
+    if (reason := unavailable()) is not None:
+        raise SystemExit(f"error: {reason}")
+    with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
+        make(Path(folder))
+        with closing(Rig(hosts, Path(folder))) as rig:
+            found = measured(rig, hosts, given.rounds)
+    harness.show(rows(found), as_json=given.json)
+    if given.svg is not None:
+        given.svg.write_text(drawn(found))
 
 
 if __name__ == "__main__":

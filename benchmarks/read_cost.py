@@ -1,4 +1,5 @@
-"""Measures what a read costs in the target beyond its bytes: state machine, sink, bookkeeping.
+"""Measures what a read costs in the target beyond its bytes (state machine, sink, bookkeeping), as
+a row of the table.
 
 A session that completes every read at once, over layers of 256 bytes, leaves only the control work
 to measure.
@@ -27,6 +28,8 @@ from mx.target.reads import Connection
 from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import Read, View
+
+from . import harness
 
 READS = 4000
 
@@ -113,7 +116,7 @@ def _manifest() -> Manifest:
     )
 
 
-def microseconds_per_read() -> float:
+def _microseconds_per_read() -> float:
     manifest = _manifest()
     arena = memoryview(bytearray(manifest.layout.arena_nbytes))
     listener = _Listener()
@@ -126,3 +129,10 @@ def microseconds_per_read() -> float:
     if listener.layers != READS or listener.error:
         raise RuntimeError(f"{listener.layers} of {READS} layers: {listener.error}")
     return spent_s / READS * 1e6
+
+
+def rows(rounds: int) -> list[harness.Row]:
+    """Return the row."""
+    samples = harness.interleave({"mx": _microseconds_per_read}, rounds)
+    value = harness.median(samples, "mx")
+    return [harness.at_most("control cost in the target, per read", value, "us", 50, "", samples)]

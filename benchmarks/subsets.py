@@ -1,24 +1,21 @@
 """Two tensor-parallel ranks on one host pull their slices, together and each for itself.
 
-    python benchmarks/subsets.py [--gb 0.5] [--rate 125MB] [--rounds 3]
+    python -m benchmarks.subsets [--gb 0.5] [--rate 125MB] [--rounds 3]
 
 The source sends at most RATE. Each rank is a process; a round takes until the slower one is done.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-from benchmarks.checkpoints import llama_shapes, write_checkpoint
-from benchmarks.harness import interleave, machine, median
-from benchmarks.processes import Cluster
+from . import harness
+from .checkpoints import llama_shapes, write_checkpoint
+from .processes import Cluster
 
 RANKS = 2
 WIDTH = 2048
@@ -39,65 +36,54 @@ for line in sys.stdin:
 """
 
 
-def measured(checkpoint: Path, rate: str, rounds: int) -> dict[str, object]:
-    """Return the seconds of both ways, and what was moved to the host."""
+def rows(checkpoint: Path, nbytes: int, rate: str, rounds: int) -> list[harness.Row]:
+    """Return the row of both ways; what was moved to the host is its detail.
+
+    Args:
+        checkpoint: The model.
+        nbytes: Its size.
+        rate: What the source sends at most, in a second.
+        rounds: How many.
+    """
     with closing(Cluster()) as cluster:
-        source = cluster.start(
-            "-m", "mx", "serve", str(checkpoint), "--model", "m", "--max-bandwidth", rate,
-            "--coordinator", cluster.coordinator,
-        )  # fmt: skip
-        cluster.wait_for("m", source)
-        arguments = [str(RANKS), ",".join(ROWS), ",".join(COLUMNS)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, cluster.coordinator, str(rank), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+        cluster.serve(checkpoint, "m", "--max-bandwidth", rate)
+        arguments = (str(RANKS), ",".join(ROWS), ",".join(COLUMNS))
+        ranks = [
+            cluster.start("-c", RANK, cluster.coordinator, str(rank), *arguments)
             for rank in range(RANKS)
         ]
         moved: dict[str, int] = {}
 
         def run(how: str) -> float:
             began_s = time.perf_counter()
-            for process in processes:
-                assert process.stdin is not None
-                process.stdin.write(f"{how}\n")
-                process.stdin.flush()
-            moved[how] = 0
-            for process in processes:
-                assert process.stdout is not None
-                moved[how] += int(process.stdout.readline())
+            for rank in ranks:
+                rank.tell(how)
+            moved[how] = sum(int(rank.hear()) for rank in ranks)
             return time.perf_counter() - began_s
 
-        try:
-            ways = {how: lambda how=how: run(how) for how in ("together", "alone")}
-            samples = interleave(ways, rounds)
-        finally:
-            for process in processes:
-                process.communicate()
-    return {
-        "samples_s": samples,
-        "moved_bytes": moved,
-        "ratio": round(median(samples, "alone") / median(samples, "together"), 3),
-    }
+        samples = harness.interleave(
+            {how: partial(run, how) for how in ("together", "alone")}, rounds
+        )
+    value = harness.median(samples, "alone") / harness.median(samples, "together")
+    detail = ", ".join(
+        f"{how} {harness.median(samples, how):.2f} s, {moved[how] / 1e6:.0f} MB" for how in samples
+    )
+    work = f"two ranks' pulls of {nbytes / 1e6:.0f} MB at {rate}, each for itself / together"
+    return [harness.shown(work, value, "x", detail, samples)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--gb", type=float, default=0.5)
     parser.add_argument("--rate", default="125MB")
-    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     layer_nbytes = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * 4 * WIDTH)
     layers = max(1, round(given.gb * 1e9 / layer_nbytes))
     with tempfile.TemporaryDirectory(prefix="mx-subsets-") as folder:
         path = Path(folder) / "model.safetensors"
         nbytes = write_checkpoint(path, llama_shapes(layers, WIDTH, 4 * WIDTH, 1024))
-        found = measured(path, given.rate, given.rounds)
-    print(machine())
-    print(json.dumps({"model_bytes": nbytes, "rate": given.rate} | found, indent=1))
+        found = rows(path, nbytes, given.rate, given.rounds)
+    harness.show(found, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Plain SVG, without a library."""
+"""Plain SVG, without a library, and times as bars."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 #: Of medium lightness, visible on white and on black.
 INK = "#7d8590"
+MX, OTHER, BOUND = "#1f83e0", "#7a8794", "#2e9a5b"
+_WIDTH, _LEFT, _RIGHT = 960, 300, 60
+_ROW, _BAR, _TOP = 30, 20, 56
 
 
 def document(title: str, width: float, height: float, parts: Sequence[str]) -> str:
@@ -57,3 +61,30 @@ def rectangle(x: float, y: float, width: float, height: float, color: str) -> st
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" fill="{color}" '
         'rx="2"/>'
     )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: what was timed, and its seconds."""
+
+    what: str
+    seconds: float
+    color: str = OTHER
+
+
+def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+    """Return a picture of groups of bars, all on one scale from 0."""
+    longest = max(bar.seconds for _, group in groups for bar in group)
+    parts, y = [], float(_TOP)
+    for name, group in groups:
+        parts.append(text(24, y + 14, name, INK, size=14))
+        y += _ROW
+        for bar in group:
+            width = (_WIDTH - _LEFT - _RIGHT) * bar.seconds / longest
+            bold = bar.color == MX
+            label = text(_LEFT - 12, y + 15, bar.what, bar.color, 13, "end", bold=bold)
+            seconds = text(_LEFT + width + 8, y + 15, f"{bar.seconds:.2f} s", INK, size=13)
+            parts += [label, rectangle(_LEFT, y, width, _BAR, bar.color), seconds]
+            y += _ROW
+        y += _ROW / 3
+    return document(title, _WIDTH, y + 10, parts)

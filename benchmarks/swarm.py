@@ -8,27 +8,26 @@ All hosts share this machine's processors, unlike real ones; the results say how
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mx.units import MIB
 
+from . import harness
 from .checkpoints import write_checkpoint
 from .hosts import Hosts, Link, unavailable
+from .processes import Child, Cluster
 
 ORIGIN = "origin"
-START_TIMEOUT_S = 60.0
-MX = (sys.executable, "-m", "mx")
-COORDINATOR = (sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()")
 #: Pulls once for each line that it reads, and closes the pull at the next line.
 TARGET = """
 import json, sys
@@ -68,62 +67,30 @@ class Round:
     busy: float  # part of the processors' time
 
 
+def _finish_s(of: Round) -> float:
+    return of.finish_s
+
+
 class Rig:
     """An origin with a coordinator, and `targets` processes that pull on command."""
 
     def __init__(
-        self,
-        hosts: Hosts,
-        checkpoint: Path,
-        targets: int,
-        mbit_per_s: float,
-        log: Path | None,
+        self, hosts: Hosts, checkpoint: Path, targets: int, mbit_per_s: float, log: Path | None
     ) -> None:
         self._hosts = hosts
-        self._log = log
         names = [ORIGIN, *(f"t{number}" for number in range(targets))]
         self._links = hosts.star(names, up_mbit_per_s=mbit_per_s, down_mbit_per_s=mbit_per_s)
-        at = f"{self._links[ORIGIN].address(ORIGIN)}"
-        control = ("--coordinator", f"{at}:7600", "--insecure", "--json")
-        self._start(ORIGIN, [*COORDINATOR, "--listen", f"{at}:7600", "--insecure"])
-        serving = [*MX, "serve", str(checkpoint), "--model", "m", "--listen", f"{at}:0", *control]
-        time.sleep(2.0)
-        self._start(ORIGIN, serving)
-        self._wait_for_source([*MX, "sources", "m", *control])
-        self._targets = [
-            self._pipe(name, [sys.executable, "-c", TARGET, f"{at}:7600", self._listen(name)])
-            for name in names[1:]
-        ]
+        at = self._links[ORIGIN].address(ORIGIN)
+        with ExitStack() as stack, (log or Path(os.devnull)).open("ab") as errors:
+            cluster = stack.enter_context(closing(Cluster(at, hosts.prefix(ORIGIN), errors)))
+            cluster.serve(checkpoint, "m")
+            self._targets = [self._target(cluster, name) for name in names[1:]]
+            self._processes = stack.pop_all()
 
-    def _listen(self, name: str) -> str:
-        return f"{self._links[name].address(name)}:0"
-
-    def _wait_for_source(self, command: list[str]) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            done = subprocess.run(
-                [*self._hosts.prefix(ORIGIN), *command], check=False, capture_output=True
-            )
-            if not done.returncode and json.loads(done.stdout).get("sources"):
-                return
-            time.sleep(0.2)
-        raise RuntimeError("the origin did not register")
-
-    def _errors(self, name: str) -> Any:
-        if self._log is None:
-            return subprocess.DEVNULL
-        return (self._log / f"{name}.log").open("ab")
-
-    def _start(self, name: str, command: list[str]) -> None:
-        self._hosts.start(name, command, stdout=subprocess.DEVNULL, stderr=self._errors(name))
-
-    def _pipe(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*self._hosts.prefix(name), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors(name),
-        )
+    def _target(self, cluster: Cluster, name: str) -> Child:
+        listen = f"{self._links[name].address(name)}:0"
+        prefix = self._hosts.prefix(name)
+        return cluster.start("-c", TARGET, cluster.coordinator, listen, prefix=prefix)
 
     def pull(self, targets: int) -> Round:
         """Let the first `targets` processes pull at once, and return the results."""
@@ -131,17 +98,14 @@ class Rig:
         before = self._hosts.sent_nbytes(origin, ORIGIN)
         used = self._targets[:targets]
         began_s, idle_s = time.monotonic(), _idle_s()
-        self._tell(used)
-        reports = [self._read(process) for process in used]
+        reports = self._ask(used)
         took_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
         busy = 1 - (_idle_s() - idle_s) / took_s
         sent = self._hosts.sent_nbytes(origin, ORIGIN) - before
         failed = [report["error"] for report in reports if "error" in report]
         if failed:
             raise RuntimeError("; ".join(failed))
-        self._tell(used)
-        for process in used:
-            self._read(process)
+        self._ask(used)  # they close their pulls
         time.sleep(1.0)
         ends = [report["seconds"] for report in reports]
         layers = [report["layers_at_s"] for report in reports]
@@ -156,25 +120,15 @@ class Rig:
         )
 
     @staticmethod
-    def _tell(processes: list[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-
-    @staticmethod
-    def _read(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError("a target has ended")
-        found: dict[str, Any] = json.loads(line)
-        return found
+    def _ask(children: list[Child]) -> list[dict[str, Any]]:
+        """Send a line to each at once, and return their answers."""
+        for child in children:
+            child.tell()
+        return [json.loads(child.hear()) for child in children]
 
     def close(self) -> None:
-        for process in self._targets:
-            process.kill()
-            process.communicate()
+        """End all processes."""
+        self._processes.close()
 
 
 def _idle_s() -> float:
@@ -199,37 +153,52 @@ def checkpoint(folder: Path, mib: int) -> Path:
     return path
 
 
+def rows(one: list[Round], many: list[Round], targets: int) -> list[harness.Row]:
+    """Return the rows of rounds of one target and of all at once, in multiples of one alone.
+
+    Args:
+        one: The rounds of one.
+        many: Those of all, each after one of `one`.
+        targets: How many all are.
+    """
+
+    def row(what: str, seconds: Callable[[Round], float], detail: str = "") -> harness.Row:
+        ratios = [seconds(all_) / each.finish_s for each, all_ in zip(one, many, strict=True)]
+        work = f"{targets} at once / one alone: {what}"
+        return harness.shown(work, statistics.median(ratios), "x", detail, {"ratios": ratios})
+
+    def middle(value: Callable[[Round], float], rounds: list[Round]) -> float:
+        return statistics.median(map(value, rounds))
+
+    seconds = f"{middle(_finish_s, many):.2f} s against {middle(_finish_s, one):.2f}"
+    origin = f"the origin sent {middle(lambda each: each.origin_copies, many):.2f} models"
+    busy = ", ".join(f"{middle(lambda each: each.busy, rounds):.0%}" for rounds in (one, many))
+    detail = f"{seconds}; {origin}; {sum(each.retries for each in many)} retries; busy {busy}"
+    return [
+        row("the last is done", _finish_s, detail),
+        row("the median is done", lambda each: each.median_s),
+        row("the first layer is everywhere", lambda each: each.first_layer_s),
+        row("the first quarter", lambda each: each.first_quarter_s),
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--targets", type=int, default=8)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--mbit", type=float, default=1000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--log", type=Path, help="a folder for the output of the processes")
-    arguments = parser.parse_args()
+    parser.add_argument("--log", type=Path, help="a file for the errors of the processes")
+    given = parser.parse_args()
     reason = unavailable()
     if reason is not None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
-        path = checkpoint(Path(folder), arguments.mib)
-        rig = Rig(hosts, path, arguments.targets, arguments.mbit, arguments.log)
-        try:
-            rig.pull(arguments.targets)  # loads code
-            for number in range(arguments.rounds):
-                one = rig.pull(1)
-                many = rig.pull(arguments.targets)
-                print(
-                    f"round {number + 1}: one {one.finish_s:.2f} s; {arguments.targets} at once "
-                    f"{many.finish_s:.2f} s ({many.finish_s / one.finish_s:.2f} x, median "
-                    f"{many.median_s:.2f} s); first layer everywhere "
-                    f"{many.first_layer_s / one.finish_s:.2f} x, first quarter "
-                    f"{many.first_quarter_s / one.finish_s:.2f} x; the origin sent "
-                    f"{many.origin_copies:.2f} models; {many.retries} retries; "
-                    f"processors {one.busy:.0%} busy, {many.busy:.0%}",
-                    flush=True,
-                )
-        finally:
-            rig.close()
+        path = checkpoint(Path(folder), given.mib)
+        with closing(Rig(hosts, path, given.targets, given.mbit, given.log)) as rig:
+            rig.pull(given.targets)  # loads code
+            pairs = [(rig.pull(1), rig.pull(given.targets)) for _ in range(given.rounds)]
+    one, many = ([pair[side] for pair in pairs] for side in (0, 1))
+    harness.show(rows(one, many, given.targets), as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from tests.support.stores import stores_of
 #: other programs use the processors, this process may not have run at all in the time.
 SETTLE_S = 5.0
 SETTLE_LOOKS = 50
-#: How many looks follow one collection, during which no other thread can go on.
+#: How many looks precede each collection: it takes longer than most of what is left, and no other
+#: thread can go on meanwhile.
 LOOKS_A_COLLECTION = 10
 
 # Name keys and receipts of the tests, and of the processes that they start, are not the user's.
@@ -150,9 +151,6 @@ def _globals_of_libraries() -> None:
         await server.stop(None)
 
     asyncio.run(once())
-    # Collections look at what tests make, and not each time at all that was imported, too.
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -175,7 +173,7 @@ def nothing_left_behind(
     while left := Holdings.now().beyond(before):
         if settling.is_over():
             pytest.fail("left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
-        if settling.looks % LOOKS_A_COLLECTION == 1:
+        if settling.looks % LOOKS_A_COLLECTION == 0:
             gc.collect()
         time.sleep(0.02)
 

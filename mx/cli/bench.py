@@ -52,7 +52,7 @@ def bench(
         )
     found = rows.run(folder, outcome.say, wanted, rounds)
     if as_json:
-        outcome.emit({"machine": harness.machine(), "rows": [row.to_json() for row in found]})
+        outcome.emit(harness.to_json(found))
         return
     table = Table(title=harness.machine(), title_justify="left", caption_justify="left")
     for column in ("work", "measured", "bar", "", "detail"):

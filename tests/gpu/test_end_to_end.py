@@ -36,11 +36,7 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 def served(folder: Path, device: str) -> Iterator[Cluster]:
     cluster = Cluster()
     try:
-        process = cluster.start(
-            *("-m", "mx", "serve", str(folder), "--model", MODEL, "--device", device),
-            *("--coordinator", cluster.coordinator),
-        )
-        cluster.wait_for(MODEL, process)
+        cluster.serve(folder, MODEL, "--device", device)
         yield cluster
     finally:
         cluster.close()

@@ -163,6 +163,7 @@ RunIn = Callable[..., HostCommand]
 
 
 def start_coordinator(run: Run, *arguments: str, port: int | None = None) -> tuple[str, Command]:
+    """Start a coordinator; return its address, and its command, once it answers."""
     address = f"127.0.0.1:{port or free_port()}"
     command = run("--listen", address, *arguments, daemon=True)
 

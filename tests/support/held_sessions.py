@@ -22,6 +22,7 @@ SHORTCUTS = b"".join(shortcut_digest(BYTES[at : at + MIB]) for at in range(0, le
 
 
 def manifest_of_three_chunks() -> Manifest:
+    """Return the manifest of `BYTES`."""
     layout = manifests.plan_layout([manifests.TensorSpec("model.weight", "U8", (len(BYTES),))])
     return manifests.encode(layout, Packaging(), {"model.weight": root_of(BYTES)})
 
@@ -67,6 +68,8 @@ class HeldSession:
 
 
 class Lease:
+    """A lease that holds unless a test sets its `error`."""
+
     error: MxError | None = None
     coordinated = False
     answers = False
@@ -83,6 +86,7 @@ class Lease:
 def connection_of(
     session: Session, lease: Lease | None = None, vouched: bytes | None = None
 ) -> Connection:
+    """Return a connection over this session."""
     source = replace(make_record(make_documents("w")), endpoint="peer")
     return Connection(
         SourcePath(source, "held", 0.0, False, ""),
@@ -93,6 +97,8 @@ def connection_of(
 
 
 class Listener:
+    """Keeps what a transfer tells it."""
+
     def __init__(self) -> None:
         self.ready: list[int] = []
         self.verified_by: list[VerifiedBy] = []

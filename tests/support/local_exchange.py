@@ -10,8 +10,10 @@ TIMEOUT_S = 60.0
 
 
 def all_of(grid: ChunkGrid) -> Wanted:
+    """Return all blocks, each to be read aside."""
     return Wanted(grid, {c: [BlockRange(0, grid.block_count(c), True)] for c in range(len(grid))})
 
 
 def ref_of(name: str) -> ManifestRef:
+    """Return a manifest of this name."""
     return ManifestRef(name.encode().ljust(32), bytes(32), b"", (1, 1, 0))

@@ -1,4 +1,4 @@
-"""How things end: what tests wait for, and what they compare."""
+"""What tests wait for, and what pulls fail with."""
 
 from __future__ import annotations
 

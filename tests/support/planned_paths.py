@@ -16,6 +16,7 @@ REF = ManifestRef(b"i" * 32, b"l" * 32, b"p" * 32, (1, 1, 1))
 def source(
     name: str, transports: tuple[str, ...] = ("shm", "tcp"), there: Place | None = None
 ) -> SourceRecord:
+    """Return a source of this name, on a host of the same name unless it is `there`."""
     return SourceRecord(
         source_id=name,
         model=ModelKey("m"),
@@ -37,6 +38,7 @@ A, B = on_one_host("a"), on_one_host("b")
 
 
 def path(record: Any, transport: str, rail: int = 0) -> SourcePath:
+    """Return a path over the network to a source, by one of the rails."""
     pair = Rail(f"l{rail}", f"10.0.{rail}.2", f"r{rail}", f"10.0.{rail}.1", 1.0)
     return SourcePath(record, transport, 1.0, False, "", Medium.NETWORK, pair)
 

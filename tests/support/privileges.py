@@ -13,6 +13,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has another us
 
 
 def as_nobody(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Start a process that runs code as nobody; its output is piped."""
     # Python itself may be where only root can read: it is loaded first.
     become = (
         "import os, shutil, sys\nos.chdir('/')\n"
@@ -26,6 +27,7 @@ def as_nobody(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def done(child: subprocess.Popen[str]) -> str:
+    """Wait for the process, and return what it printed."""
     out, _ = child.communicate(timeout=60)
     assert child.returncode == 0
     return out

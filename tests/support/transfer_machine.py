@@ -126,5 +126,6 @@ class Driver:
 def land(
     machine: TransferMachine, connection: int, part: Part, now_s: float = 0.0, *, right: bool = True
 ) -> list[Command]:
+    """Tell the machine that a part has landed, with right digests or wrong ones."""
     digests = blocks_of(machine._grid, part, right=right)
     return machine.landed(connection, part, digests, now_s)

@@ -87,14 +87,17 @@ class Driver:
 
 
 def blocks(part: Part) -> list[Part]:
+    """Return each block of a part, as a part."""
     return [Part(part.chunk, block, block + 1) for block in range(part.begin, part.end)]
 
 
 def numbers(part: Part) -> set[tuple[int, int]]:
+    """Return the chunk and number of each block of a part."""
     return {(part.chunk, block) for block in range(part.begin, part.end)}
 
 
 def wanted_at_random(known: Known, rng: random.Random) -> Wanted:
+    """Return some blocks of some chunks, in place or aside."""
     grid = known.grid
     ranges: dict[int, list[BlockRange]] = {}
     for chunk in range(len(grid)):

@@ -25,9 +25,8 @@ def test_rows_of_fake_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SPARE_BYTES", 0)
     monkeypatch.setattr(gpu, "READ_BYTES", MIB)
     fake = FakeDriver(gpus=2)
-    said: list[str] = []
     with cuda.installed(fake):
-        rows = gpu.run(nbytes=3 * MIB, resident=2 * MIB, rounds=1, say=said.append)
+        rows = gpu.run(nbytes=3 * MIB, resident=2 * MIB, rounds=1)
     assert [row.work for row in rows][: len(ROWS)] == ROWS
     assert fake.live() == []
 
@@ -36,4 +35,4 @@ def test_without_a_gpu_it_says_why() -> None:
     if not isinstance(cuda.probe(), Unavailable):
         pytest.skip("there is one")
     with pytest.raises(LocalError, match="(?i)cuda"):
-        gpu.run(nbytes=MIB, resident=MIB, rounds=1, say=print)
+        gpu.run(nbytes=MIB, resident=MIB, rounds=1)

@@ -1,0 +1,206 @@
+"""Measures pulls between processes of one machine, as rows of the table: attached memory, copies
+over shm, tcp, TLS and ucx against bare references, and the first layer."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+from mx import api, config
+from mx.plugins import transports
+from mx.target.report import PullReport
+from mx.testing.certificates import certificates
+from mx.transport import Unavailable
+from mx.units import MIB
+
+from . import harness
+from .processes import Child, Cluster
+from .references import memcpy
+from .references.sockets import RawSockets
+from .sparse import shapes_of, sparse_source
+
+MODEL = "bench"
+
+
+def _pull(cluster: Cluster, model: str = MODEL, **options: object) -> PullReport:
+    with api.pull(model, coordinator=cluster.coordinator, **options) as pull:  # type: ignore[arg-type]
+        return pull.wait(120)
+
+
+def payload_nbytes(cluster: Cluster) -> int:
+    """Return the model's bytes."""
+    return _pull(cluster).bytes
+
+
+@contextmanager
+def _filled_memfd(nbytes: int) -> Iterator[int]:
+    """Yield the descriptor of a memfd of random bytes."""
+    fd = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        with mmap.mmap(fd, nbytes) as mapping:
+            block = os.urandom(MIB)
+            for offset in range(0, nbytes, MIB):
+                mapping[offset : offset + MIB] = block[: min(MIB, nbytes - offset)]
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
+    """Measure attaching, at the checkpoint's size and at 100 GB (a sparse memfd)."""
+
+    def large() -> float:
+        with api.pull("bench-sparse", coordinator=cluster.coordinator) as pull:
+            report = pull.wait(60)
+            view = pull.buffer()
+            # The first, middle and last page must be readable.
+            assert not any(view[at] for at in (0, view.nbytes // 2, view.nbytes - 1))
+            return report.seconds
+
+    with sparse_source(shapes_of(723, 100 * 10**9), cluster.coordinator, "bench-sparse"):
+        contestants = {"2.6 GB": lambda: _pull(cluster).seconds, "100 GB sparse": large}
+        samples = harness.interleave(contestants, rounds)
+    return [
+        harness.at_most(
+            f"attach, {what}: ready", harness.median(samples, what) * 1e3, "ms", 60, "",
+            {"mx": seconds}, digits=2,
+        )
+        for what, seconds in samples.items()
+    ]  # fmt: skip
+
+
+def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
+    """Measure verified shm copies against one thread's memcpy, which does not hash."""
+    arena_nbytes = _arena_nbytes(cluster)
+    into = mmap.mmap(-1, arena_nbytes + (2 << 20), flags=mmap.MAP_PRIVATE)
+    into.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(into)[:arena_nbytes]
+    with _filled_memfd(nbytes) as fd, closing(memcpy.Reused(fd, nbytes)) as reused:
+        fresh = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, attach=False, transport="shm").seconds,
+                "memcpy, populated": lambda: memcpy.fresh(fd, nbytes, populate=True),
+                "memcpy, faulting": lambda: memcpy.fresh(fd, nbytes, populate=False),
+            },
+            rounds,
+            fresh_nbytes=nbytes,
+        )
+        again = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, attach=False, transport="shm", into=view).seconds,
+                "memcpy": reused.copy,
+            },
+            rounds,
+        )
+    return [
+        harness.ratio("shm copy, verified, fresh / memcpy", fresh, "memcpy", 0.95, nbytes),
+        harness.ratio("shm copy, verified, reused / memcpy", again, "memcpy", 0.9, nbytes),
+    ]
+
+
+def _arena_nbytes(cluster: Cluster) -> int:
+    with api.pull(MODEL, coordinator=cluster.coordinator) as pull:
+        pull.wait(60)
+        assert pull.manifest is not None
+        return pull.manifest.layout.arena_nbytes
+
+
+def tcp_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
+    """Measure a verified pull by tcp against raw sockets that hash."""
+    with _filled_memfd(nbytes) as fd, closing(RawSockets(fd, nbytes)) as sockets:
+        contestants = {
+            "mx": lambda: _pull(cluster, transport="tcp").seconds,
+            **_receives(sockets, "raw"),
+        }
+        samples = harness.interleave(contestants, rounds, fresh_nbytes=nbytes)
+    return [harness.ratio("tcp, verified / raw sockets that hash", samples, "raw", 0.95, nbytes)]
+
+
+def tls_rows(checkpoint: Path, nbytes: int, rounds: int) -> list[harness.Row]:
+    """Measure a verified pull over TLS against bare `ssl` sockets that hash."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, _ = certificates(Path(folder))
+        files = {"tls_cert": ours.certificate, "tls_key": ours.key, "tls_ca": ours.authority}
+        settings = config.load(files)
+        source = Child(
+            "-m", "mx", "serve", str(checkpoint), "--model", "tls", "--json",
+            "--listen", "127.0.0.1:0",
+            env={f"MX_PEER_{name.upper()}": file for name, file in files.items()},
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            endpoint = json.loads(source.hear())["endpoint"]
+
+            def pull() -> float:
+                with api.pull("tls", peer=endpoint, transport="tcp", settings=settings) as pulling:
+                    return pulling.wait(120).seconds
+
+            with (
+                _filled_memfd(nbytes) as fd,
+                closing(RawSockets(fd, nbytes, tuple(files.values()))) as sockets,
+            ):
+                contestants = {"mx": pull, **_receives(sockets, "ssl")}
+                samples = harness.interleave(contestants, rounds, fresh_nbytes=nbytes)
+        finally:
+            source.close(terminate=True)
+    work = "tcp over TLS, verified / ssl sockets that hash"
+    return [harness.ratio(work, samples, "ssl", 0.8, nbytes)]
+
+
+def _receives(sockets: RawSockets, kind: str) -> dict[str, Callable[[], float]]:
+    """Return the references by 1, 2 and 4 sockets."""
+    return {f"{kind}: {count} sockets": partial(sockets.receive, count) for count in (1, 2, 4)}
+
+
+def ucx_rows(
+    cluster: Cluster, nbytes: int, rounds: int, say: Callable[[str], None]
+) -> list[harness.Row]:
+    """Measure a verified pull by ucx against bare NIXL with the same settings, which hashes too.
+
+    Returns no row if NIXL is not installed.
+    """
+    viable = transports()["ucx"].probe()
+    if isinstance(viable, Unavailable):
+        say(f"ucx is left out: {viable.reason}")
+        return []
+    from .references.nixl import BareNixl
+
+    with _filled_memfd(nbytes) as fd, closing(BareNixl(fd, nbytes)) as bare:
+        samples = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, transport="ucx").seconds,
+                "NIXL, 16 MiB x 4": lambda: bare.receive(16 * MIB, 4, populate=True),
+                "NIXL, 4 MiB x 8": lambda: bare.receive(4 * MIB, 8, populate=True),
+                "NIXL, 4 MiB x 8, faulting": lambda: bare.receive(4 * MIB, 8, populate=False),
+            },
+            rounds,
+            fresh_nbytes=nbytes,
+        )
+    return [harness.ratio("ucx, verified / bare NIXL that hashes", samples, "NIXL", 0.95, nbytes)]
+
+
+def first_layer_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
+    """Measure when layer 0 is ready, against its share of the transfer."""
+    allowed: list[float] = []
+
+    def first() -> float:
+        with api.pull(MODEL, coordinator=cluster.coordinator, transport="tcp") as pull:
+            report = pull.wait(120)
+            assert pull.manifest is not None
+            share = pull.manifest.layout.layers[0].nbytes / report.bytes
+        allowed.append(1.2 * share * report.seconds + 0.010)
+        return report.first_layer_s
+
+    samples = harness.interleave({"mx": first}, rounds) | {"allowed": allowed[1:]}
+    value_ms, bar_ms = (1e3 * harness.median(samples, name) for name in ("mx", "allowed"))
+    detail = "the bar is 1.2 x its share + 10 ms"
+    work = "first layer ready (tcp)"
+    return [harness.at_most(work, value_ms, "ms", bar_ms, detail, samples, digits=2)]
