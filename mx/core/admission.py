@@ -69,7 +69,7 @@ def admit(
     if refusal is not None:
         if claim.intent.replaces:
             raise refusal
-        binding = bindings.contests_of(key, ref.identity)
+        binding = bindings.contests_of(key, ref)
         if binding is None and not (claim.intent.keeps_pin or _is_strange(bindings, key, claim)):
             raise refusal
     if binding is None:

@@ -120,12 +120,11 @@ class Contests:
         """Return those of one name."""
         return list(self._names.get(name, ()))
 
-    def find(self, key: ModelKey, identity: bytes) -> Binding | None:
-        """Return the one of this key and identity, or None."""
-        for binding in self._names.get(key.name, ()):
-            if binding.key == key and binding.identity == identity:
-                return binding
-        return None
+    def find(self, key: ModelKey, ref: ManifestRef) -> Binding | None:
+        """Return the one of this key and these weights, or None; of two the one in this layout."""
+        named = self._names.get(key.name, ())
+        found = [each for each in named if (each.key, each.identity) == (key, ref.identity)]
+        return min(found, key=lambda each: each.ref.layout != ref.layout, default=None)
 
     def add(self, binding: Binding) -> None:
         """Add a binding, as the youngest."""

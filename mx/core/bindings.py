@@ -130,9 +130,9 @@ class Bindings:
         for a free one."""
         return self._names.get(name) or self._reserved.get(name)
 
-    def contests_of(self, key: ModelKey, identity: bytes) -> Binding | None:
+    def contests_of(self, key: ModelKey, ref: ManifestRef) -> Binding | None:
         """Return the binding of these weights that contests a key, or None."""
-        return self._contests.find(key, identity)
+        return self._contests.find(key, ref)
 
     def of_source(self, source_id: str) -> Binding:
         """Return the binding of a source that `bind` has added."""
@@ -208,7 +208,7 @@ class Bindings:
             owner = self._names[key.name].owner
             origin = origin and owner in (b"", commitment)
         else:
-            found = self._contests.find(key, ref.identity)
+            found = self._contests.find(key, ref)
             binding = found or self._begin(key, ref, address, bound=False)
             if found is None:
                 self._contests.add(binding)
@@ -294,9 +294,10 @@ class Bindings:
             revisions[entry.base].lapses_at_s = math.inf
         binding = entry.variants.get(key.variant)
         if binding is None:
-            # The owner of the name may bind what another source contests.
-            binding = self._contests.find(key, ref.identity)
-            if binding is None:
+            # The owner of the name may bind what another source contests; in another layout it
+            # binds its own, since one binding has one layout.
+            binding = self._contests.find(key, ref)
+            if binding is None or binding.ref.layout != ref.layout:
                 binding = self._begin(key, ref, address, bound=True)
             else:
                 self._contests.remove(binding)

@@ -615,3 +615,22 @@ def test_names_that_are_kept_for_their_owners_are_bounded() -> None:
         late = make_record(WEIGHTS["B"], name=record.model.name)
         assert listed(registry, 0, late, BOB).pin_only
         registry.deregister(0, late.source_id, BOB)
+
+
+def in_layout(record: SourceRecord, version: int) -> SourceRecord:
+    """Return the record of a source that has the same weights in this layout version."""
+    ref = replace(record.ref, layout=bytes([version]) * 32, layout_version=version)
+    return replace(record, ref=ref)
+
+
+def test_an_owner_does_not_join_what_is_listed_by_its_pin_in_another_layout() -> None:
+    """Nor is it kept from its name: the name and the pin have one layout each."""
+    registry = machine()
+    held = in_layout(make_record(WEIGHTS["A"], role=SourceRole.RELAY), 2)
+    assert listed(registry, 0, held, BOB, keeps_pin=True).pin_only
+    mine = in_layout(make_record(WEIGHTS["A"]), 3)
+    assert not listed(registry, 0, mine, ALICE).pin_only
+    assert records(registry.resolve("llama").sources) == [mine]
+    assert {m.ref.layout_version: m.sources for m in registry.models()} == {2: 1, 3: 1}
+    with pytest.raises(BindingError, match="listed in layout 3"):
+        register_source(registry, 0, replace(held, generation=9), BOB, keeps_pin=True)
