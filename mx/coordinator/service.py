@@ -101,9 +101,9 @@ class CoordinatorServicer(PullsServicer):
 
     async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
         del context
-        ref = await self._state.bound(codec.key_from_wire(request.model))
-        version = self._layouts.named(self._state.now()) if ref is None else ref.layout_version
-        return pb.LayoutResponse(version=version)
+        unlisted = self._layouts.named(self._state.now())
+        key = codec.key_from_wire(request.model)
+        return pb.LayoutResponse(version=await self._state.layout_version(key, unlisted))
 
     async def Register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
         with self._registering.admitted(context):

@@ -17,7 +17,7 @@ from mx.core.named import Meant
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
 from mx.core.registry import Change, ChangeKind, Limits, Registered, Registry
-from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceState
+from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
 
@@ -94,7 +94,8 @@ class StateStore(Protocol):
         self, source_id: str, secret: bytes, *, keeps_name: bool = False
     ) -> None: ...
 
-    async def bound(self, key: ModelKey) -> ManifestRef | None: ...
+    async def layout_version(self, key: ModelKey, unlisted: int) -> int:
+        """See `mx.core.registry.Registry.layout_version`."""
 
     async def source(self, source_id: str) -> Listed: ...
 
@@ -223,9 +224,9 @@ class MemoryState:
         finally:
             self._publish()
 
-    async def bound(self, key: ModelKey) -> ManifestRef | None:
+    async def layout_version(self, key: ModelKey, unlisted: int) -> int:
         await self.tick()
-        return self._registry.bound(key)
+        return self._registry.layout_version(key, unlisted)
 
     async def source(self, source_id: str) -> Listed:
         await self.tick()
