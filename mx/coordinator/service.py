@@ -66,7 +66,7 @@ class CoordinatorServicer(PullsServicer):
         self._turns = Turns()
         self._log = WatchLog()
         self._names = MeantLog()
-        self._layouts = layout_rules.InUse()
+        self._layouts = layout_rules.InUse(state.now())
         self._watchers: dict[str, set[Watcher]] = {}
         # A thousand sources may be behind one address, but no address may take the whole limit.
         self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
