@@ -12,6 +12,7 @@ from mx.api.pulling import pull
 from mx.api.serving import offer as serve_here
 from mx.api.serving import source_options, start_source
 from mx.api.target import Pull
+from mx.core.layout_rules import oldest
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
@@ -48,7 +49,8 @@ def offer(
     model = ModelKey(made_from.name, made_from.revision, str(key))
     loop = runtime.acquire()
     try:
-        held = lend(tensors, model)
+        # No coordinator names a layout: the release before plans this one, too.
+        held = lend(tensors, model, layout_version=oldest())
         try:
             # On loopback, whatever the settings say: the cache is on this host.
             local = config.given(settings, listen="127.0.0.1:0", advertise="", data_ports="")

@@ -23,6 +23,7 @@ from mx.api.common import (
 from mx.api.holding import hold, lend, taken_in
 from mx.api.source import Source
 from mx.codec import check_model_key
+from mx.core import layout_rules
 from mx.core.limits import Bounds
 from mx.core.reference import parse_reference
 from mx.core.types import ModelKey
@@ -318,6 +319,8 @@ def serve(
                 settings=settings,
                 cancelled=cancelled,
             )
+            if embedded is not None:  # what others hold, who have yet to register here, is older
+                layout_version = layout_rules.oldest()
             held = await taken_in(partial(take, layout_version), cancelled)
             await offer(server, held, address, update=update)
             return Source(loop, server, held, address, embedded, updatable=True)

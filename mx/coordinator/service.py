@@ -67,7 +67,7 @@ class CoordinatorServicer(PullsServicer):
         self._turns = Turns()
         self._log = WatchLog()
         self._names = MeantLog()
-        self._layouts = layout_rules.InUse()
+        self._layouts = layout_rules.InUse(state.now())
         self._watchers: dict[str, set[Watcher]] = {}
         # A thousand sources may be behind one address, but no address may take the whole limit.
         self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
@@ -105,9 +105,9 @@ class CoordinatorServicer(PullsServicer):
 
     async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
         del context
+        unlisted = self._layouts.named(self._state.now())
         key = codec.key_from_wire(request.model)
-        ref = await self._state.ask(lambda registry: registry.bound(key))
-        version = self._layouts.named(self._state.now()) if ref is None else ref.layout_version
+        version = await self._state.ask(lambda registry: registry.layout_version(key, unlisted))
         return pb.LayoutResponse(version=version)
 
     async def Register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:

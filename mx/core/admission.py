@@ -67,7 +67,7 @@ def admit(
     if refusal is not None:
         if claim.intent.replaces:
             raise refusal
-        binding = state.contest(key, ref.identity)
+        binding = state.contest(key, ref)
         if binding is None and not (claim.intent.keeps_pin or _is_strange(state.claimed, claim)):
             raise refusal
     if binding is None:

@@ -142,7 +142,7 @@ class Bindings:
                 assert state.bound is not None
                 origin = origin and state.bound.owner in (b"", commitment)
             else:
-                found = state.contest(key, ref.identity)
+                found = state.contest(key, ref)
                 binding = found or self._begin(state, key, ref, address, bound=False)
                 if found is None:
                     state.contests.append(binding)
@@ -228,9 +228,10 @@ class Bindings:
             revisions[entry.base].lapses_at_s = math.inf
         binding = entry.variants.get(key.variant)
         if binding is None:
-            # The owner of the name may bind what another source contests.
-            binding = state.contest(key, ref.identity)
-            if binding is None:
+            # The owner of the name may bind what another source contests; in another layout it
+            # binds its own, since one binding has one layout.
+            binding = state.contest(key, ref)
+            if binding is None or binding.ref.layout != ref.layout:
                 binding = self._begin(state, key, ref, address, bound=True)
             else:
                 state.contests.remove(binding)

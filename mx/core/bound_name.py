@@ -74,9 +74,9 @@ class BoundName:
     def newest(self, key: ModelKey) -> int:
         """Return the number of the newest update of a variant, 0 if there is none."""
         root = self.root(key.revision)
-        return max(self._family(root, key.variant), default=0)
+        return max(self.family(root, key.variant), default=0)
 
-    def _family(self, root: str, variant: str) -> dict[int, Binding]:
+    def family(self, root: str, variant: str) -> dict[int, Binding]:
         """Return the bindings of a variant in `root` and its updates, by number."""
         return {
             update_number(revision, root): entry.variants[variant]
@@ -88,8 +88,8 @@ class BoundName:
         """Return why a source may not be the first to bind a key; None if it may."""
         if commitment != self.owner:
             return not_the_owner(key.name, "bind another revision or variant of it")
-        if is_main(key.revision) and self._family(MAIN, key.variant):
-            newest = self._family(MAIN, key.variant)[self.newest(replace(key, revision=MAIN))]
+        if is_main(key.revision) and self.family(MAIN, key.variant):
+            newest = self.family(MAIN, key.variant)[self.newest(replace(key, revision=MAIN))]
             return BindingError(
                 f"{newest.key} is the newest revision, and {key.revision} would count as an update "
                 "of it",
@@ -114,7 +114,7 @@ class BoundName:
             BindingError: Another source has updated it to other weights.
         """
         root = (receipt.base if receipt else "") or self.root(key.revision)
-        family = self._family(root, key.variant)
+        family = self.family(root, key.variant)
         replaced = update_number(key.revision, root)
         last = family[max(family)] if family else None
         if last is not None and last.identity == ref.identity:

@@ -49,12 +49,15 @@ IN_USE_S = 3600.0
 class InUse:
     """Which layout versions the processes plan that call here. A machine: time is an argument.
 
-    Only those that do not plan the newest version of this process are of interest.
+    Only those that do not plan the newest version of this process are of interest. One that has
+    just begun does not know who called in an earlier life, and what those hold who have yet to
+    register again: it names the oldest version at first, as if a process that plans no other one
+    had called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self._calls: Counter[int] = Counter()  # running ones, by the newest version of the caller
-        self._ended_s: dict[int, float] = {}  # when the last one ended
+        self._ended_s = {oldest(): now}  # when the last one ended
 
     def began(self, version: int) -> None:
         """Record a call of a process whose newest version is this one."""

@@ -13,7 +13,7 @@ from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
 from mx.core.ownership import Receipt
 from mx.core.revisions import is_main, update_number
-from mx.core.types import ModelKey
+from mx.core.types import ManifestRef, ModelKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,11 @@ class NameState:
         base = name.revisions[key.revision].base
         return Receipt(key, binding.identity, name.owner, base, name.newest(key))
 
-    def contest(self, key: ModelKey, identity: bytes) -> Binding | None:
-        """Return the binding of these weights that contests a key, or None."""
-        found = (b for b in self.contests if b.key == key and b.identity == identity)
-        return next(found, None)
+    def contest(self, key: ModelKey, ref: ManifestRef) -> Binding | None:
+        """Return the binding of these weights that contests a key, or None; of two the one in this
+        layout."""
+        found = [b for b in self.contests if (b.key, b.identity) == (key, ref.identity)]
+        return min(found, key=lambda each: each.ref.layout != ref.layout, default=None)
 
     def numbered(self, key: ModelKey, number: int) -> Binding:
         """Return the binding of a key that has this number."""

@@ -261,10 +261,25 @@ class Registry:
 
     # -- questions (call `tick` first) ------------------------------------------------------------
 
-    def bound(self, key: ModelKey) -> ManifestRef | None:
-        """Return the manifest that a key stands for, or None."""
-        binding = self._bindings.get(key)
-        return None if binding is None else binding.ref
+    def layout_version(self, key: ModelKey, unlisted: int) -> int:
+        """Return the layout version by which the next source of a key has to plan.
+
+        Args:
+            key: The key.
+            unlisted: The version for what is not listed.
+
+        Returns:
+            That of the weights that the key stands for, else that of an update of it; else
+            `unlisted`, or a lower one in which the key's weights are listed by their pin.
+        """
+        state = self._bindings.of(key.name)
+        if (name := state.claimed) is not None:
+            family = name.family(name.root(key.revision), key.variant)
+            found = name.get(key) or family.get(max(family, default=0))
+            if found is not None:
+                return found.ref.layout_version
+        contests = [each for each in state.contests if each.key == key]
+        return min([unlisted, *(each.ref.layout_version for each in contests)])
 
     def source(self, source_id: str) -> Listed:
         """Return a listed source.
@@ -332,8 +347,13 @@ class Registry:
     # -- inside -----------------------------------------------------------------------------------
 
     def _answer(self, bindings: Sequence[Binding], files: ManifestRef | None = None) -> Resolved:
-        """Answer with the oldest binding that is served."""
-        bindings = sorted(bindings, key=lambda binding: binding.number)
+        """Answer with the oldest binding that is served; of a pin's with one in the lowest layout
+        version, which more readers plan, but not with a stranger's before that of the name."""
+
+        def order(binding: Binding) -> tuple[bool, int, int]:
+            return not binding.bound, binding.ref.layout_version, binding.number
+
+        bindings = sorted(bindings, key=order)
         serving = {binding.number: self._serving(binding) for binding in bindings}
         first = max(bindings, key=lambda binding: bool(serving[binding.number]))
         ref = first.ref if files is None else first.ref.with_files_of(files)

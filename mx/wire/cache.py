@@ -14,6 +14,7 @@ from mx.text import listed
 from mx.units import count, format_bytes, format_seconds
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.rpc import Stub
+from mx.wire.status import planned_here
 from mx.wire.v1 import cache_pb2 as pb
 
 #: How often the cache reports that a model still arrives.
@@ -117,7 +118,8 @@ class CacheClient:
             Where it is, or why the cache does not hold it.
 
         Raises:
-            MxError: The cache does not answer, or refuses.
+            MxError: The cache does not answer, or refuses; or it holds the model in a layout that
+                this process does not plan.
         """
         request = pb.HoldRequest(
             name=wanted.name,
@@ -143,11 +145,10 @@ class CacheClient:
                     case "holding":
                         on_progress(answer.holding.done_bytes, answer.holding.nbytes)
                     case "held":
-                        return HeldAt(
-                            codec.key_from_wire(answer.held.model),
-                            codec.ref_from_wire(answer.held.manifest),
-                            answer.held.endpoint,
-                        )
+                        key = codec.key_from_wire(answer.held.model)
+                        ref = codec.ref_from_wire(answer.held.manifest)
+                        planned_here(ref.layout_version, f"the cache holds {key}", self.remote)
+                        return HeldAt(key, ref, answer.held.endpoint)
                     case "not_held":
                         return str(answer.not_held.reason)
                     case _:

@@ -8,6 +8,8 @@ import contextlib
 import itertools
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from mx.core.layout_rules import newest
 from mx.core.versions import own
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
 from tests.integration.other_versions import Other
-from tests.support.commands import free_port
+from tests.support.commands import environment, free_port
 from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -28,6 +30,8 @@ THIS = ""
 NEXT = "from tests.support.next_release import next_release; next_release()"
 #: The next release also plans a new layout version.
 LAID = f"{NEXT}; from tests.support.next_release import next_layout; next_layout()"
+#: It names the new one, if no older process calls.
+LATER = f"{LAID}; from tests.support.next_release import an_hour_later; an_hour_later()"
 NAMES = {THIS: "this", NEXT: "next", LAID: "laid"}
 
 
@@ -178,7 +182,7 @@ def test_a_fleet_is_upgraded_while_it_runs(released: Released_, checkpoint: Path
 
 
 def test_the_new_layout_begins_when_all_plan_it(released: Released_, checkpoint: Path) -> None:
-    coordinator, _ = coordinate(released, LAID)
+    coordinator, _ = coordinate(released, LATER)
     offer(released, LAID, checkpoint, coordinator)
     assert listed(released, LAID, coordinator) == (newest() + 1, 1)
     report = pull(released, LAID, coordinator, "--transport", "tcp").report()
@@ -217,7 +221,7 @@ def test_a_later_source_takes_the_layout_that_is_listed(
     released: Released_, checkpoint: Path
 ) -> None:
     """Also while the older release is not in use any more, and also those of the newer one."""
-    coordinator, _ = coordinate(released, LAID)
+    coordinator, _ = coordinate(released, LATER)
     _, old = offer(released, THIS, checkpoint, coordinator)
     offer(released, LAID, checkpoint, coordinator)
     assert listed(released, LAID, coordinator) == (newest(), 2)
@@ -227,6 +231,71 @@ def test_a_later_source_takes_the_layout_that_is_listed(
     assert listed(released, LAID, coordinator) == (newest(), 2)
     report = pull(released, LAID, coordinator, "--transport", "tcp").report()
     assert report["verified"]
+
+
+_SHARE = """
+import sys, torch
+from mx import config
+from mx.api.offering import ask_offered, offer, pull_offered
+from mx.core.types import ModelKey
+from mx.core.variant import ProcessingKey
+
+key, settings = ProcessingKey(engine="test", version="1", dtype="fp32"), config.load()
+tensors, model = {"a": torch.ones(4), "b": torch.zeros(4)}, ModelKey("m", "main", "checkpoint")
+if sys.argv[1] == "offer":
+    assert offer(tensors, model, key, settings) is not None
+elif sys.argv[1] == "none":
+    assert ask_offered(model, key, settings) is None
+else:
+    with pull_offered(ask_offered(model, key, settings), settings) as pull:
+        assert torch.equal(pull.state_dict()["a"], tensors["a"])
+"""
+
+
+def test_what_a_process_offers_to_the_cache_has_a_layout_of_both_releases(
+    released: Released_, tmp_path: Path
+) -> None:
+    """No coordinator names one; and what the cache holds in another one is of no use."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    where = {"MX_PEER_CACHE_SOCKET": str(folder / "socket")}
+    coordinator, _ = coordinate(released, THIS)
+    cache = released(LAID, "serve", "--cache", "--coordinator", coordinator, **where)
+    cache.until((folder / "socket").exists, "the cache")
+    # A release that plans the later layout only, as the one after the next.
+    after = f"{LAID}; from mx.core.layout_rules import RULES; del RULES[{newest()}]"
+    for release, verb in ((LAID, "offer"), (THIS, "pull"), (after, "none")):
+        code = [sys.executable, "-c", f"{release}\n{_SHARE}", verb]
+        ran = subprocess.run(
+            code, check=False, env=environment(**where), capture_output=True, text=True
+        )
+        assert ran.returncode == EXIT_OK, ran.stderr
+
+
+@pytest.mark.parametrize("embedded", [False, True], ids=["daemon", "embedded"])
+def test_a_coordinator_that_starts_again_keeps_the_layout_of_those_that_come_back(
+    released: Released_, checkpoint: Path, *, embedded: bool
+) -> None:
+    """It does not know them yet: a source that is there before them takes the older layout."""
+    coordinator, daemon = coordinate(released, LAID)
+    _, old = offer(released, THIS, checkpoint, coordinator)
+    old.signal(signal.SIGSTOP)
+    daemon.signal(signal.SIGINT)
+    assert daemon.wait(60) == EXIT_OK, daemon.err
+    if embedded:
+        # As it is where no address is set: it is the default that a source embeds one at.
+        default = f"mx.config.Settings.is_set = lambda self, name: name != {'coordinator'!r}"
+        release = f"{LAID}; import mx.config; {default}"
+        where = {"MX_PEER_COORDINATOR": coordinator}
+        serving = released(release, "serve", str(checkpoint), "--model", "m", "--json", **where)
+        assert serving.json()["embedded"]
+    else:
+        coordinate(released, LAID, int(coordinator.rpartition(":")[2]))
+        offer(released, LAID, checkpoint, coordinator)
+    old.signal(signal.SIGCONT)
+    both = (newest(), 2)
+    old.until(lambda: listed(released, THIS, coordinator) == both, "its registration")
+    assert pull(released, THIS, coordinator, "--transport", "tcp").report()["verified"]
 
 
 def test_what_a_pull_holds_from_disk_has_the_layout_of_the_fleet(

@@ -350,8 +350,8 @@ def test_one_layout_for_the_same_weights() -> None:
     registry = machine()
     first = make_record(WEIGHTS["A"])
     register_source(registry, 0, first, ALICE)
-    assert registry.bound(first.model) == first.ref
-    assert registry.bound(replace(first.model, revision="other")) is None
+    assert registry.layout_version(first.model, 9) == first.ref.layout_version
+    assert registry.layout_version(replace(first.model, revision="other"), 9) == 9
     version = first.ref.layout_version + 1
     ref = replace(first.ref, layout=b"l" * 32, layout_version=version)
     other = replace(make_record(WEIGHTS["A"]), ref=ref)
@@ -620,3 +620,60 @@ def test_names_that_are_kept_for_their_owners_are_bounded() -> None:
         late = make_record(WEIGHTS["B"], name=record.model.name)
         assert listed(registry, 0, late, BOB).pin_only
         registry.deregister(0, late.source_id, BOB)
+
+
+def in_layout(record: SourceRecord, version: int) -> SourceRecord:
+    """Return the record of a source that has the same weights in this layout version."""
+    ref = replace(record.ref, layout=bytes([version]) * 32, layout_version=version)
+    return replace(record, ref=ref)
+
+
+def test_an_owner_does_not_join_what_is_listed_by_its_pin_in_another_layout() -> None:
+    """Nor is it kept from its name: the name and the pin have one layout each."""
+    registry = machine()
+    held = in_layout(make_record(WEIGHTS["A"], role=SourceRole.RELAY), 2)
+    assert listed(registry, 0, held, BOB, keeps_pin=True).pin_only
+    mine = in_layout(make_record(WEIGHTS["A"]), 3)
+    assert not listed(registry, 0, mine, ALICE).pin_only
+    assert records(registry.resolve("llama").sources) == [mine]
+    assert {m.ref.layout_version: m.sources for m in registry.models()} == {2: 1, 3: 1}
+    with pytest.raises(BindingError, match="listed in layout 3"):
+        register_source(registry, 0, replace(held, generation=9), BOB, keeps_pin=True)
+
+
+def test_what_is_listed_by_its_pin_or_as_an_update_names_the_layout_of_the_next_source() -> None:
+    """Else that one would be refused each time it starts."""
+    registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    held = in_layout(make_record(WEIGHTS["A"], role=SourceRole.RELAY), 2)
+    assert listed(registry, 0, held, BOB, keeps_pin=True).pin_only
+    key = held.model
+    assert registry.layout_version(key, 3) == 2
+    assert registry.layout_version(key, 1) == 1  # a stranger's pin imposes no newer one
+    # After a restart an update is there before what it is an update of.
+    record = in_layout(make_record(WEIGHTS["B"], name="mistral", revision="main.2"), 2)
+    was = receipt_of(record, ALICE, base="main")
+    assert not listed(registry, 0, record, ALICE, keeps_pin=True, receipt=was).pin_only
+    for revision, version in (("main", 2), ("main.2", 2), ("main.3", 2), ("other", 3)):
+        assert registry.layout_version(replace(record.model, revision=revision), 3) == version
+
+
+def test_a_pin_of_two_revisions_means_the_layout_that_more_readers_plan() -> None:
+    registry = machine()
+    newer = in_layout(make_record(WEIGHTS["A"]), 3)
+    older = in_layout(make_record(WEIGHTS["A"], revision="v1"), 2)
+    register_source(registry, 0, newer, ALICE)
+    register_source(registry, 0, older, ALICE)
+    pinned = f"llama@{older.ref.identity.hex()}"
+    assert registry.resolve(pinned).ref == older.ref
+    assert registry.resolve(pinned, "main").ref == newer.ref
+    # A pull that has begun with the other ones still learns of them.
+    assert {source.record.source_id for source in registry.resolve(pinned).sources} == {
+        newer.source_id,
+        older.source_id,
+    }
+    registry.deregister(1, older.source_id, ALICE)
+    assert registry.resolve(pinned).ref == newer.ref
+    # A stranger's lower one leads no readers away from it.
+    lower = in_layout(make_record(WEIGHTS["A"], revision="v2"), 1)
+    assert listed(registry, 1, lower, BOB).pin_only
+    assert registry.resolve(pinned).ref == newer.ref

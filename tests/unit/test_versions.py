@@ -136,7 +136,7 @@ def test_what_only_a_newer_peer_has_is_named() -> None:
 
 
 def test_the_layout_that_is_named_is_the_newest_that_all_plan() -> None:
-    used = InUse()
+    used = InUse(-2 * IN_USE_S)
     assert used.named(0.0) == newest()
     used.began(newest() - 1)
     assert used.named(1.0) == newest() - 1
@@ -146,6 +146,15 @@ def test_the_layout_that_is_named_is_the_newest_that_all_plan() -> None:
     used.ended(newest() - 1, 20.0)
     assert used.named(20.0 + IN_USE_S) == newest() - 1
     assert used.named(20.1 + IN_USE_S) == newest()
+
+
+def test_a_coordinator_that_has_just_begun_names_the_oldest_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RULES, newest() + 1, RULES[newest()])
+    used = InUse(5.0)
+    assert used.named(5.0 + IN_USE_S) == newest() - 1
+    assert used.named(5.1 + IN_USE_S) == newest()
 
 
 def test_two_layout_versions_that_follow_each_other_are_planned_at_most() -> None:
