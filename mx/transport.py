@@ -3,7 +3,7 @@
 A transport is found by the entry-point group `mx.transports` (a callable without arguments that
 returns a `Transport`), and its module is imported at the first use. The suite in
 `mx.testing.conformance`, not this text, defines what one must do; third parties run it on theirs.
-docs/transports.md builds one with `mx_transports.toolkit`.
+docs/transports.md builds two with `mx_transports.toolkit`.
 
 The source side *exposes* regions and hands out a *ticket* per granted reader; the target side
 *opens* a ticket and *reads*. A session completes each read by itself, from threads of its own:
