@@ -60,7 +60,7 @@ class MemoryStore(Store):
         return self._names.values()
 
     def decide(self, state: NameState) -> None:
-        name = state.name
+        name = state.name  # nothing else writes: it is what `name` returned
         if state.empty:
             self._names.pop(name, None)
         else:
