@@ -70,7 +70,7 @@ def admit(
         binding = state.contest(key, ref)
         if binding is None and not (claim.intent.keeps_pin or _is_strange(state.claimed, claim)):
             raise refusal
-    if binding is None:
+    if binding is None or _restores_layout(binding, ref, found, claim):
         bindings.quota.check(address)
     elif binding.ref.layout != ref.layout:
         raise BindingError(
@@ -79,6 +79,15 @@ def admit(
             hint="start this source again: it lays them out as those that are listed",
         )
     return found
+
+
+def _restores_layout(binding: Binding, ref: ManifestRef, found: Admission, claim: Claim) -> bool:
+    """Return True if a source of the coordinator's earlier life is back: one that came before it,
+    with another layout of its weights, does not keep it from its name."""
+    receipt = found.receipt
+    if receipt is None or receipt.this_life or not claim.may_restore or found.key != receipt.key:
+        return False
+    return not binding.ref.same_weights(ref) and receipt.issued_s > binding.issued_s
 
 
 def _is_strange(name: BoundName | None, claim: Claim) -> bool:

@@ -210,7 +210,7 @@ class Bindings:
         """Return the binding of an admitted key, which is made if it is not bound."""
         key, receipt = admission.key, admission.receipt
         if receipt is not None:
-            self._evict(state, receipt)
+            self._evict(state, receipt, ref.layout if key == receipt.key else b"")
         name = state.bound
         if name is None:
             name = BoundName(commitment if receipt is None else receipt.commitment)
@@ -246,8 +246,9 @@ class Bindings:
             binding.restored |= not receipt.this_life
         return binding
 
-    def _evict(self, state: NameState, receipt: Receipt) -> None:
-        """Let what stands against a receipt contest the name."""
+    def _evict(self, state: NameState, receipt: Receipt, layout: bytes) -> None:
+        """Let what stands against a receipt contest the name, also the same weights in another
+        layout than this one; b"": in any."""
         name = state.bound
         if name is None:
             return
@@ -255,7 +256,9 @@ class Bindings:
         bundles: set[str] = set()
         for revision, entry in list(name.revisions.items()):
             for binding in list(entry.variants.values()):
-                if own and (binding.key != receipt.key or binding.identity == receipt.identity):
+                stands = binding.identity == receipt.identity
+                stands &= layout in (b"", binding.ref.layout)
+                if own and (binding.key != receipt.key or stands):
                     continue
                 del entry.variants[binding.key.variant]
                 binding.bound = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from mx.core.layout_rules import oldest
 from mx.core.types import Layout
 from mx.errors import CheckpointError, MxError
 from mx.memory.live import LiveMemory, Memory
@@ -71,18 +72,21 @@ class FromStore(Attempt):
         return await self._commit(delivery, report)
 
     async def _layout_version(self) -> int | None:
-        """Return the layout version of a model that others are to read from here; None for any."""
+        """Return the layout version of a model that others are to read from here: where no
+        coordinator names one, the oldest, which the release before plans too. None for any."""
         options, listed = self._options, self._history.named
         if listed is not None:
             return listed.layout_version
-        if not options.hold or options.coordinator is None:
+        if not options.hold:
             return None
+        if options.coordinator is None:
+            return oldest()
         locator = Locator(options)
         try:
             return await locator.layout_version(options.key)
         except MxError as error:  # to pull needs no coordinator; the registration will say it
             log.debug("no layout version is known: %s", error)
-            return None
+            return oldest()
         finally:
             await locator.close()
 

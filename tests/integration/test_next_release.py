@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mx.core.layout_rules import newest
+import mx
+from mx.core.layout_rules import RULES, newest
 from mx.core.versions import own
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
 from tests.integration.other_versions import Other
@@ -266,10 +267,8 @@ def test_what_a_process_offers_to_the_cache_has_a_layout_of_both_releases(
     after = f"{LAID}; from mx.core.layout_rules import RULES; del RULES[{newest()}]"
     for release, verb in ((LAID, "offer"), (THIS, "pull"), (after, "none")):
         code = [sys.executable, "-c", f"{release}\n{_SHARE}", verb]
-        ran = subprocess.run(
-            code, check=False, env=environment(**where), capture_output=True, text=True
-        )
-        assert ran.returncode == EXIT_OK, ran.stderr
+        ran = subprocess.run(code, env=environment(**where), capture_output=True, check=False)
+        assert ran.returncode == EXIT_OK, ran.stderr.decode()
 
 
 @pytest.mark.parametrize("embedded", [False, True], ids=["daemon", "embedded"])
@@ -308,3 +307,32 @@ def test_what_a_pull_holds_from_disk_has_the_layout_of_the_fleet(
     held.until(lambda: listed(released, THIS, coordinator) == (newest(), 1), "its registration")
     reading = ("pull", pinned, "--coordinator", coordinator, "--json", "--transport", "tcp")
     assert released(THIS, *reading).report()["verified"]
+
+
+def test_without_a_coordinator_a_pull_holds_what_both_releases_plan(
+    released: Released_, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, port = newest(), free_port()
+    monkeypatch.setitem(RULES, before + 1, RULES[before])
+    with mx.pull("m", path=checkpoint, hold=True, coordinator=f"127.0.0.1:{port}") as pull:
+        pull.wait(60)
+        coordinator, _ = coordinate(released, THIS, port)  # it comes later, and plans the older one
+        with pull.hold():
+            assert listed(released, THIS, coordinator) == (before, 1)
+
+
+def test_a_pin_of_two_revisions_in_two_layouts_is_found_by_both_releases(
+    released: Released_, checkpoint: Path
+) -> None:
+    coordinator, _ = coordinate(released, LATER)
+    offer(released, LAID, checkpoint, coordinator)
+    offer(released, THIS, checkpoint, coordinator, "m:v2")
+    found = released(THIS, "models", "--coordinator", coordinator, "--json").report()["models"]
+    assert {each["revision"]: each["layout_version"] for each in found} == {
+        "main": newest() + 1,
+        "v2": newest(),
+    }
+    reading = ("pull", f"m@{found[0]['identity']}", "--coordinator", coordinator, "--json")
+    for release in (THIS, LAID):
+        assert released(release, *reading).report()["verified"]
+    assert released(LAID, "pull", "m", "--coordinator", coordinator, "--json").report()["verified"]

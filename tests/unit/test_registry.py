@@ -677,3 +677,47 @@ def test_a_pin_of_two_revisions_means_the_layout_that_more_readers_plan() -> Non
     lower = in_layout(make_record(WEIGHTS["A"], revision="v2"), 1)
     assert listed(registry, 1, lower, BOB).pin_only
     assert registry.resolve(pinned).ref == newer.ref
+
+
+@pytest.mark.parametrize("first", [ALICE, BOB])
+@pytest.mark.parametrize("late", [False, True])
+def test_after_a_restart_another_layout_of_the_weights_keeps_no_receipt_from_its_name(
+    first: bytes, *, late: bool
+) -> None:
+    """Neither a stranger's, nor that of a source of the owner that has just begun."""
+    registry, now = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S), 0.0
+    registry.tick(now)
+    was = in_layout(make_record(WEIGHTS["A"]), 2)
+    newcomer = in_layout(make_record(WEIGHTS["A"]), 3)
+    assert not listed(registry, now, newcomer, first).pin_only
+    back: dict[str, Any] = {"keeps_pin": True, "receipt": receipt_of(was, ALICE)}
+    if late:
+        for step in range(1, 20):
+            now = step * GRACE_S / 15
+            registry.heartbeat(now, newcomer.source_id, first, SourceState.SERVING)
+        with pytest.raises(BindingError):
+            register_source(registry, now, was, ALICE, **back)
+        return
+    assert not listed(registry, now, was, ALICE, **back).pin_only
+    assert records(registry.resolve("llama").sources) == [was]
+    assert registry.source(newcomer.source_id).record.pin_only
+    other = in_layout(make_record(WEIGHTS["A"]), 2)
+    assert not listed(registry, now, other, ALICE, **back).pin_only
+    with pytest.raises(BindingError, match="listed in layout 2"):
+        register_source(registry, now, in_layout(make_record(WEIGHTS["A"]), 3), ALICE)
+
+
+def test_an_update_after_a_restart_joins_no_other_layout_of_it_and_displaces_nothing() -> None:
+    registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    registry.tick(0)
+    base = in_layout(make_record(WEIGHTS["A"]), 2)
+    assert not listed(registry, 0, base, ALICE).pin_only
+    newer = in_layout(make_record(WEIGHTS["B"]), 3)
+    assert listed(registry, 0, newer, ALICE, replaces="main").model.revision == "main.2"
+    older, was = in_layout(make_record(WEIGHTS["B"]), 2), receipt_of(base, ALICE)
+    with pytest.raises(BindingError, match="listed in layout 3"):
+        register_source(registry, 0, older, ALICE, replaces="main", receipt=was)
+    joined = in_layout(make_record(WEIGHTS["B"]), 3)
+    assert not listed(registry, 0, joined, ALICE, replaces="main", receipt=was).pin_only
+    assert not registry.source(base.source_id).record.pin_only
+    assert len(registry.resolve("llama").sources) == 2
