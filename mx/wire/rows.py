@@ -1,7 +1,7 @@
 """The rows of a layer-address table as a document: columns of little-endian integers.
 
 They are, one after the other, the layer of each row (4 bytes each), its offset in the layer's space
-(8), its length (8), its region (4) and its offset in that (8). Whoever reads one checks it in
+(8), its length (8), its region (4) and its offset in that (8). A reader checks it in
 columns: a coordinator has many, of tens of thousands of rows each.
 """
 

@@ -203,7 +203,7 @@ def test_the_new_layout_begins_when_all_plan_it(released: Released_, checkpoint:
 def test_a_mixed_fleet_keeps_the_older_layout(
     released: Released_, coordinators: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Whoever comes first: the swarm is one."""
+    """The swarm is one, whichever release comes first."""
     coordinator, _ = coordinate(released, coordinators)
     # The older release is in use: it asks, though nothing is listed yet.
     released(THIS, "models", "--coordinator", coordinator, "--json").report()

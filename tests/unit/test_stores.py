@@ -98,7 +98,7 @@ async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
         stranger = registration(owned(make_record(DOCUMENTS), b"stranger"), SECRET, replaces="main")
         with pytest.raises(BindingError, match="another name key"):
             await later.register(stranger, {})
-        clock += 15.0  # nobody has renewed it
+        clock += 15.0  # it was not renewed
         assert await later.ask(Registry.sources) == []
         assert later.document(record.ref.identity) is not None
         clock += 10.0  # the binding ends, and then nothing holds its documents

@@ -83,7 +83,7 @@ def _is_known(host: str, grant: Grant) -> bool:
 
 
 #: A way to connect: `network` here, `unix.connect`. From a ticket and what it came with to sockets
-#: that are connected to the source, one after the other; whoever takes one closes it.
+#: that are connected to the source, one after the other; the caller closes those that it takes.
 #: Raises SourceError or ConfigError.
 Connect = Callable[[framing.Ticket, Grant], Iterator[socket.socket]]
 

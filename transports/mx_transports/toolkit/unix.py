@@ -18,7 +18,7 @@ from mx_transports.toolkit.listeners import Listeners
 
 
 def listen(options: ExposeOptions) -> Listeners:
-    """Listen at a name that nobody can guess. Of the options nothing matters.
+    """Listen at a name that can not be guessed. No option matters.
 
     Returns:
         The socket. Tickets have what `connect` reads.
