@@ -148,7 +148,12 @@ use(1)
 print(alloc(1) > 0)
 """,
     )
-    assert lines == ["ILLEGAL_ADDRESS", " ".join(["ILLEGAL_ADDRESS"] * 3), "ILLEGAL_ADDRESS", "True"]
+    assert lines == [
+        "ILLEGAL_ADDRESS",
+        " ".join(["ILLEGAL_ADDRESS"] * 3),
+        "ILLEGAL_ADDRESS",
+        "True",
+    ]
 
 
 def test_memory_of_a_peer_needs_access(major: int) -> None:

@@ -16,7 +16,7 @@ found = read_gpus(root=Path({root!r}))
 print(found.reason)
 for gpu in found.gpus:
     print(gpu.index, gpu.nvlinks, gpu.pci_address,
-          [(p.nvlinks, p.can_read, p.can_write, p.relation) for p in gpu.peers])
+          [(p.nvlinks, p.p2p_read, p.p2p_write, p.relation) for p in gpu.peers])
 """
 
 

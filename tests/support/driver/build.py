@@ -31,7 +31,7 @@ def packages(major: int) -> Path:
     Args:
         major: The major version of CUDA.
     """
-    return Path(os.environ.get(f"MX_GPU_PACKAGES_{major}") or _ROOT / f".venv-gpu{major}")
+    return _ROOT / f".venv-gpu{major}"
 
 
 def why_not(major: int) -> str:
@@ -92,7 +92,8 @@ def environment(major: int, settings: Mapping[str, object] | None = None) -> dic
     Returns:
         This process's environment with LD_LIBRARY_PATH, PYTHONPATH and the settings.
     """
-    found = {k: v for k, v in os.environ.items() if not k.startswith(("MX_STANDIN_", "CUDA_VIS"))}
+    ours = ("MX_STANDIN_", "CUDA_VISIBLE_DEVICES")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     found["LD_LIBRARY_PATH"] = os.pathsep.join(
         filter(None, [str(build(major)), found.get("LD_LIBRARY_PATH")])
     )

@@ -20,10 +20,18 @@ static __thread struct {
     bool locked;
 } now;
 
-void driver_lock(void) { pthread_mutex_lock(&lock); }
-void driver_unlock(void) { pthread_mutex_unlock(&lock); }
-void driver_wait(void) { pthread_cond_wait(&changed, &lock); }
-void driver_changed(void) { pthread_cond_broadcast(&changed); }
+void driver_lock(void) {
+    pthread_mutex_lock(&lock);
+}
+void driver_unlock(void) {
+    pthread_mutex_unlock(&lock);
+}
+void driver_wait(void) {
+    pthread_cond_wait(&changed, &lock);
+}
+void driver_changed(void) {
+    pthread_cond_broadcast(&changed);
+}
 
 void log_line(const char *format, ...) {
     if (!settings.log_folder || !*settings.log_folder)

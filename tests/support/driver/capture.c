@@ -41,7 +41,9 @@ bool capture_forbids(void) {
     return forbidden;
 }
 
-bool capture_has(CUstream stream) { return capture.active && capture.stream == stream; }
+bool capture_has(CUstream stream) {
+    return capture.active && capture.stream == stream;
+}
 
 /* "The mode is swapped with the calling thread's current mode." */
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {

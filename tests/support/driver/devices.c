@@ -16,10 +16,18 @@ static struct CUctx_st contexts[MAX_DEVICES];
 static __thread CUcontext stack[STACK];
 static __thread int depth;
 
-CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
-CUcontext context_of(int device) { return &contexts[device]; }
-int device_count(void) { return count; }
-int device_gpu(int device) { return gpus[device]; }
+CUcontext context_current(void) {
+    return depth ? stack[depth - 1] : NULL;
+}
+CUcontext context_of(int device) {
+    return &contexts[device];
+}
+int device_count(void) {
+    return count;
+}
+int device_gpu(int device) {
+    return gpus[device];
+}
 
 int device_of_gpu(int gpu) {
     for (int i = 0; i < count; i++)
@@ -40,7 +48,9 @@ void context_break(CUcontext context, CUresult error, const char *why) {
     driver_changed();
 }
 
-static int instance(void) { return settings.mig_instances ? 0 : -1; }
+static int instance(void) {
+    return settings.mig_instances ? 0 : -1;
+}
 
 /* "CUDA_VISIBLE_DEVICES: a comma-separated sequence of GPU identifiers. If one of the indices is
  * invalid, only the devices whose index precedes the invalid index are visible." */
@@ -108,8 +118,7 @@ CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     return call_end(CUDA_SUCCESS);
 }
 
-#define REQUIRE_DEVICE(device)                                                                     \
-    REQUIRE((device) >= 0 && (device) < count, CUDA_ERROR_INVALID_DEVICE)
+#define REQUIRE_DEVICE(device) REQUIRE((device) >= 0 && (device) < count, CUDA_ERROR_INVALID_DEVICE)
 
 CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
     CALL(NEEDS_DRIVER, "%d", device);

@@ -20,7 +20,9 @@ static struct range *ranges;
 static struct backing *backings;
 static unsigned long long last_id;
 
-static size_t page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+static size_t page(void) {
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
 
 /* -- backings --------------------------------------------------------------------------------- */
 
@@ -125,7 +127,9 @@ struct range *range_at(uintptr_t address, unsigned kinds) {
     return NULL;
 }
 
-struct range *range_first(void) { return ranges; }
+struct range *range_first(void) {
+    return ranges;
+}
 
 bool range_overlaps(uintptr_t address, size_t nbytes) {
     for (struct range *at = ranges; at; at = at->next)
@@ -190,8 +194,7 @@ void range_leave(struct range *range) {
 
 uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted) {
     if (wanted) {
-        void *found =
-            mmap((void *)wanted, nbytes, PROT_NONE, UNUSED | MAP_FIXED_NOREPLACE, -1, 0);
+        void *found = mmap((void *)wanted, nbytes, PROT_NONE, UNUSED | MAP_FIXED_NOREPLACE, -1, 0);
         if (found == (void *)wanted)
             return wanted;
         if (found != MAP_FAILED)
@@ -363,10 +366,9 @@ static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_att
         *(bool *)out = true;
         return true;
     case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
-        *(unsigned long long *)out =
-            range->kind == MAPPED && range->backing->exportable
-                ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-                : 0;
+        *(unsigned long long *)out = range->kind == MAPPED && range->backing->exportable
+                                         ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                                         : 0;
         return true;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
         *(CUmemoryPool *)out = NULL;
@@ -405,8 +407,7 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes,
 CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%zu, %#x", nbytes, flags);
     REQUIRE(nbytes, CUDA_ERROR_INVALID_VALUE);
-    void *found =
-        mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *found = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     REQUIRE(found != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
     memset(found, GARBAGE, nbytes);
     range_add(PINNED, (uintptr_t)found, nbytes, context_current()->device);
@@ -438,8 +439,7 @@ static bool is_mapped(uintptr_t address, size_t nbytes) {
 CUresult cuMemHostRegister(void *address, size_t nbytes, unsigned flags) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p, %zu, %#x", address, nbytes, flags);
     REQUIRE(nbytes && is_mapped((uintptr_t)address, nbytes), CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(!range_overlaps((uintptr_t)address, nbytes),
-            CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+    REQUIRE(!range_overlaps((uintptr_t)address, nbytes), CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
     range_add(REGISTERED, (uintptr_t)address, nbytes, context_current()->device);
     return call_end(CUDA_SUCCESS);
 }

@@ -182,7 +182,9 @@ API nvmlDeviceGetMaxPcieLinkWidth(Device device, unsigned *width) {
 
 /* -- links ------------------------------------------------------------------------------------ */
 
-static bool switched(void) { return !strcmp(settings.nvlink, "switch"); }
+static bool switched(void) {
+    return !strcmp(settings.nvlink, "switch");
+}
 
 /* Return the GPU that a lane ends at, -1 for a switch, -2 if the lane is not active. */
 static int far_end(int gpu, unsigned lane) {

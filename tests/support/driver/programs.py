@@ -14,8 +14,13 @@ from tests.support.driver.build import MAJORS, environment, why_not
 
 #: Runs a test for each major; skipped with the reason where the stand-in can't be built.
 each_major = pytest.mark.parametrize(
-    "major", [pytest.param(m, marks=pytest.mark.skipif(bool(why_not(m)), reason=why_not(m)),
-                           id=f"cuda{m}") for m in MAJORS]
+    "major",
+    [
+        pytest.param(
+            m, marks=pytest.mark.skipif(bool(why_not(m)), reason=why_not(m)), id=f"cuda{m}"
+        )
+        for m in MAJORS
+    ],
 )
 _PRELUDE = "import os, sys, threading, time\nfrom tests.support.driver.calling import *\n"
 _PATIENCE_S = 60
@@ -35,6 +40,7 @@ def finish(major: int, code: str, **settings: object) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-c", _PRELUDE + code],
         env=environment(major, settings),
+        check=False,
         capture_output=True,
         text=True,
         timeout=_PATIENCE_S,

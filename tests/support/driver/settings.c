@@ -26,7 +26,9 @@ static const char *word(const char *name, const char *otherwise) {
 void settings_read(void) {
     long devices = number("MX_STANDIN_DEVICES", 2);
     settings = (struct settings){
-        .devices = devices < 0 ? 0 : devices > MAX_DEVICES ? MAX_DEVICES : (int)devices,
+        .devices = devices < 0             ? 0
+                   : devices > MAX_DEVICES ? MAX_DEVICES
+                                           : (int)devices,
         .version = (int)number("MX_STANDIN_VERSION", CUDA_VERSION),
         .compute_capability = (int)number("MX_STANDIN_COMPUTE_CAPABILITY", 90),
         .memory_bytes = (size_t)number("MX_STANDIN_MEMORY_BYTES", 8L << 30),

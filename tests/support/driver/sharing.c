@@ -84,8 +84,7 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
         if (at->kind != OPENED || at->owner != context)
             continue;
         uintptr_t opened = at->address - at->offset + handle.offset;
-        if (at->opened == opened && !fstat(at->backing->fd, &here) &&
-            here.st_ino == there.st_ino) {
+        if (at->opened == opened && !fstat(at->backing->fd, &here) && here.st_ino == there.st_ino) {
             backing_drop(backing);
             at->opens++;
             *address = opened;
@@ -153,7 +152,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes,
 }
 
 /* "The memory will be freed when all outstanding mappings to the memory are unmapped and when all
- * outstanding references to the handle (including its shareable counterparts) are also released." */
+ * outstanding references to the handle (including its shareable counterparts) are also released."
+ */
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     CALL(UNSAFE, "%#llx", handle);
     struct backing *backing = backing_find(handle);
@@ -320,7 +320,9 @@ static void allow_reads(struct range *range, unsigned bits) {
     addresses_show(range->address, range->nbytes, range->backing->fd, 0);
 }
 
-static void allow_writes(struct range *range, unsigned bits) { range->writers |= bits; }
+static void allow_writes(struct range *range, unsigned bits) {
+    range->writers |= bits;
+}
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *access,
                         size_t count) {

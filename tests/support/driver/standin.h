@@ -32,18 +32,17 @@
  *
  * Stricter, each by itself:
  *
- *   MX_STANDIN_FAIL                "CALL:N:ERROR,...": the N-th call of that name in a process fails
- *                                  with that error, a name or a number. CALL "work" counts the
- *                                  operations that streams run. ILLEGAL_ADDRESS breaks the context
- *   MX_STANDIN_LATE_US             each operation of a stream starts that many microseconds late
- *   MX_STANDIN_ONE_QUEUE           flag: all streams share one hardware queue, first come first run
- *   MX_STANDIN_CAPTURE             "global" or "thread_local": another thread captures all the time
- *   MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits for the context's work
- *   MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks of 2 MiB; who opens
- *                                  the handle of one sees its whole block
- *   MX_STANDIN_HIDDEN_OPENS        flag: legacy handles of GPUs that are not visible open, with
- *                                  device -2 (CU_DEVICE_INVALID), in place of being refused
- *   MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with its exporter
+ *   MX_STANDIN_FAIL                "CALL:N:ERROR,...": the N-th call of that name in a process
+ * fails with that error, a name or a number. CALL "work" counts the operations that streams run.
+ * ILLEGAL_ADDRESS breaks the context MX_STANDIN_LATE_US             each operation of a stream
+ * starts that many microseconds late MX_STANDIN_ONE_QUEUE           flag: all streams share one
+ * hardware queue, first come first run MX_STANDIN_CAPTURE             "global" or "thread_local":
+ * another thread captures all the time MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits
+ * for the context's work MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks
+ * of 2 MiB; who opens the handle of one sees its whole block MX_STANDIN_HIDDEN_OPENS        flag:
+ * legacy handles of GPUs that are not visible open, with device -2 (CU_DEVICE_INVALID), in place of
+ * being refused MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with
+ * its exporter
  */
 #ifndef STANDIN_H
 #define STANDIN_H

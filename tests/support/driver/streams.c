@@ -118,8 +118,8 @@ static CUstream stream_new(CUcontext context, unsigned flags) {
     if (!queue)
         return NULL;
     CUstream stream = calloc(1, sizeof *stream);
-    *stream = (struct CUstream_st){
-        .next = streams, .context = context, .queue = queue, .flags = flags};
+    *stream =
+        (struct CUstream_st){.next = streams, .context = context, .queue = queue, .flags = flags};
     return streams = stream;
 }
 
@@ -184,8 +184,7 @@ static void run_wait_stream(struct work *work) {
 static void queue_work(CUstream stream, struct work work) {
     CUcontext context = stream->context;
     for (CUstream at = streams; at && !(stream->flags & CU_STREAM_NON_BLOCKING); at = at->next) {
-        bool one_is_default =
-            at == context->default_stream || stream == context->default_stream;
+        bool one_is_default = at == context->default_stream || stream == context->default_stream;
         if (at != stream && at->context == context && one_is_default &&
             !(at->flags & CU_STREAM_NON_BLOCKING) && at->done < at->queued)
             append(stream,
@@ -374,8 +373,9 @@ CUresult cuStreamWaitValue32(CUstream handle, CUdeviceptr address, cuuint32_t va
     REQUIRE(address % sizeof(uint32_t) == 0 && flags <= CU_STREAM_WAIT_VALUE_NOR,
             CUDA_ERROR_INVALID_VALUE);
     REQUIRE(!capture_has(stream), CUDA_ERROR_NOT_SUPPORTED);
-    queue_work(stream, (struct work){
-                           .run = run_wait_word, .source = address, .value = value, .flags = flags});
+    queue_work(
+        stream,
+        (struct work){.run = run_wait_word, .source = address, .value = value, .flags = flags});
     return call_end(CUDA_SUCCESS);
 }
 
@@ -399,9 +399,9 @@ static void run_copy(struct work *work) {
         size_t run = work->nbytes - done < PIECE ? work->nbytes - done : PIECE;
         struct range *target_range, *source_range;
         char *source = side(work, work->source + done, work->from_host, false, &run, &source_range);
-        char *target = source ? side(work, work->target + done, work->to_host, true, &run,
-                                     &target_range)
-                              : NULL;
+        char *target =
+            source ? side(work, work->target + done, work->to_host, true, &run, &target_range)
+                   : NULL;
         if (target) {
             driver_unlock();
             memmove(target, source, run);
