@@ -20,22 +20,13 @@ static __thread struct {
     bool locked;
 } now;
 
-void driver_lock(void) {
-    pthread_mutex_lock(&lock);
-}
-void driver_unlock(void) {
-    pthread_mutex_unlock(&lock);
-}
-void driver_wait(void) {
-    pthread_cond_wait(&changed, &lock);
-}
-void driver_changed(void) {
-    pthread_cond_broadcast(&changed);
-}
+void driver_lock(void) { pthread_mutex_lock(&lock); }
+void driver_unlock(void) { pthread_mutex_unlock(&lock); }
+void driver_wait(void) { pthread_cond_wait(&changed, &lock); }
+void driver_changed(void) { pthread_cond_broadcast(&changed); }
 
 void log_line(const char *format, ...) {
-    if (!settings.log_folder || !*settings.log_folder)
-        return;
+    if (!settings.log_folder || !*settings.log_folder) return;
     if (log_process != getpid()) { /* a forked child has a log of its own */
         char path[4096];
         snprintf(path, sizeof path, "%s/%d.log", settings.log_folder, getpid());
@@ -50,57 +41,31 @@ void log_line(const char *format, ...) {
     length = length < (int)sizeof line - 1 ? length : (int)sizeof line - 2;
     line[length++] = '\n';
     /* One write, so that lines of several threads do not mix. */
-    if (write(log_fd, line, (size_t)length) != length)
-        log_process = 0;
+    if (write(log_fd, line, (size_t)length) != length) log_process = 0;
 }
 
 /* -- errors ----------------------------------------------------------------------------------- */
 
-#define ERROR(name) {name, #name}
+#define ERROR(name) {CUDA_ERROR_##name, "CUDA_ERROR_" #name}
 static const struct {
     CUresult code;
     const char *name;
 } errors[] = {
-    ERROR(CUDA_SUCCESS),
-    ERROR(CUDA_ERROR_INVALID_VALUE),
-    ERROR(CUDA_ERROR_OUT_OF_MEMORY),
-    ERROR(CUDA_ERROR_NOT_INITIALIZED),
-    ERROR(CUDA_ERROR_DEINITIALIZED),
-    ERROR(CUDA_ERROR_NO_DEVICE),
-    ERROR(CUDA_ERROR_INVALID_DEVICE),
-    ERROR(CUDA_ERROR_INVALID_IMAGE),
-    ERROR(CUDA_ERROR_INVALID_CONTEXT),
-    ERROR(CUDA_ERROR_MAP_FAILED),
-    ERROR(CUDA_ERROR_ALREADY_MAPPED),
-    ERROR(CUDA_ERROR_NOT_MAPPED),
-    ERROR(CUDA_ERROR_NO_BINARY_FOR_GPU),
-    ERROR(CUDA_ERROR_ECC_UNCORRECTABLE),
-    ERROR(CUDA_ERROR_UNSUPPORTED_LIMIT),
-    ERROR(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED),
-    ERROR(CUDA_ERROR_INVALID_HANDLE),
-    ERROR(CUDA_ERROR_ILLEGAL_STATE),
-    ERROR(CUDA_ERROR_NOT_FOUND),
-    ERROR(CUDA_ERROR_NOT_READY),
-    ERROR(CUDA_ERROR_ILLEGAL_ADDRESS),
-    ERROR(CUDA_ERROR_LAUNCH_TIMEOUT),
-    ERROR(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED),
-    ERROR(CUDA_ERROR_PEER_ACCESS_NOT_ENABLED),
-    ERROR(CUDA_ERROR_CONTEXT_IS_DESTROYED),
-    ERROR(CUDA_ERROR_TOO_MANY_PEERS),
-    ERROR(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED),
-    ERROR(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED),
-    ERROR(CUDA_ERROR_HARDWARE_STACK_ERROR),
-    ERROR(CUDA_ERROR_LAUNCH_FAILED),
-    ERROR(CUDA_ERROR_NOT_PERMITTED),
-    ERROR(CUDA_ERROR_NOT_SUPPORTED),
-    ERROR(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH),
-    ERROR(CUDA_ERROR_OPERATING_SYSTEM),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_ISOLATION),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD),
-    ERROR(CUDA_ERROR_UNKNOWN),
+    /* clang-format off */
+    {CUDA_SUCCESS, "CUDA_SUCCESS"},
+    ERROR(INVALID_VALUE), ERROR(OUT_OF_MEMORY), ERROR(NOT_INITIALIZED), ERROR(DEINITIALIZED),
+    ERROR(NO_DEVICE), ERROR(INVALID_DEVICE), ERROR(INVALID_IMAGE), ERROR(INVALID_CONTEXT),
+    ERROR(MAP_FAILED), ERROR(NOT_MAPPED), ERROR(NO_BINARY_FOR_GPU), ERROR(ECC_UNCORRECTABLE),
+    ERROR(UNSUPPORTED_LIMIT), ERROR(PEER_ACCESS_UNSUPPORTED), ERROR(INVALID_HANDLE),
+    ERROR(ILLEGAL_STATE), ERROR(NOT_FOUND), ERROR(NOT_READY), ERROR(ILLEGAL_ADDRESS),
+    ERROR(LAUNCH_TIMEOUT), ERROR(PEER_ACCESS_ALREADY_ENABLED), ERROR(PEER_ACCESS_NOT_ENABLED),
+    ERROR(CONTEXT_IS_DESTROYED), ERROR(TOO_MANY_PEERS), ERROR(HOST_MEMORY_ALREADY_REGISTERED),
+    ERROR(HOST_MEMORY_NOT_REGISTERED), ERROR(HARDWARE_STACK_ERROR), ERROR(LAUNCH_FAILED),
+    ERROR(NOT_PERMITTED), ERROR(NOT_SUPPORTED), ERROR(SYSTEM_DRIVER_MISMATCH),
+    ERROR(OPERATING_SYSTEM), ERROR(STREAM_CAPTURE_UNSUPPORTED), ERROR(STREAM_CAPTURE_INVALIDATED),
+    ERROR(STREAM_CAPTURE_UNMATCHED), ERROR(STREAM_CAPTURE_ISOLATION),
+    ERROR(STREAM_CAPTURE_WRONG_THREAD), ERROR(UNKNOWN),
+    /* clang-format on */
 };
 #define ERRORS (sizeof errors / sizeof *errors)
 
@@ -109,23 +74,20 @@ static const struct {
 CUresult cuGetErrorName(CUresult error, const char **name) {
     *name = NULL;
     for (size_t i = 0; i < ERRORS; i++)
-        if (errors[i].code == error)
-            *name = errors[i].name;
+        if (errors[i].code == error) *name = errors[i].name;
     return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuGetErrorString(CUresult error, const char **text) {
     static const char prefix[] = "CUDA_ERROR_";
     CUresult result = cuGetErrorName(error, text);
-    if (*text && !strncmp(*text, prefix, sizeof prefix - 1))
-        *text += sizeof prefix - 1;
+    if (*text && !strncmp(*text, prefix, sizeof prefix - 1)) *text += sizeof prefix - 1;
     return result;
 }
 
 static CUresult error_by_name(const char *name) {
     for (size_t i = 0; i < ERRORS; i++)
-        if (!strcmp(errors[i].name, name))
-            return errors[i].code;
+        if (!strcmp(errors[i].name, name)) return errors[i].code;
     return (CUresult)strtol(name, NULL, 10);
 }
 
@@ -152,8 +114,8 @@ CUresult call_injected(const char *name) {
     return CUDA_SUCCESS;
 }
 
-/* Errors after which "the context is left in an inconsistent state and any further CUDA work will
- * return the same error". */
+/* "This leaves the process in an inconsistent state and any further CUDA work will return the same
+ * error": that of the context, here. */
 static bool breaks(CUresult error) {
     return error == CUDA_ERROR_ILLEGAL_ADDRESS || error == CUDA_ERROR_LAUNCH_FAILED ||
            error == CUDA_ERROR_LAUNCH_TIMEOUT || error == CUDA_ERROR_HARDWARE_STACK_ERROR;
@@ -174,25 +136,19 @@ CUresult call_begin(const char *name, unsigned needs, const char *format, ...) {
     va_end(arguments);
     /* Before the lock, which another thread may have held when this process was forked. */
     now.locked = driver_process == getpid();
-    if (!now.locked)
-        return CUDA_ERROR_NOT_INITIALIZED;
+    if (!now.locked) return CUDA_ERROR_NOT_INITIALIZED;
     driver_lock();
     if (needs & NEEDS_CONTEXT) {
         CUcontext context = context_current();
-        if (!context)
-            return CUDA_ERROR_INVALID_CONTEXT;
-        if (!context->retained)
-            return CUDA_ERROR_CONTEXT_IS_DESTROYED;
-        if (context->broken)
-            return context->broken;
+        if (!context) return CUDA_ERROR_INVALID_CONTEXT;
+        if (!context->retained) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+        if (context->broken) return context->broken;
     }
     CUresult injected = call_injected(plain);
     if (injected && needs & NEEDS_CONTEXT && breaks(injected))
         context_break(context_current(), injected, "MX_STANDIN_FAIL");
-    if (injected)
-        return injected;
-    if (needs & UNSAFE && capture_forbids())
-        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (injected) return injected;
+    if (needs & UNSAFE && capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     return CUDA_SUCCESS;
 }
 
@@ -200,8 +156,7 @@ CUresult call_end(CUresult result) {
     const char *name;
     cuGetErrorName(result, &name);
     log_line("%ld %s) %s", (long)syscall(SYS_gettid), now.text, name ? name : "another error");
-    if (now.locked)
-        driver_unlock();
+    if (now.locked) driver_unlock();
     now.locked = false;
     return result;
 }

@@ -14,22 +14,20 @@ static __thread CUstreamCaptureMode interaction = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 /* The capture of another thread that MX_STANDIN_CAPTURE asks for. */
 static void pretend(void) {
-    if (capture.active || !*settings.capture)
-        return;
+    if (capture.active || !*settings.capture) return;
     capture.active = capture.pretended = true;
     capture.mode = strcmp(settings.capture, "global") ? CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
                                                       : CU_STREAM_CAPTURE_MODE_GLOBAL;
 }
 
-/* cuThreadExchangeStreamCaptureMode: "GLOBAL: if the local thread has an ongoing capture sequence
- * that was not initiated with RELAXED, or if any other thread has a concurrent capture sequence
- * initiated with GLOBAL, this thread is prohibited from potentially unsafe API calls. THREAD_LOCAL:
- * ... concurrent capture sequences in other threads are ignored. RELAXED: the local thread is not
- * prohibited from potentially unsafe API calls." */
+/* cuThreadExchangeStreamCaptureMode, GLOBAL: "If the local thread has an ongoing capture sequence
+ * that was not initiated with RELAXED at cuStreamBeginCapture, or if any other thread has a
+ * concurrent capture sequence initiated with GLOBAL, this thread is prohibited from potentially
+ * unsafe API calls." THREAD_LOCAL: "Concurrent capture sequences in other threads are ignored."
+ * RELAXED: "The local thread is not prohibited from potentially unsafe API calls." */
 bool capture_forbids(void) {
     pretend();
-    if (!capture.active || interaction == CU_STREAM_CAPTURE_MODE_RELAXED)
-        return false;
+    if (!capture.active || interaction == CU_STREAM_CAPTURE_MODE_RELAXED) return false;
     bool mine = !capture.pretended && pthread_equal(capture.thread, pthread_self());
     bool forbidden = mine ? capture.mode != CU_STREAM_CAPTURE_MODE_RELAXED
                           : capture.mode == CU_STREAM_CAPTURE_MODE_GLOBAL &&
@@ -41,11 +39,10 @@ bool capture_forbids(void) {
     return forbidden;
 }
 
-bool capture_has(CUstream stream) {
-    return capture.active && capture.stream == stream;
-}
+bool capture_has(CUstream stream) { return capture.active && capture.stream == stream; }
 
-/* "The mode is swapped with the calling thread's current mode." */
+/* "Sets the calling thread's stream capture interaction mode to the value contained in *mode, and
+ * overwrites *mode with the previous mode for the thread." */
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
     CALL(NEEDS_DRIVER, "%d", *mode);
     REQUIRE(*mode <= CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
@@ -58,7 +55,8 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
     CALL(NEEDS_CONTEXT, "%p, %d", (void *)handle, mode);
     CUstream stream = handle ? stream_of(handle) : NULL;
-    /* "Capture must not be initiated if stream is CU_STREAM_LEGACY." */
+    /* "Capture may not be initiated if stream is CU_STREAM_LEGACY." One at a time is enough here.
+     */
     REQUIRE(stream && stream != context_current()->default_stream && !capture.active,
             CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     capture.active = true;
@@ -69,8 +67,8 @@ CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
     return call_end(CUDA_SUCCESS);
 }
 
-/* "If the mode argument to cuStreamBeginCapture was not RELAXED, this call must be from the same
- * thread." "If the capture was invalidated, then a NULL graph will be returned." */
+/* "If the mode argument to cuStreamBeginCapture was not CU_STREAM_CAPTURE_MODE_RELAXED, this call
+ * must be from the same thread as cuStreamBeginCapture." */
 CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
     CALL(NEEDS_CONTEXT, "%p", (void *)handle);
     REQUIRE(handle && capture_has(handle), CUDA_ERROR_ILLEGAL_STATE);
@@ -95,13 +93,11 @@ CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *status) {
 
 /* -- modules ---------------------------------------------------------------------------------- */
 
-/* "CUDA_ERROR_NO_BINARY_FOR_GPU: there is no kernel image available that is suitable for the
- * device." */
+/* "There is no kernel image available that is suitable for the device." */
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", image);
     (void)module;
-    if (settings.load_syncs)
-        streams_drain(context_current());
+    if (settings.load_syncs) streams_drain(context_current());
     return call_end(CUDA_ERROR_NO_BINARY_FOR_GPU);
 }
 

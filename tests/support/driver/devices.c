@@ -16,23 +16,14 @@ static struct CUctx_st contexts[MAX_DEVICES];
 static __thread CUcontext stack[STACK];
 static __thread int depth;
 
-CUcontext context_current(void) {
-    return depth ? stack[depth - 1] : NULL;
-}
-CUcontext context_of(int device) {
-    return &contexts[device];
-}
-int device_count(void) {
-    return count;
-}
-int device_gpu(int device) {
-    return gpus[device];
-}
+CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
+CUcontext context_of(int device) { return &contexts[device]; }
+int device_count(void) { return count; }
+int device_gpu(int device) { return gpus[device]; }
 
 int device_of_gpu(int gpu) {
     for (int i = 0; i < count; i++)
-        if (gpus[i] == gpu)
-            return i;
+        if (gpus[i] == gpu) return i;
     return CU_DEVICE_INVALID;
 }
 
@@ -41,19 +32,16 @@ bool devices_are_peers(int device, int other) {
 }
 
 void context_break(CUcontext context, CUresult error, const char *why) {
-    if (context->broken)
-        return;
+    if (context->broken) return;
     context->broken = error;
     log_line("# the context of device %d is broken by error %d: %s", context->device, error, why);
     driver_changed();
 }
 
-static int instance(void) {
-    return settings.mig_instances ? 0 : -1;
-}
+static int instance(void) { return settings.mig_instances ? 0 : -1; }
 
-/* "CUDA_VISIBLE_DEVICES: a comma-separated sequence of GPU identifiers. If one of the indices is
- * invalid, only the devices whose index precedes the invalid index are visible." */
+/* CUDA_VISIBLE_DEVICES lists numbers or beginnings of UUIDs; what follows an invalid one is not
+ * visible (CUDA programming guide, environment variables). */
 static void find_devices(void) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
     if (!visible) {
@@ -69,12 +57,10 @@ static void find_devices(void) {
             const char *uuid = strncmp(word, "GPU-", 4) && strncmp(word, "MIG-", 4) ? "" : word + 4;
             for (gpu = 0; gpu < settings.devices; gpu++) {
                 settings_uuid_text(gpu, instance(), text);
-                if (*uuid && !strncmp(uuid, text, strlen(uuid)))
-                    break;
+                if (*uuid && !strncmp(uuid, text, strlen(uuid))) break;
             }
         }
-        if (gpu < 0 || gpu >= settings.devices || device_of_gpu(gpu) != CU_DEVICE_INVALID)
-            break;
+        if (gpu < 0 || gpu >= settings.devices || device_of_gpu(gpu) != CU_DEVICE_INVALID) break;
         gpus[count++] = gpu;
     }
     free(copy);
@@ -97,10 +83,9 @@ CUresult cuInit(unsigned flags) {
     return call_end(count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE);
 }
 
-/* "This function ... does not require cuInit". */
+/* It works before cuInit. */
 CUresult cuDriverGetVersion(int *version) {
-    if (!driver_process)
-        settings_read();
+    if (!driver_process) settings_read();
     *version = settings.version;
     return CUDA_SUCCESS;
 }
@@ -131,17 +116,10 @@ CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     CALL(NEEDS_DRIVER, "%d", device);
     REQUIRE_DEVICE(device);
     unsigned char bytes[16];
-    /* "If the device is in MIG mode, returns its MIG UUID which uniquely identifies the subscribed
-     * MIG compute instance." */
+    /* The second version: "if the device is in MIG mode, returns its MIG UUID which uniquely
+     * identifies the subscribed MIG compute instance". */
     settings_uuid(gpus[device], instance(), bytes);
     memcpy(uuid->bytes, bytes, sizeof bytes);
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuDeviceTotalMem(size_t *nbytes, CUdevice device) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
-    *nbytes = settings.memory_bytes;
     return call_end(CUDA_SUCCESS);
 }
 
@@ -161,14 +139,8 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
         break;
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
-    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
-        *value = 1;
-        break;
-    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
-        *value = 0x19 + gpus[device];
-        break;
-    default:
-        *value = 0;
+    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: *value = 1; break;
+    default: *value = 0;
     }
     return call_end(CUDA_SUCCESS);
 }
@@ -191,8 +163,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     return call_end(CUDA_SUCCESS);
 }
 
-/* "Releases the primary context interop on the device. ... The primary context is destroyed once
- * the last user has released it." It stays broken if it was. */
+/* "The context is automatically reset once the last reference to it is released." It stays broken
+ * if it was: to go on, "the process must be terminated and relaunched". */
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     CALL(NEEDS_DRIVER, "%d", device);
     REQUIRE_DEVICE(device);
@@ -206,14 +178,6 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
         context->default_stream = NULL;
     }
     context->retained--;
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
-    *flags = 0;
-    *active = contexts[device].retained > 0;
     return call_end(CUDA_SUCCESS);
 }
 
@@ -233,30 +197,7 @@ CUresult cuCtxPopCurrent(CUcontext *context) {
     CALL(NEEDS_DRIVER, " ");
     REQUIRE(depth, CUDA_ERROR_INVALID_CONTEXT);
     depth--;
-    if (context)
-        *context = stack[depth];
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuCtxSetCurrent(CUcontext context) {
-    CALL(NEEDS_DRIVER, "%p", (void *)context);
-    REQUIRE(!context || is_context(context), CUDA_ERROR_INVALID_CONTEXT);
-    depth -= depth > 0;
-    if (context)
-        stack[depth++] = context;
-    return call_end(CUDA_SUCCESS);
-}
-
-/* "If no context is bound to the calling CPU thread then *pctx is set to NULL". */
-CUresult cuCtxGetCurrent(CUcontext *context) {
-    CALL(NEEDS_DRIVER, " ");
-    *context = context_current();
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuCtxGetDevice(CUdevice *device) {
-    CALL(NEEDS_CONTEXT, " ");
-    *device = context_current()->device;
+    if (context) *context = stack[depth];
     return call_end(CUDA_SUCCESS);
 }
 
@@ -271,23 +212,13 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     CALL(NEEDS_CONTEXT, "%p, %u", (void *)peer, flags);
     CUcontext context = context_current();
     REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
-    /* "CUDA_ERROR_INVALID_CONTEXT: there is no current context, peerContext is not a valid context,
-     * or the current context is peerContext." */
+    /* "Returns CUDA_ERROR_INVALID_CONTEXT if there is no current context, peerContext is not a
+     * valid context, or if the current context is peerContext." */
     REQUIRE(is_context(peer) && peer != context, CUDA_ERROR_INVALID_CONTEXT);
     REQUIRE(devices_are_peers(context->device, peer->device), CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
     unsigned bit = 1u << peer->device;
     REQUIRE(!(context->peers & bit), CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     context->peers |= bit;
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuCtxDisablePeerAccess(CUcontext peer) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)peer);
-    CUcontext context = context_current();
-    REQUIRE(is_context(peer), CUDA_ERROR_INVALID_CONTEXT);
-    unsigned bit = 1u << peer->device;
-    REQUIRE(context->peers & bit, CUDA_ERROR_PEER_ACCESS_NOT_ENABLED);
-    context->peers &= ~bit;
     return call_end(CUDA_SUCCESS);
 }
 
@@ -316,8 +247,7 @@ CUresult cuGetProcAddress(const char *name, void **function, int version, cuuint
     (void)flags;
     Dl_info self;
     *function = NULL;
-    if (!dladdr((void *)&driver_process, &self))
-        return CUDA_ERROR_UNKNOWN;
+    if (!dladdr((void *)&driver_process, &self)) return CUDA_ERROR_UNKNOWN;
     /* It is loaded: this only returns its handle, which need not be closed. */
     void *library = dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
     for (size_t i = 0; library && !*function && i < sizeof suffixes / sizeof *suffixes; i++) {

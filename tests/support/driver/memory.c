@@ -20,9 +20,7 @@ static struct range *ranges;
 static struct backing *backings;
 static unsigned long long last_id;
 
-static size_t page(void) {
-    return (size_t)sysconf(_SC_PAGESIZE);
-}
+static size_t page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 /* -- backings --------------------------------------------------------------------------------- */
 
@@ -45,8 +43,7 @@ static struct backing *backing_make(int fd, int device, size_t nbytes, bool coun
 
 struct backing *backing_new(int device, size_t nbytes, const char *purpose) {
     /* What was asked for counts, not the whole pages of it. */
-    if (nbytes > settings.memory_bytes - memory_used(device))
-        return NULL;
+    if (nbytes > settings.memory_bytes - memory_used(device)) return NULL;
     char name[64];
     snprintf(name, sizeof name, NAME ":%s:%d", purpose, device_gpu(device));
     int fd = memfd_create(name, MFD_CLOEXEC);
@@ -56,8 +53,7 @@ struct backing *backing_new(int device, size_t nbytes, const char *purpose) {
         return NULL;
     }
     struct backing *made = backing_make(fd, device, nbytes, true);
-    if (made)
-        memset(made->alias, GARBAGE, nbytes);
+    if (made) memset(made->alias, GARBAGE, nbytes);
     return made;
 }
 
@@ -75,8 +71,7 @@ struct backing *backing_adopt(int fd, const char *purpose, int *gpu) {
 }
 
 void backing_drop(struct backing *backing) {
-    if (--backing->uses > 0)
-        return;
+    if (--backing->uses > 0) return;
     for (struct backing **at = &backings; *at; at = &(*at)->next)
         if (*at == backing) {
             *at = backing->next;
@@ -84,25 +79,21 @@ void backing_drop(struct backing *backing) {
         }
     munmap(backing->alias, backing->nbytes);
     close(backing->fd);
-    if (backing->exporter >= 0)
-        close(backing->exporter);
-    if (backing->address)
-        addresses_release(backing->address, GRANULARITY);
+    if (backing->exporter >= 0) close(backing->exporter);
+    if (backing->address) addresses_release(backing->address, GRANULARITY);
     free(backing);
 }
 
 struct backing *backing_find(CUmemGenericAllocationHandle handle) {
     for (struct backing *at = backings; at; at = at->next)
-        if ((uintptr_t)at == handle && at->handles)
-            return at;
+        if ((uintptr_t)at == handle && at->handles) return at;
     return NULL;
 }
 
 size_t memory_used(int device) {
     size_t used = 0;
     for (struct backing *at = backings; at; at = at->next)
-        if (at->counted && at->device == device)
-            used += at->nbytes;
+        if (at->counted && at->device == device) used += at->nbytes;
     return used < settings.memory_bytes ? used : settings.memory_bytes;
 }
 
@@ -127,14 +118,11 @@ struct range *range_at(uintptr_t address, unsigned kinds) {
     return NULL;
 }
 
-struct range *range_first(void) {
-    return ranges;
-}
+struct range *range_first(void) { return ranges; }
 
 bool range_overlaps(uintptr_t address, size_t nbytes) {
     for (struct range *at = ranges; at; at = at->next)
-        if (at->address < address + nbytes && address < at->address + at->nbytes)
-            return true;
+        if (at->address < address + nbytes && address < at->address + at->nbytes) return true;
     return false;
 }
 
@@ -147,8 +135,7 @@ void range_remove(struct range *range) {
         }
     while (range->busy)
         driver_wait();
-    if (range->backing)
-        backing_drop(range->backing);
+    if (range->backing) backing_drop(range->backing);
     free(range);
 }
 
@@ -159,10 +146,8 @@ static bool exporter_is_gone(struct backing *backing) {
 
 static bool may_touch(CUcontext context, struct range *range, bool write) {
     unsigned bit = 1u << context->device;
-    if (range->kind & HOST_KINDS)
-        return true;
-    if ((write ? range->writers : range->readers) & bit)
-        return true;
+    if (range->kind & HOST_KINDS) return true;
+    if ((write ? range->writers : range->readers) & bit) return true;
     /* Peer access is about memory of contexts: that of cuMemCreate needs cuMemSetAccess. */
     return range->kind == ALLOCATED &&
            (range->device == context->device || context->peers >> range->device & 1);
@@ -171,13 +156,10 @@ static bool may_touch(CUcontext context, struct range *range, bool write) {
 char *range_touch(CUcontext context, uintptr_t address, bool write, size_t *run,
                   struct range **touched) {
     struct range *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
-    if (!range || !may_touch(context, range, write))
-        return NULL;
-    if (range->backing && exporter_is_gone(range->backing))
-        return NULL;
+    if (!range || !may_touch(context, range, write)) return NULL;
+    if (range->backing && exporter_is_gone(range->backing)) return NULL;
     size_t inside = address - range->address;
-    if (*run > range->nbytes - inside)
-        *run = range->nbytes - inside;
+    if (*run > range->nbytes - inside) *run = range->nbytes - inside;
     range->busy++;
     *touched = range;
     return range->backing ? range->backing->alias + range->offset + inside : (char *)address;
@@ -195,17 +177,13 @@ void range_leave(struct range *range) {
 uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted) {
     if (wanted) {
         void *found = mmap((void *)wanted, nbytes, PROT_NONE, UNUSED | MAP_FIXED_NOREPLACE, -1, 0);
-        if (found == (void *)wanted)
-            return wanted;
-        if (found != MAP_FAILED)
-            munmap(found, nbytes);
+        if (found == (void *)wanted) return wanted;
+        if (found != MAP_FAILED) munmap(found, nbytes);
     }
     char *whole = mmap(NULL, nbytes + GRANULARITY, PROT_NONE, UNUSED, -1, 0);
-    if (whole == MAP_FAILED)
-        return 0;
+    if (whole == MAP_FAILED) return 0;
     char *found = (char *)round_up((uintptr_t)whole, GRANULARITY);
-    if (found > whole)
-        munmap(whole, (size_t)(found - whole));
+    if (found > whole) munmap(whole, (size_t)(found - whole));
     munmap(found + nbytes, (size_t)(whole + GRANULARITY - found));
     return (uintptr_t)found;
 }
@@ -217,8 +195,7 @@ void addresses_show(uintptr_t address, size_t nbytes, int fd, size_t offset) {
 }
 
 void addresses_hide(uintptr_t address, size_t nbytes) {
-    if (settings.host_access)
-        mmap((void *)address, nbytes, PROT_NONE, UNUSED | MAP_FIXED, -1, 0);
+    if (settings.host_access) mmap((void *)address, nbytes, PROT_NONE, UNUSED | MAP_FIXED, -1, 0);
 }
 
 void addresses_release(uintptr_t address, size_t nbytes) {
@@ -240,11 +217,9 @@ CUresult cuMemGetInfo(size_t *left, size_t *total) {
 /* Return the block of the device that has room, or a new one. */
 static struct backing *block_with_room(int device, size_t nbytes) {
     for (struct backing *at = backings; at; at = at->next)
-        if (at->address && at->device == device && GRANULARITY - at->filled >= nbytes)
-            return at;
+        if (at->address && at->device == device && GRANULARITY - at->filled >= nbytes) return at;
     struct backing *made = backing_new(device, GRANULARITY, "legacy");
-    if (!made)
-        return NULL;
+    if (!made) return NULL;
     made->address = addresses_reserve(GRANULARITY, 0);
     made->filled = ALIGNMENT; /* so that no allocation is where its block is */
     addresses_show(made->address, GRANULARITY, made->fd, 0);
@@ -279,11 +254,10 @@ static void free_allocated(struct range *range) {
     size_t nbytes = range->nbytes;
     bool small = range->backing->address != 0;
     range_remove(range);
-    if (!small)
-        addresses_release(address, round_up(nbytes, GRANULARITY));
+    if (!small) addresses_release(address, round_up(nbytes, GRANULARITY));
 }
 
-/* It waits for the work of the context: CUDA says only that such calls may synchronise. */
+/* "This API may perform implicit synchronization": it does. */
 CUresult cuMemFree(CUdeviceptr address) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%#llx", (unsigned long long)address);
     struct range *range = range_at(address, ALLOCATED);
@@ -319,10 +293,8 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
     CALL(NEEDS_CONTEXT, "%#llx", (unsigned long long)address);
     struct range *range = range_at(address, DEVICE_KINDS);
     REQUIRE(range, CUDA_ERROR_NOT_FOUND);
-    if (base)
-        *base = range->address;
-    if (nbytes)
-        *nbytes = range->nbytes;
+    if (base) *base = range->address;
+    if (nbytes) *nbytes = range->nbytes;
     return call_end(CUDA_SUCCESS);
 }
 
@@ -330,75 +302,34 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
 static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_attribute attribute,
                          void *out) {
     bool host = range->kind & HOST_KINDS;
+    bool exportable = range->kind == MAPPED && range->backing->exportable;
+#define ATTRIBUTE(name, type, value)                                                               \
+    case CU_POINTER_ATTRIBUTE_##name: *(type *)out = value; return true
     switch ((int)attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:
-        /* "... allocations that are not associated with a context": those of cuMemCreate. */
-        *(CUcontext *)out = range->kind == MAPPED ? NULL : range->owner;
-        return true;
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-        *(unsigned *)out = host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-        return true;
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-        *(CUdeviceptr *)out = address;
-        return true;
-    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-        *(void **)out = host ? (void *)address : NULL;
-        return true;
-    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
-        *(unsigned long long *)out = range->id;
-        return true;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-        *(bool *)out = false;
-        return true;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        *(int *)out = range->device;
-        return true;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
-        *(bool *)out = range->kind == ALLOCATED;
-        return true;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-        *(CUdeviceptr *)out = range->address;
-        return true;
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-        *(size_t *)out = range->nbytes;
-        return true;
-    case CU_POINTER_ATTRIBUTE_MAPPED:
-        *(bool *)out = true;
-        return true;
-    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
-        *(unsigned long long *)out = range->kind == MAPPED && range->backing->exportable
-                                         ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-                                         : 0;
-        return true;
-    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        *(CUmemoryPool *)out = NULL;
-        return true;
-    default:
-        return false;
+        /* Memory of cuMemCreate belongs to no context. */
+        ATTRIBUTE(CONTEXT, CUcontext, range->kind == MAPPED ? NULL : range->owner);
+        ATTRIBUTE(MEMORY_TYPE, unsigned, host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE);
+        ATTRIBUTE(DEVICE_POINTER, CUdeviceptr, address);
+        ATTRIBUTE(HOST_POINTER, void *, host ? (void *)address : NULL);
+        ATTRIBUTE(BUFFER_ID, unsigned long long, range->id);
+        ATTRIBUTE(IS_MANAGED, bool, false);
+        ATTRIBUTE(DEVICE_ORDINAL, int, range->device);
+        ATTRIBUTE(IS_LEGACY_CUDA_IPC_CAPABLE, bool, range->kind == ALLOCATED);
+        ATTRIBUTE(RANGE_START_ADDR, CUdeviceptr, range->address);
+        ATTRIBUTE(RANGE_SIZE, size_t, range->nbytes);
+        ATTRIBUTE(MAPPED, bool, true);
+        ATTRIBUTE(ALLOWED_HANDLE_TYPES, unsigned long long,
+                  exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0);
+        ATTRIBUTE(MEMPOOL_HANDLE, CUmemoryPool, NULL);
+    default: return false;
     }
+#undef ATTRIBUTE
 }
 
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdeviceptr address) {
     CALL(NEEDS_CONTEXT, "%d, %#llx", attribute, (unsigned long long)address);
     struct range *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
     REQUIRE(range && attribute_of(range, address, attribute, out), CUDA_ERROR_INVALID_VALUE);
-    return call_end(CUDA_SUCCESS);
-}
-
-/* "cuPointerGetAttributes will not return an error if one or more of the attributes are
- * unsupported; instead they are set to default NULL values", also for unknown pointers. */
-CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes, void **out,
-                                CUdeviceptr address) {
-    CALL(NEEDS_DRIVER, "%u, %#llx", count, (unsigned long long)address);
-    struct range *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
-    for (unsigned i = 0; i < count; i++) {
-        if (range && attribute_of(range, address, attributes[i], out[i]))
-            continue;
-        if (attributes[i] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
-            *(int *)out[i] = CU_DEVICE_INVALID;
-        else if (attributes[i] == CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
-            *(unsigned *)out[i] = 0;
-    }
     return call_end(CUDA_SUCCESS);
 }
 

@@ -39,8 +39,7 @@ typedef struct {
 #define API __attribute__((visibility("default"))) Result
 #define KNOWN(device)                                                                              \
     do {                                                                                           \
-        if (!users)                                                                                \
-            return NVML_ERROR_UNINITIALIZED;                                                       \
+        if (!users) return NVML_ERROR_UNINITIALIZED;                                               \
         if (GPU(device) < 0 || GPU(device) >= settings.devices)                                    \
             return NVML_ERROR_INVALID_ARGUMENT;                                                    \
     } while (0)
@@ -66,28 +65,20 @@ API nvmlInitWithFlags(unsigned flags) {
 }
 
 API nvmlShutdown(void) {
-    if (!users)
-        return NVML_ERROR_UNINITIALIZED;
+    if (!users) return NVML_ERROR_UNINITIALIZED;
     users--;
     return NVML_SUCCESS;
 }
 
 __attribute__((visibility("default"))) const char *nvmlErrorString(Result error) {
     switch (error) {
-    case NVML_SUCCESS:
-        return "Success";
-    case NVML_ERROR_UNINITIALIZED:
-        return "Uninitialized";
-    case NVML_ERROR_INVALID_ARGUMENT:
-        return "Invalid Argument";
-    case NVML_ERROR_NOT_SUPPORTED:
-        return "Not Supported";
-    case NVML_ERROR_NO_PERMISSION:
-        return "Insufficient Permissions";
-    case NVML_ERROR_NOT_FOUND:
-        return "Not Found";
-    case NVML_ERROR_DRIVER_NOT_LOADED:
-        return "Driver Not Loaded";
+    case NVML_SUCCESS: return "Success";
+    case NVML_ERROR_UNINITIALIZED: return "Uninitialized";
+    case NVML_ERROR_INVALID_ARGUMENT: return "Invalid Argument";
+    case NVML_ERROR_NOT_SUPPORTED: return "Not Supported";
+    case NVML_ERROR_NO_PERMISSION: return "Insufficient Permissions";
+    case NVML_ERROR_NOT_FOUND: return "Not Found";
+    case NVML_ERROR_DRIVER_NOT_LOADED: return "Driver Not Loaded";
     }
     return "Unknown Error";
 }
@@ -108,12 +99,6 @@ API nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *device) {
     return NVML_SUCCESS;
 }
 
-API nvmlDeviceGetIndex(Device device, unsigned *index) {
-    KNOWN(device);
-    *index = (unsigned)(INSTANCE(device) < 0 ? GPU(device) : INSTANCE(device));
-    return NVML_SUCCESS;
-}
-
 API nvmlDeviceGetUUID(Device device, char *uuid, unsigned size) {
     KNOWN(device);
     char text[37];
@@ -123,14 +108,12 @@ API nvmlDeviceGetUUID(Device device, char *uuid, unsigned size) {
 }
 
 API nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
-    if (!users)
-        return NVML_ERROR_UNINITIALIZED;
+    if (!users) return NVML_ERROR_UNINITIALIZED;
     for (int gpu = 0; gpu < settings.devices; gpu++) {
         for (int instance = -1; instance < settings.mig_instances; instance++) {
             char text[64];
             nvmlDeviceGetUUID(*device = DEVICE(gpu, instance), text, sizeof text);
-            if (!strcmp(text, uuid))
-                return NVML_SUCCESS;
+            if (!strcmp(text, uuid)) return NVML_SUCCESS;
         }
     }
     return NVML_ERROR_NOT_FOUND;
@@ -182,19 +165,14 @@ API nvmlDeviceGetMaxPcieLinkWidth(Device device, unsigned *width) {
 
 /* -- links ------------------------------------------------------------------------------------ */
 
-static bool switched(void) {
-    return !strcmp(settings.nvlink, "switch");
-}
+static bool switched(void) { return !strcmp(settings.nvlink, "switch"); }
 
 /* Return the GPU that a lane ends at, -1 for a switch, -2 if the lane is not active. */
 static int far_end(int gpu, unsigned lane) {
-    if (switched())
-        return lane < LANES_TO_SWITCHES ? -1 : -2;
+    if (switched()) return lane < LANES_TO_SWITCHES ? -1 : -2;
     for (int other = 0; other < settings.devices; other++) {
-        if (!settings_linked(settings.nvlink, gpu, other))
-            continue;
-        if (lane < LANES_TO_A_GPU)
-            return other;
+        if (!settings_linked(settings.nvlink, gpu, other)) continue;
+        if (lane < LANES_TO_A_GPU) return other;
         lane -= LANES_TO_A_GPU;
     }
     return -2;
@@ -221,8 +199,7 @@ API nvmlDeviceGetNvLinkRemoteDeviceType(Device device, unsigned lane, unsigned *
 API nvmlDeviceGetNvLinkRemotePciInfo_v2(Device device, unsigned lane, PciInfo *info) {
     KNOWN(device);
     int far = far_end(GPU(device), lane);
-    if (far < 0)
-        return NVML_ERROR_NOT_SUPPORTED;
+    if (far < 0) return NVML_ERROR_NOT_SUPPORTED;
     pci_info(far, info);
     return NVML_SUCCESS;
 }
@@ -251,12 +228,6 @@ API nvmlDeviceGetMigMode(Device device, unsigned *current, unsigned *pending) {
     return NVML_SUCCESS;
 }
 
-API nvmlDeviceGetMaxMigDeviceCount(Device device, unsigned *count) {
-    KNOWN(device);
-    *count = 7;
-    return NVML_SUCCESS;
-}
-
 API nvmlDeviceIsMigDeviceHandle(Device device, unsigned *is) {
     KNOWN(device);
     *is = INSTANCE(device) >= 0;
@@ -265,14 +236,7 @@ API nvmlDeviceIsMigDeviceHandle(Device device, unsigned *is) {
 
 API nvmlDeviceGetMigDeviceHandleByIndex(Device device, unsigned index, Device *instance) {
     KNOWN(device);
-    if ((int)index >= settings.mig_instances)
-        return NVML_ERROR_NOT_FOUND;
+    if ((int)index >= settings.mig_instances) return NVML_ERROR_NOT_FOUND;
     *instance = DEVICE(GPU(device), (int)index);
-    return NVML_SUCCESS;
-}
-
-API nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Device instance, Device *device) {
-    KNOWN(instance);
-    *device = DEVICE(GPU(instance), -1);
     return NVML_SUCCESS;
 }

@@ -52,10 +52,8 @@ void settings_read(void) {
 }
 
 bool settings_linked(const char *list, int gpu, int other) {
-    if (gpu == other || !strcmp(list, "none"))
-        return false;
-    if (!strcmp(list, "all") || !strcmp(list, "switch"))
-        return true;
+    if (gpu == other || !strcmp(list, "none")) return false;
+    if (!strcmp(list, "all") || !strcmp(list, "switch")) return true;
     for (const char *at = list; at; at = strchr(at, ',')) {
         int first, second;
         at += *at == ',';

@@ -50,8 +50,7 @@ static struct backing *handle_open(const struct handle *handle, int *gpu) {
         return NULL;
     }
     struct backing *backing = backing_adopt(fd, "legacy", gpu);
-    if (backing)
-        backing->exporter = (int)syscall(SYS_pidfd_open, handle->process, 0);
+    if (backing) backing->exporter = (int)syscall(SYS_pidfd_open, handle->process, 0);
     return backing;
 }
 
@@ -81,9 +80,8 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
     /* "If the memory handle has already been opened by the current context, the reference count on
      * the handle is incremented by 1 and the existing device pointer is returned." */
     for (struct range *at = range_first(); at; at = at->next) {
-        if (at->kind != OPENED || at->owner != context)
-            continue;
-        uintptr_t opened = at->address - at->offset + handle.offset;
+        if (at->kind != OPENED || at->owner != context) continue;
+        uintptr_t opened = at->address + handle.offset;
         if (at->opened == opened && !fstat(at->backing->fd, &here) && here.st_ino == there.st_ino) {
             backing_drop(backing);
             at->opens++;
@@ -91,8 +89,8 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
             return call_end(CUDA_SUCCESS);
         }
     }
-    /* "cudaMalloc may sub-allocate from a larger block of memory. In such case CUDA IPC APIs will
-     * share the entire underlying memory block." */
+    /* cuMemAlloc may cut allocations out of a larger block, which a handle then shares as a whole
+     * (CUDA programming guide, interprocess communication). */
     uintptr_t base = addresses_reserve(round_up(backing->nbytes, GRANULARITY), 0);
     bool block = handle.offset > 0;
     struct range *range =
@@ -106,7 +104,8 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
     return call_end(CUDA_SUCCESS);
 }
 
-/* No synchronisation is promised: work that is queued finds nothing here. */
+/* "When the reference count reaches 0, this API unmaps the memory." No synchronisation is promised:
+ * work that is queued finds nothing here. */
 CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%#llx", (unsigned long long)address);
     struct range *range = range_at(address, OPENED);
@@ -151,9 +150,9 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes,
     return call_end(CUDA_SUCCESS);
 }
 
-/* "The memory will be freed when all outstanding mappings to the memory are unmapped and when all
- * outstanding references to the handle (including its shareable counterparts) are also released."
- */
+/* "The memory allocation will be freed when all outstanding mappings to the memory are unmapped and
+ * when all outstanding references to the handle (including it's shareable counterparts) are also
+ * released." */
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     CALL(UNSAFE, "%#llx", handle);
     struct backing *backing = backing_find(handle);
@@ -170,20 +169,6 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void 
     range->backing->handles++;
     range->backing->uses++;
     *handle = (uintptr_t)range->backing;
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *properties,
-                                                CUmemGenericAllocationHandle handle) {
-    CALL(NEEDS_DRIVER, "%#llx", handle);
-    struct backing *backing = backing_find(handle);
-    REQUIRE(backing, CUDA_ERROR_INVALID_VALUE);
-    memset(properties, 0, sizeof *properties);
-    properties->type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    properties->location.id = backing->device;
-    if (backing->exportable)
-        properties->requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     return call_end(CUDA_SUCCESS);
 }
 
@@ -229,12 +214,11 @@ static struct reservation {
 
 static bool reserved(uintptr_t address, size_t nbytes) {
     for (struct reservation *at = reservations; at; at = at->next)
-        if (address >= at->address && address + nbytes <= at->address + at->nbytes)
-            return true;
+        if (address >= at->address && address + nbytes <= at->address + at->nbytes) return true;
     return false;
 }
 
-/* `wanted` is a hint: "if the address is not available, another one is returned". */
+/* The driver treats `wanted` "as a hint about where to place the reservation". */
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t nbytes, size_t alignment,
                              CUdeviceptr wanted, unsigned long long flags) {
     CALL(NEEDS_DRIVER, "%zu, %zu, %#llx", nbytes, alignment, (unsigned long long)wanted);
@@ -250,8 +234,8 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t nbytes, size_t alignme
     return call_end(CUDA_SUCCESS);
 }
 
-/* "The ptr and size must match the original cuMemAddressReserve call and the memory must be
- * unmapped." */
+/* "The size must match what was given to memAddressReserve and the ptr given must match what was
+ * returned from memAddressReserve." What is still mapped is not freed. */
 CUresult cuMemAddressFree(CUdeviceptr address, size_t nbytes) {
     CALL(NEEDS_DRIVER, "%#llx, %zu", (unsigned long long)address, nbytes);
     struct reservation **at = &reservations;
@@ -269,7 +253,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t nbytes, size_t offset,
                   CUmemGenericAllocationHandle handle, unsigned long long flags) {
     CALL(NEEDS_DRIVER, "%#llx, %zu, %#llx", (unsigned long long)address, nbytes, handle);
     struct backing *backing = backing_find(handle);
-    /* "The offset must be zero." */
+    /* The offset has to be zero (cuda.h on cuMemMap). */
     REQUIRE(backing && !offset && !flags, CUDA_ERROR_INVALID_VALUE);
     REQUIRE(nbytes && address % GRANULARITY == 0 && nbytes % GRANULARITY == 0 &&
                 nbytes <= backing->nbytes,
@@ -287,11 +271,9 @@ static bool visit_maps(uintptr_t address, size_t nbytes, void (*visit)(struct ra
                        unsigned bits) {
     for (uintptr_t at = address; at < address + nbytes;) {
         struct range *range = range_at(at, MAPPED);
-        if (!range || range->address != at || at + range->nbytes > address + nbytes)
-            return false;
+        if (!range || range->address != at || at + range->nbytes > address + nbytes) return false;
         at += range->nbytes;
-        if (visit)
-            visit(range, bits);
+        if (visit) visit(range, bits);
     }
     return nbytes > 0;
 }
@@ -320,9 +302,7 @@ static void allow_reads(struct range *range, unsigned bits) {
     addresses_show(range->address, range->nbytes, range->backing->fd, 0);
 }
 
-static void allow_writes(struct range *range, unsigned bits) {
-    range->writers |= bits;
-}
+static void allow_writes(struct range *range, unsigned bits) { range->writers |= bits; }
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *access,
                         size_t count) {

@@ -97,14 +97,12 @@ enum needs {
 #define CALL(needs, ...)                                                                           \
     do {                                                                                           \
         CUresult begun = call_begin(__func__, needs, __VA_ARGS__);                                 \
-        if (begun != CUDA_SUCCESS)                                                                 \
-            return call_end(begun);                                                                \
+        if (begun != CUDA_SUCCESS) return call_end(begun);                                         \
     } while (0)
 /* End the call with an error unless the condition holds. */
 #define REQUIRE(condition, error)                                                                  \
     do {                                                                                           \
-        if (!(condition))                                                                          \
-            return call_end(error);                                                                \
+        if (!(condition)) return call_end(error);                                                  \
     } while (0)
 
 CUresult call_begin(const char *name, unsigned needs, const char *format, ...)

@@ -40,7 +40,7 @@ struct work {
     void (*run)(struct work *);
     CUdeviceptr target, source;
     size_t nbytes;
-    unsigned value, flags;
+    unsigned value;
     bool from_host, to_host; /* pageable memory, which no device knows */
     CUevent event;
     CUstream other;
@@ -69,20 +69,15 @@ static void *run_queue(void *argument) {
         while (!queue->first && !queue->ending)
             driver_wait();
         struct work *work = queue->first;
-        if (!work)
-            break;
+        if (!work) break;
         queue->first = work->next;
-        if (!queue->first)
-            queue->last = &queue->first;
+        if (!queue->first) queue->last = &queue->first;
         CUcontext context = work->stream->context;
-        if (settings.late_us)
-            sleep_unlocked(settings.late_us);
+        if (settings.late_us) sleep_unlocked(settings.late_us);
         /* What a broken context has queued is dropped: its waiters get the error. */
         CUresult injected = context->broken ? CUDA_SUCCESS : call_injected("work");
-        if (injected)
-            context_break(context, injected, "MX_STANDIN_FAIL");
-        if (!context->broken)
-            work->run(work);
+        if (injected) context_break(context, injected, "MX_STANDIN_FAIL");
+        if (!context->broken) work->run(work);
         work->stream->done++;
         free(work->staged);
         free(work);
@@ -112,11 +107,9 @@ static struct queue *queue_new(void) {
 }
 
 static CUstream stream_new(CUcontext context, unsigned flags) {
-    if (settings.one_queue && !shared_queue)
-        shared_queue = queue_new();
+    if (settings.one_queue && !shared_queue) shared_queue = queue_new();
     struct queue *queue = settings.one_queue ? shared_queue : queue_new();
-    if (!queue)
-        return NULL;
+    if (!queue) return NULL;
     CUstream stream = calloc(1, sizeof *stream);
     *stream =
         (struct CUstream_st){.next = streams, .context = context, .queue = queue, .flags = flags};
@@ -128,13 +121,11 @@ static CUstream stream_new(CUcontext context, unsigned flags) {
 CUstream stream_of(CUstream handle) {
     if (!handle || handle == CU_STREAM_LEGACY) {
         CUcontext context = context_current();
-        if (!context->default_stream)
-            context->default_stream = stream_new(context, 0);
+        if (!context->default_stream) context->default_stream = stream_new(context, 0);
         return context->default_stream;
     }
     for (CUstream at = streams; at; at = at->next)
-        if (at == handle && !at->destroyed)
-            return at;
+        if (at == handle && !at->destroyed) return at;
     return NULL;
 }
 
@@ -146,21 +137,18 @@ static void wait_for_stream(CUstream stream) {
 
 void streams_drain(CUcontext context) {
     for (CUstream at = streams; at; at = at->next)
-        if (at->context == context)
-            wait_for_stream(at);
+        if (at->context == context) wait_for_stream(at);
 }
 
 static void stream_end(CUstream stream) {
     stream->destroyed = true;
-    if (stream->queue != shared_queue)
-        stream->queue->ending = true;
+    if (stream->queue != shared_queue) stream->queue->ending = true;
     driver_changed();
 }
 
 void streams_end_context(CUcontext context) {
     for (CUstream at = streams; at; at = at->next)
-        if (at->context == context && !at->destroyed)
-            stream_end(at);
+        if (at->context == context && !at->destroyed) stream_end(at);
 }
 
 static void append(CUstream stream, struct work work) {
@@ -179,8 +167,8 @@ static void run_wait_stream(struct work *work) {
         driver_wait();
 }
 
-/* "The legacy default stream is an implicit stream which synchronizes with all other streams in
- * the same CUcontext except for non-blocking streams." */
+/* The legacy default stream waits for the blocking streams of its context, and they for it (CUDA
+ * driver API, stream synchronization behavior). */
 static void queue_work(CUstream stream, struct work work) {
     CUcontext context = stream->context;
     for (CUstream at = streams; at && !(stream->flags & CU_STREAM_NON_BLOCKING); at = at->next) {
@@ -202,8 +190,9 @@ CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
     return call_end(*stream ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
 
-/* "In case the device is still doing work in the stream, the function will return immediately and
- * the resources will be released automatically once the device has completed all work." */
+/* "In case the device is still doing work in the stream hStream when cuStreamDestroy() is called,
+ * the function will return immediately and the resources associated with hStream will be released
+ * automatically once the device has completed all work in hStream." */
 CUresult cuStreamDestroy(CUstream handle) {
     CALL(NEEDS_CONTEXT, "%p", (void *)handle);
     CUstream stream = stream_of(handle);
@@ -229,14 +218,6 @@ CUresult cuStreamQuery(CUstream handle) {
     return call_end(stream->done < stream->queued ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
-CUresult cuStreamGetCtx(CUstream handle, CUcontext *context) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    *context = stream->context;
-    return call_end(CUDA_SUCCESS);
-}
-
 static void run_function(struct work *work) {
     driver_unlock();
     work->function(work->data);
@@ -255,8 +236,7 @@ CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void *data) {
 
 static CUevent event_of(CUevent handle) {
     for (CUevent at = events; at; at = at->next)
-        if (at == handle && !at->destroyed)
-            return at;
+        if (at == handle && !at->destroyed) return at;
     return NULL;
 }
 
@@ -279,11 +259,10 @@ CUresult cuEventDestroy(CUevent handle) {
 }
 
 static void run_record(struct work *work) {
-    if (work->event->happened < work->number)
-        work->event->happened = work->number;
+    if (work->event->happened < work->number) work->event->happened = work->number;
 }
 
-/* "hEvent and hStream must be from the same CUcontext." */
+/* "hEvent and hStream must be from the same context". */
 CUresult cuEventRecord(CUevent handle, CUstream on) {
     CALL(NEEDS_CONTEXT, "%p, %p", (void *)handle, (void *)on);
     CUevent event = event_of(handle);
@@ -296,7 +275,8 @@ CUresult cuEventRecord(CUevent handle, CUstream on) {
     return call_end(CUDA_SUCCESS);
 }
 
-/* "If cuEventRecord() has not been called on hEvent then CUDA_SUCCESS is returned." */
+/* "Before the first call to cuEventRecord(), an event represents an empty set of work, so for
+ * example cuEventQuery() would return CUDA_SUCCESS." */
 CUresult cuEventQuery(CUevent handle) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", (void *)handle);
     CUevent event = event_of(handle);
@@ -321,7 +301,7 @@ static void run_wait_event(struct work *work) {
         driver_wait();
 }
 
-/* "The event may be from a different context or device than the stream." */
+/* "hEvent may be from a different context or device than hStream." */
 CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned flags) {
     CALL(NEEDS_CONTEXT, "%p, %p, %u", (void *)on, (void *)handle, flags);
     CUevent event = event_of(handle);
@@ -331,19 +311,6 @@ CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned flags) {
     queue_work(stream,
                (struct work){.run = run_wait_event, .event = event, .number = event->recorded});
     return call_end(CUDA_SUCCESS);
-}
-
-static bool word_is_there(unsigned found, unsigned value, unsigned flags) {
-    switch (flags) {
-    case CU_STREAM_WAIT_VALUE_GEQ:
-        return (int)(found - value) >= 0;
-    case CU_STREAM_WAIT_VALUE_EQ:
-        return found == value;
-    case CU_STREAM_WAIT_VALUE_AND:
-        return (found & value) != 0;
-    default: /* CU_STREAM_WAIT_VALUE_NOR */
-        return ~(found | value) != 0;
-    }
 }
 
 static void run_wait_word(struct work *work) {
@@ -358,8 +325,7 @@ static void run_wait_word(struct work *work) {
         }
         unsigned found = __atomic_load_n((unsigned *)at, __ATOMIC_ACQUIRE);
         range_leave(range);
-        if (word_is_there(found, work->value, work->flags))
-            return;
+        if ((int)(found - work->value) >= 0) return;
         sleep_unlocked(POLL_US);
     }
 }
@@ -370,12 +336,10 @@ CUresult cuStreamWaitValue32(CUstream handle, CUdeviceptr address, cuuint32_t va
          flags);
     CUstream stream = stream_of(handle);
     REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(address % sizeof(uint32_t) == 0 && flags <= CU_STREAM_WAIT_VALUE_NOR,
-            CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(!capture_has(stream), CUDA_ERROR_NOT_SUPPORTED);
-    queue_work(
-        stream,
-        (struct work){.run = run_wait_word, .source = address, .value = value, .flags = flags});
+    REQUIRE(address % sizeof(uint32_t) == 0, CUDA_ERROR_INVALID_VALUE);
+    /* GEQ is the only condition that there is here. */
+    REQUIRE(!capture_has(stream) && flags == CU_STREAM_WAIT_VALUE_GEQ, CUDA_ERROR_NOT_SUPPORTED);
+    queue_work(stream, (struct work){.run = run_wait_word, .source = address, .value = value});
     return call_end(CUDA_SUCCESS);
 }
 
@@ -385,8 +349,7 @@ CUresult cuStreamWaitValue32(CUstream handle, CUdeviceptr address, cuuint32_t va
 static char *side(struct work *work, CUdeviceptr address, bool pageable, bool write, size_t *run,
                   struct range **range) {
     *range = NULL;
-    if (pageable)
-        return (char *)(uintptr_t)address;
+    if (pageable) return (char *)(uintptr_t)address;
     char *at = range_touch(work->stream->context, address, write, run, range);
     if (!at)
         context_break(work->stream->context, CUDA_ERROR_ILLEGAL_ADDRESS,
@@ -406,13 +369,10 @@ static void run_copy(struct work *work) {
             driver_unlock();
             memmove(target, source, run);
             driver_lock();
-            if (target_range)
-                range_leave(target_range);
+            if (target_range) range_leave(target_range);
         }
-        if (source && source_range)
-            range_leave(source_range);
-        if (!target)
-            break;
+        if (source && source_range) range_leave(source_range);
+        if (!target) break;
         done += run;
     }
 }
@@ -422,8 +382,7 @@ static void run_set(struct work *work) {
         size_t run = work->nbytes - done < PIECE ? work->nbytes - done : PIECE;
         struct range *range;
         char *target = side(work, work->target + done, false, true, &run, &range);
-        if (!target)
-            return;
+        if (!target) return;
         driver_unlock();
         memset(target, (int)work->value, run);
         driver_lock();
@@ -433,17 +392,14 @@ static void run_set(struct work *work) {
 }
 
 /* Queue a copy, under the lock. Pinned memory that the whole of it is in is read and written when
- * the copy runs. "If pageable memory must first be staged to pinned memory, the driver may
- * synchronize with the stream and stage the copy into pinned memory": it does. A copy to pageable
- * memory returns "only once the copy has completed". */
+ * the copy runs. Pageable memory is staged after the stream's earlier work, and a copy to it
+ * returns when it is complete: the driver may do both (CUDA driver API, API synchronization
+ * behavior). */
 static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
     CUstream stream = stream_of(handle);
-    if (!stream)
-        return CUDA_ERROR_INVALID_HANDLE;
-    if (capture_has(stream))
-        return CUDA_ERROR_NOT_SUPPORTED;
-    if (!work.nbytes)
-        return CUDA_SUCCESS;
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+    if (capture_has(stream)) return CUDA_ERROR_NOT_SUPPORTED;
+    if (!work.nbytes) return CUDA_SUCCESS;
     CUdeviceptr host = work.from_host ? work.source : work.target;
     if ((work.from_host || work.to_host) && range_at(host, HOST_KINDS))
         work.from_host = work.to_host = false;
@@ -454,47 +410,51 @@ static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
         work.source = (uintptr_t)work.staged;
     }
     queue_work(stream, work);
-    if (!wait && !work.to_host)
-        return CUDA_SUCCESS;
+    if (!wait && !work.to_host) return CUDA_SUCCESS;
     wait_for_stream(stream);
     return stream->context->broken;
 }
 
-#define HTOD(to, from, count)                                                                      \
-    (struct work) {                                                                                \
-        .run = run_copy, .target = to, .source = (uintptr_t)from, .nbytes = count,                 \
-        .from_host = true                                                                          \
-    }
-#define DTOH(to, from, count)                                                                      \
-    (struct work) {                                                                                \
-        .run = run_copy, .target = (uintptr_t)to, .source = from, .nbytes = count, .to_host = true \
-    }
+static struct work copy(CUdeviceptr to, CUdeviceptr from, size_t nbytes) {
+    return (struct work){.run = run_copy, .target = to, .source = from, .nbytes = nbytes};
+}
+
+static struct work copy_in(CUdeviceptr to, const void *from, size_t nbytes) {
+    struct work work = copy(to, (uintptr_t)from, nbytes);
+    work.from_host = true;
+    return work;
+}
+
+static struct work copy_out(void *to, CUdeviceptr from, size_t nbytes) {
+    struct work work = copy((uintptr_t)to, from, nbytes);
+    work.to_host = true;
+    return work;
+}
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%#llx, %p, %zu, %p", (unsigned long long)to, from, nbytes, (void *)stream);
-    return call_end(queue_copy(stream, HTOD(to, from, nbytes), false));
+    return call_end(queue_copy(stream, copy_in(to, from, nbytes), false));
 }
 
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%p, %#llx, %zu, %p", to, (unsigned long long)from, nbytes, (void *)stream);
-    return call_end(queue_copy(stream, DTOH(to, from, nbytes), false));
+    return call_end(queue_copy(stream, copy_out(to, from, nbytes), false));
 }
 
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t nbytes) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%#llx, %p, %zu", (unsigned long long)to, from, nbytes);
-    return call_end(queue_copy(NULL, HTOD(to, from, nbytes), true));
+    return call_end(queue_copy(NULL, copy_in(to, from, nbytes), true));
 }
 
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t nbytes) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p, %#llx, %zu", to, (unsigned long long)from, nbytes);
-    return call_end(queue_copy(NULL, DTOH(to, from, nbytes), true));
+    return call_end(queue_copy(NULL, copy_out(to, from, nbytes), true));
 }
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%#llx, %#llx, %zu, %p", (unsigned long long)to, (unsigned long long)from,
          nbytes, (void *)stream);
-    struct work work = {.run = run_copy, .target = to, .source = from, .nbytes = nbytes};
-    return call_end(queue_copy(stream, work, false));
+    return call_end(queue_copy(stream, copy(to, from, nbytes), false));
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
