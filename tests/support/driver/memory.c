@@ -24,6 +24,13 @@ static size_t page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 /* -- backings --------------------------------------------------------------------------------- */
 
+static size_t memory_used(int device) {
+    size_t used = 0;
+    for (struct backing *at = backings; at; at = at->next)
+        if (at->counted && at->device == device) used += at->nbytes;
+    return used < settings.memory_bytes ? used : settings.memory_bytes;
+}
+
 static struct backing *backing_make(int fd, int device, size_t nbytes, bool counted) {
     char *alias = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (alias == MAP_FAILED) {
@@ -88,13 +95,6 @@ struct backing *backing_find(CUmemGenericAllocationHandle handle) {
     for (struct backing *at = backings; at; at = at->next)
         if ((uintptr_t)at == handle && at->handles) return at;
     return NULL;
-}
-
-size_t memory_used(int device) {
-    size_t used = 0;
-    for (struct backing *at = backings; at; at = at->next)
-        if (at->counted && at->device == device) used += at->nbytes;
-    return used < settings.memory_bytes ? used : settings.memory_bytes;
 }
 
 /* -- ranges ----------------------------------------------------------------------------------- */
@@ -188,10 +188,9 @@ uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted) {
     return (uintptr_t)found;
 }
 
-void addresses_show(uintptr_t address, size_t nbytes, int fd, size_t offset) {
+void addresses_show(uintptr_t address, size_t nbytes, int fd) {
     if (settings.host_access)
-        mmap((void *)address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
-             (off_t)offset);
+        mmap((void *)address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
 }
 
 void addresses_hide(uintptr_t address, size_t nbytes) {
@@ -222,7 +221,7 @@ static struct backing *block_with_room(int device, size_t nbytes) {
     if (!made) return NULL;
     made->address = addresses_reserve(GRANULARITY, 0);
     made->filled = ALIGNMENT; /* so that no allocation is where its block is */
-    addresses_show(made->address, GRANULARITY, made->fd, 0);
+    addresses_show(made->address, GRANULARITY, made->fd);
     return made;
 }
 
@@ -244,7 +243,7 @@ CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
     if (small)
         backing->filled += size;
     else
-        addresses_show(at, backing->nbytes, backing->fd, 0);
+        addresses_show(at, backing->nbytes, backing->fd);
     *address = at;
     return call_end(CUDA_SUCCESS);
 }
@@ -315,12 +314,8 @@ static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_att
         ATTRIBUTE(IS_MANAGED, bool, false);
         ATTRIBUTE(DEVICE_ORDINAL, int, range->device);
         ATTRIBUTE(IS_LEGACY_CUDA_IPC_CAPABLE, bool, range->kind == ALLOCATED);
-        ATTRIBUTE(RANGE_START_ADDR, CUdeviceptr, range->address);
-        ATTRIBUTE(RANGE_SIZE, size_t, range->nbytes);
-        ATTRIBUTE(MAPPED, bool, true);
         ATTRIBUTE(ALLOWED_HANDLE_TYPES, unsigned long long,
                   exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0);
-        ATTRIBUTE(MEMPOOL_HANDLE, CUmemoryPool, NULL);
     default: return false;
     }
 #undef ATTRIBUTE

@@ -99,7 +99,7 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
     range->opens = 1;
     range->opened = base + handle.offset;
     range->readers = range->writers = 1u << context->device;
-    addresses_show(base, backing->nbytes, backing->fd, 0);
+    addresses_show(base, backing->nbytes, backing->fd);
     *address = range->opened;
     return call_end(CUDA_SUCCESS);
 }
@@ -266,23 +266,22 @@ CUresult cuMemMap(CUdeviceptr address, size_t nbytes, size_t offset,
     return call_end(CUDA_SUCCESS);
 }
 
-/* Call `visit` for each map of a run of whole maps; false if it is not one. */
-static bool visit_maps(uintptr_t address, size_t nbytes, void (*visit)(struct range *, unsigned),
-                       unsigned bits) {
-    for (uintptr_t at = address; at < address + nbytes;) {
+/* Return true for a run of whole maps. */
+static bool are_maps(uintptr_t address, size_t nbytes) {
+    uintptr_t at = address;
+    while (at < address + nbytes) {
         struct range *range = range_at(at, MAPPED);
-        if (!range || range->address != at || at + range->nbytes > address + nbytes) return false;
+        if (!range || range->address != at) return false;
         at += range->nbytes;
-        if (visit) visit(range, bits);
     }
-    return nbytes > 0;
+    return nbytes && at == address + nbytes;
 }
 
 /* "cuMemUnmap cannot unmap a sub-range of an address range mapped by cuMemMap." It waits for
  * nothing but the piece of a copy that is being moved: what is queued finds nothing here. */
 CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
     CALL(UNSAFE, "%#llx, %zu", (unsigned long long)address, nbytes);
-    REQUIRE(visit_maps(address, nbytes, NULL, 0), CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(are_maps(address, nbytes), CUDA_ERROR_INVALID_VALUE);
     struct range *range;
     for (uintptr_t at = address; at < address + nbytes && (range = range_at(at, MAPPED));) {
         at += range->nbytes;
@@ -292,23 +291,19 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
     return call_end(CUDA_SUCCESS);
 }
 
-static void forbid(struct range *range, unsigned bits) {
-    range->readers &= ~bits;
-    range->writers &= ~bits;
+static void set_access(struct range *range, unsigned bit, CUmemAccess_flags flags) {
+    bool reads = flags & CU_MEM_ACCESS_FLAGS_PROT_READ;
+    bool writes = flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    range->readers = (range->readers & ~bit) | (reads ? bit : 0);
+    range->writers = (range->writers & ~bit) | (writes ? bit : 0);
+    if (reads) addresses_show(range->address, range->nbytes, range->backing->fd);
 }
-
-static void allow_reads(struct range *range, unsigned bits) {
-    range->readers |= bits;
-    addresses_show(range->address, range->nbytes, range->backing->fd, 0);
-}
-
-static void allow_writes(struct range *range, unsigned bits) { range->writers |= bits; }
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *access,
                         size_t count) {
     CALL(NEEDS_DRIVER, "%#llx, %zu, %zu devices", (unsigned long long)address, nbytes, count);
     REQUIRE(access && count, CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(visit_maps(address, nbytes, NULL, 0), CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(are_maps(address, nbytes), CUDA_ERROR_INVALID_VALUE);
     struct range *first = range_at(address, MAPPED);
     for (size_t i = 0; i < count; i++) {
         int device = access[i].location.id;
@@ -317,12 +312,11 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDes
                 CUDA_ERROR_INVALID_DEVICE);
         REQUIRE(device == first->device || devices_are_peers(device, first->device),
                 CUDA_ERROR_INVALID_VALUE);
-        unsigned bit = 1u << device;
-        visit_maps(address, nbytes, forbid, bit);
-        if (access[i].flags & CU_MEM_ACCESS_FLAGS_PROT_READ)
-            visit_maps(address, nbytes, allow_reads, bit);
-        if (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
-            visit_maps(address, nbytes, allow_writes, bit);
+        struct range *range;
+        for (uintptr_t at = address; at < address + nbytes; at += range->nbytes) {
+            range = range_at(at, MAPPED);
+            set_access(range, 1u << device, access[i].flags);
+        }
     }
     return call_end(CUDA_SUCCESS);
 }

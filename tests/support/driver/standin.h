@@ -185,7 +185,6 @@ struct backing *backing_new(int device, size_t nbytes, const char *purpose);
 struct backing *backing_adopt(int fd, const char *purpose, int *gpu);
 void backing_drop(struct backing *backing);
 struct backing *backing_find(CUmemGenericAllocationHandle handle);
-size_t memory_used(int device);
 
 struct range *range_add(enum kind kind, uintptr_t address, size_t nbytes, int device);
 /* Return the range of one of the kinds that an address is in, or NULL. */
@@ -204,7 +203,7 @@ void range_leave(struct range *range);
 uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted);
 void addresses_release(uintptr_t address, size_t nbytes);
 /* Let the process see memory at its device address, if the settings want that. */
-void addresses_show(uintptr_t address, size_t nbytes, int fd, size_t offset);
+void addresses_show(uintptr_t address, size_t nbytes, int fd);
 void addresses_hide(uintptr_t address, size_t nbytes);
 void memory_end_context(CUcontext context);
 

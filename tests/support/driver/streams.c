@@ -391,10 +391,9 @@ static void run_set(struct work *work) {
     }
 }
 
-/* Queue a copy, under the lock. Pinned memory that the whole of it is in is read and written when
- * the copy runs. Pageable memory is staged after the stream's earlier work, and a copy to it
- * returns when it is complete: the driver may do both (CUDA driver API, API synchronization
- * behavior). */
+/* Queue a copy, under the lock. Pinned memory is read and written when the copy runs. Pageable
+ * memory is staged after the stream's earlier work, and a copy to it returns when it is complete:
+ * the driver may do both (CUDA driver API, API synchronization behavior). */
 static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
     CUstream stream = stream_of(handle);
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
@@ -415,46 +414,41 @@ static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
     return stream->context->broken;
 }
 
-static struct work copy(CUdeviceptr to, CUdeviceptr from, size_t nbytes) {
-    return (struct work){.run = run_copy, .target = to, .source = from, .nbytes = nbytes};
-}
+enum host { NO_HOST, FROM_HOST, TO_HOST };
 
-static struct work copy_in(CUdeviceptr to, const void *from, size_t nbytes) {
-    struct work work = copy(to, (uintptr_t)from, nbytes);
-    work.from_host = true;
-    return work;
-}
-
-static struct work copy_out(void *to, CUdeviceptr from, size_t nbytes) {
-    struct work work = copy((uintptr_t)to, from, nbytes);
-    work.to_host = true;
-    return work;
+static struct work copy(CUdeviceptr to, CUdeviceptr from, size_t nbytes, enum host host) {
+    return (struct work){.run = run_copy,
+                         .target = to,
+                         .source = from,
+                         .nbytes = nbytes,
+                         .from_host = host == FROM_HOST,
+                         .to_host = host == TO_HOST};
 }
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%#llx, %p, %zu, %p", (unsigned long long)to, from, nbytes, (void *)stream);
-    return call_end(queue_copy(stream, copy_in(to, from, nbytes), false));
+    return call_end(queue_copy(stream, copy(to, (uintptr_t)from, nbytes, FROM_HOST), false));
 }
 
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%p, %#llx, %zu, %p", to, (unsigned long long)from, nbytes, (void *)stream);
-    return call_end(queue_copy(stream, copy_out(to, from, nbytes), false));
+    return call_end(queue_copy(stream, copy((uintptr_t)to, from, nbytes, TO_HOST), false));
 }
 
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t nbytes) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%#llx, %p, %zu", (unsigned long long)to, from, nbytes);
-    return call_end(queue_copy(NULL, copy_in(to, from, nbytes), true));
+    return call_end(queue_copy(NULL, copy(to, (uintptr_t)from, nbytes, FROM_HOST), true));
 }
 
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t nbytes) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p, %#llx, %zu", to, (unsigned long long)from, nbytes);
-    return call_end(queue_copy(NULL, copy_out(to, from, nbytes), true));
+    return call_end(queue_copy(NULL, copy((uintptr_t)to, from, nbytes, TO_HOST), true));
 }
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%#llx, %#llx, %zu, %p", (unsigned long long)to, (unsigned long long)from,
          nbytes, (void *)stream);
-    return call_end(queue_copy(stream, copy(to, from, nbytes), false));
+    return call_end(queue_copy(stream, copy(to, from, nbytes, NO_HOST), false));
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
