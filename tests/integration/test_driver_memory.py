@@ -378,3 +378,45 @@ def test_the_log_has_every_call(major: int, tmp_path: Path) -> None:
         ("cuMemAlloc", "CUDA_ERROR_INVALID_VALUE"),
         ("cuMemAlloc", "CUDA_SUCCESS"),
     ]
+
+
+def test_a_forked_child_has_a_log_of_its_own(major: int, tmp_path: Path) -> None:
+    code = """
+use()
+child = os.fork()
+if not child:
+    attempt("cuMemAlloc", 8)
+    os._exit(0)
+os.waitpid(child, 0)
+print(child)
+"""
+    (child,) = passes(major, code, LOG=tmp_path)
+    assert calls(tmp_path, int(child)) == [("cuMemAlloc", "CUDA_ERROR_NOT_INITIALIZED")]
+
+
+def test_threads_and_streams_at_the_same_time(major: int) -> None:
+    passes(
+        major,
+        """
+from concurrent.futures import ThreadPoolExecutor
+use()
+rounds, size = 40, 300_000
+def work(number):
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", 0))
+    s, event = stream(), call("cuEventCreate", 2)
+    for turn in range(rounds):
+        first, second, value = alloc(size), alloc(size), (number * rounds + turn) % 256
+        call("cuMemsetD8Async", first, value, size, s)
+        call("cuMemcpyDtoDAsync", second, first, size, s)
+        call("cuEventRecord", event, s)
+        call("cuEventSynchronize", event)
+        assert fetch(second, size) == bytes([value]) * size
+        call("cuMemFree", first)
+        call("cuMemFree", second)
+    call("cuStreamDestroy", s)
+with ThreadPoolExecutor(4) as threads:
+    assert len(list(threads.map(work, range(4)))) == 4
+free, total = call("cuMemGetInfo")
+assert free == total, total - free
+""",
+    )

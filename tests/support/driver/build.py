@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,8 +43,10 @@ def why_not(major: int) -> str:
     """
     if compiler() is None:
         return "there is no C compiler (cc, or what CC names)"
-    if not (packages(major) / _HEADERS[major] / "cuda.h").exists():
-        return f"there is no cuda.h of CUDA {major}: run make setup-gpu"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for needed in (f"{_HEADERS[major]}/cuda.h", f"cuda/bindings/driver{suffix}"):
+        if not (packages(major) / needed).exists():
+            return f"{packages(major).name} has no {needed} (make setup-gpu)"
     return ""
 
 
