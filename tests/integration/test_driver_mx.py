@@ -1,0 +1,80 @@
+"""`mx serve` and `mx pull` over the stand-in driver: bytes, paths, and the log of calls."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.support.driver.programs import calls, each_major, passes
+
+pytestmark = each_major
+
+#: Serves a folder from GPU 0, pulls it to each of two targets, and prints each report in a line.
+_PULLS = """
+import subprocess
+from benchmarks.processes import Cluster
+cluster = Cluster()
+try:
+    command = ["-m", "mx", "serve", {checkpoint!r}, "--model", "m", "--device", "cuda:0"]
+    source = cluster.start(*command, "--coordinator", cluster.coordinator)
+    cluster.wait_for("m", source)
+    for target in ("cuda:0", "cpu"):
+        command = ["-m", "mx", "pull", "m", "--device", target, "--out", {out!r} + target, "--json"]
+        command += ["--coordinator", cluster.coordinator]
+        ended = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+        assert ended.returncode == 0, target
+        print(ended.stdout.replace(chr(10), " "))
+finally:
+    cluster.close()
+"""
+
+_HANDLES = ("cuMemCreate", "cuMemImportFromShareableHandle", "cuMemRetainAllocationHandle")
+#: Calls that give something back, and those that took it.
+_PAIRS = {
+    "cuMemRelease": _HANDLES,
+    "cuMemUnmap": ("cuMemMap",),
+    "cuMemAddressFree": ("cuMemAddressReserve",),
+    "cuMemFree": ("cuMemAlloc",),
+    "cuIpcCloseMemHandle": ("cuIpcOpenMemHandle",),
+    "cuMemFreeHost": ("cuMemHostAlloc",),
+    "cuStreamDestroy": ("cuStreamCreate",),
+    "cuEventDestroy": ("cuEventCreate",),
+    "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRetain",),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"NO_VMM": True, "SMALL_IN_BLOCKS": True}, {"ONE_QUEUE": True, "LATE_US": 2000}],
+    ids=["plain", "legacy", "late"],
+)
+def test_serve_and_pull(major: int, tmp_path: Path, settings: dict[str, object]) -> None:
+    checkpoint, log = tmp_path / "checkpoint", tmp_path / "log"
+    checkpoint.mkdir()
+    log.mkdir()
+    random = np.random.default_rng(1)
+    tensors = {
+        f"model.layers.{n}.weight": random.standard_normal((1001, 700), dtype=np.float32)
+        for n in range(4)
+    }
+    save_file(tensors, checkpoint / "model.safetensors")
+    code = _PULLS.format(checkpoint=str(checkpoint), out=str(tmp_path / "out-"))
+    reports = [json.loads(line) for line in passes(major, code, LOG=log, **settings)]
+    assert [[path["transport"] for path in report["paths"]] for report in reports] == [
+        ["cuda_ipc-attach"],
+        ["pcie_p2p"],
+    ]
+    for target in ("cuda:0", "cpu"):
+        written = tmp_path / f"out-{target}" / "model.safetensors"
+        assert written.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    found = Counter(calls(log))
+    assert {result for _, result in found} <= {"CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"}
+    count = Counter({name: n for (name, result), n in found.items() if result == "CUDA_SUCCESS"})
+    for back, taken in _PAIRS.items():
+        assert count[back] == sum(count[name] for name in taken), back
+    assert count["cuIpcOpenMemHandle" if settings.get("NO_VMM") else "cuMemCreate"]

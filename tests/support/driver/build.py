@@ -1,0 +1,106 @@
+"""Builds the stand-in driver, libcuda.so.1 and libnvidia-ml.so.1, and starts programs over it.
+
+`standin.h` says what it does and how it is set. The headers and cuda-bindings come from PyPI, in a
+folder for each major of CUDA that `make setup-gpu` fills: this module takes them from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+MAJORS = (12, 13)
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[2]
+#: Where the wheels of each major have cuda.h.
+_HEADERS = {12: "nvidia/cuda_runtime/include", 13: "nvidia/cu13/include"}
+_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-g"]
+_SHARED = ["-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
+_NVML = ("nvml.c", "settings.c")
+
+
+def packages(major: int) -> Path:
+    """Return the folder that `make setup-gpu` installs cuda-bindings of this major into.
+
+    Args:
+        major: The major version of CUDA.
+    """
+    return _ROOT / f".venv-gpu{major}"
+
+
+def why_not(major: int) -> str:
+    """Return why the stand-in can't be built and used here, "" if it can be.
+
+    Args:
+        major: The major version of CUDA.
+    """
+    if compiler() is None:
+        return "there is no C compiler (cc, or what CC names)"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for needed in (f"{_HEADERS[major]}/cuda.h", f"cuda/bindings/driver{suffix}"):
+        if not (packages(major) / needed).exists():
+            return f"{packages(major).name} has no {needed} (make setup-gpu)"
+    return ""
+
+
+def compiler() -> str | None:
+    """Return the path of the C compiler, None if there is none."""
+    return shutil.which(os.environ.get("CC", "cc"))
+
+
+@functools.cache
+def build(major: int) -> Path:
+    """Build both libraries for one major, once for each process.
+
+    Args:
+        major: The major version of CUDA.
+
+    Returns:
+        The folder that they are in, for LD_LIBRARY_PATH. It is removed when the process ends.
+
+    Raises:
+        subprocess.CalledProcessError: The compiler refuses them; it has said why on stderr.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
+    _folders.append(folder)
+    sources = {
+        "libcuda.so.1": sorted(p.name for p in _HERE.glob("*.c") if p.name != "nvml.c"),
+        "libnvidia-ml.so.1": _NVML,
+    }
+    include = f"-isystem{packages(major) / _HEADERS[major]}"
+    for library, names in sources.items():
+        command = [compiler() or "cc", *_FLAGS, *_SHARED, include, *names]
+        command += [f"-Wl,-soname,{library}", "-o", str(Path(folder.name) / library), "-ldl"]
+        subprocess.run(command, cwd=_HERE, check=True)
+    return Path(folder.name)
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def environment(major: int, settings: Mapping[str, object] | None = None) -> dict[str, str]:
+    """Return the environment of a Python program that finds the stand-in.
+
+    Args:
+        major: The major version of CUDA.
+        settings: Settings of the stand-in by their names after MX_STANDIN_; True is "1".
+
+    Returns:
+        This process's environment with LD_LIBRARY_PATH, PYTHONPATH and the settings.
+    """
+    ours = ("MX_STANDIN_", "CUDA_VISIBLE_DEVICES")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    found["LD_LIBRARY_PATH"] = os.pathsep.join(
+        filter(None, [str(build(major)), found.get("LD_LIBRARY_PATH")])
+    )
+    found["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(packages(major))])
+    for name, value in (settings or {}).items():
+        found[f"MX_STANDIN_{name}"] = "1" if value is True else str(value)
+    return found

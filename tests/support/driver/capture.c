@@ -1,0 +1,118 @@
+/* Stream capture as far as it forbids calls; what a captured stream is given is not recorded yet,
+ * and is refused. And modules, which do not load. */
+#include "standin.h"
+
+#include <string.h>
+
+static struct {
+    bool active, invalidated, pretended;
+    CUstream stream;
+    CUstreamCaptureMode mode;
+    pthread_t thread;
+} capture;
+static __thread CUstreamCaptureMode interaction = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+/* The capture of another thread that MX_STANDIN_CAPTURE asks for. */
+static void pretend(void) {
+    if (capture.active || !*settings.capture) return;
+    capture.active = capture.pretended = true;
+    capture.mode = strcmp(settings.capture, "global") ? CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+                                                      : CU_STREAM_CAPTURE_MODE_GLOBAL;
+}
+
+/* cuThreadExchangeStreamCaptureMode, GLOBAL: "If the local thread has an ongoing capture sequence
+ * that was not initiated with RELAXED at cuStreamBeginCapture, or if any other thread has a
+ * concurrent capture sequence initiated with GLOBAL, this thread is prohibited from potentially
+ * unsafe API calls." THREAD_LOCAL: "Concurrent capture sequences in other threads are ignored."
+ * RELAXED: "The local thread is not prohibited from potentially unsafe API calls." */
+bool capture_forbids(void) {
+    pretend();
+    if (!capture.active || interaction == CU_STREAM_CAPTURE_MODE_RELAXED) return false;
+    bool mine = !capture.pretended && pthread_equal(capture.thread, pthread_self());
+    bool forbidden = mine ? capture.mode != CU_STREAM_CAPTURE_MODE_RELAXED
+                          : capture.mode == CU_STREAM_CAPTURE_MODE_GLOBAL &&
+                                interaction == CU_STREAM_CAPTURE_MODE_GLOBAL;
+    if (forbidden && !capture.invalidated) {
+        capture.invalidated = true;
+        log_line("# the capture is invalidated");
+    }
+    return forbidden;
+}
+
+bool capture_has(CUstream stream) { return capture.active && capture.stream == stream; }
+
+/* "Sets the calling thread's stream capture interaction mode to the value contained in *mode, and
+ * overwrites *mode with the previous mode for the thread." */
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    CALL(NEEDS_DRIVER, "%d", *mode);
+    REQUIRE(*mode <= CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+    CUstreamCaptureMode before = interaction;
+    interaction = *mode;
+    *mode = before;
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
+    CALL(NEEDS_CONTEXT, "%p, %d", (void *)handle, mode);
+    CUstream stream = handle ? stream_of(handle) : NULL;
+    /* "Capture may not be initiated if stream is CU_STREAM_LEGACY." One at a time is enough here.
+     */
+    REQUIRE(stream && stream != context_current()->default_stream && !capture.active,
+            CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    capture.active = true;
+    capture.invalidated = capture.pretended = false;
+    capture.stream = stream;
+    capture.mode = mode;
+    capture.thread = pthread_self();
+    return call_end(CUDA_SUCCESS);
+}
+
+/* "If the mode argument to cuStreamBeginCapture was not CU_STREAM_CAPTURE_MODE_RELAXED, this call
+ * must be from the same thread as cuStreamBeginCapture." */
+CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
+    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
+    REQUIRE(handle && capture_has(handle), CUDA_ERROR_ILLEGAL_STATE);
+    REQUIRE(capture.mode == CU_STREAM_CAPTURE_MODE_RELAXED ||
+                pthread_equal(capture.thread, pthread_self()),
+            CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+    capture.active = false;
+    capture.stream = NULL;
+    *graph = NULL;
+    return call_end(capture.invalidated ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
+}
+
+CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *status) {
+    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
+    CUstream stream = stream_of(handle);
+    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
+    *status = !capture_has(stream)  ? CU_STREAM_CAPTURE_STATUS_NONE
+              : capture.invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                    : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    return call_end(CUDA_SUCCESS);
+}
+
+/* -- modules ---------------------------------------------------------------------------------- */
+
+/* "There is no kernel image available that is suitable for the device." */
+CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", image);
+    (void)module;
+    if (settings.load_syncs) streams_drain(context_current());
+    return call_end(CUDA_ERROR_NO_BINARY_FOR_GPU);
+}
+
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    CALL(NEEDS_CONTEXT, "%p, %s", (void *)module, name);
+    (void)function;
+    return call_end(CUDA_ERROR_INVALID_HANDLE);
+}
+
+CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                        CUstream stream, void **parameters, void **extra) {
+    CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %ux%ux%u, %u, %p", (void *)function, grid_x, grid_y, grid_z,
+         block_x, block_y, block_z, shared_bytes, (void *)stream);
+    (void)parameters;
+    (void)extra;
+    return call_end(CUDA_ERROR_INVALID_HANDLE);
+}

@@ -1,0 +1,259 @@
+/* Devices and their primary contexts, and how the bindings find every call. */
+#include "standin.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define STACK 64
+
+pid_t driver_process;
+static int count;
+static int gpus[MAX_DEVICES]; /* the machine's GPU behind each ordinal */
+static struct CUctx_st contexts[MAX_DEVICES];
+static __thread CUcontext stack[STACK];
+static __thread int depth;
+
+CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
+CUcontext context_of(int device) { return &contexts[device]; }
+int device_count(void) { return count; }
+int device_gpu(int device) { return gpus[device]; }
+
+int device_of_gpu(int gpu) {
+    for (int i = 0; i < count; i++)
+        if (gpus[i] == gpu) return i;
+    return CU_DEVICE_INVALID;
+}
+
+bool devices_are_peers(int device, int other) {
+    return settings_linked(settings.peers, gpus[device], gpus[other]);
+}
+
+void context_break(CUcontext context, CUresult error, const char *why) {
+    if (context->broken) return;
+    context->broken = error;
+    log_line("# the context of device %d is broken by error %d: %s", context->device, error, why);
+    driver_changed();
+}
+
+static int instance(void) { return settings.mig_instances ? 0 : -1; }
+
+/* CUDA_VISIBLE_DEVICES lists numbers or beginnings of UUIDs; what follows an invalid one is not
+ * visible (CUDA programming guide, environment variables). */
+static void find_devices(void) {
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (!visible) {
+        for (count = 0; count < settings.devices; count++)
+            gpus[count] = count;
+        return;
+    }
+    char *copy = strdup(visible), *rest = NULL;
+    for (char *word = strtok_r(copy, ",", &rest); word; word = strtok_r(NULL, ",", &rest)) {
+        char *end, text[37];
+        int gpu = (int)strtol(word, &end, 10);
+        if (*end || end == word) {
+            const char *uuid = strncmp(word, "GPU-", 4) && strncmp(word, "MIG-", 4) ? "" : word + 4;
+            for (gpu = 0; gpu < settings.devices; gpu++) {
+                settings_uuid_text(gpu, instance(), text);
+                if (*uuid && !strncmp(uuid, text, strlen(uuid))) break;
+            }
+        }
+        if (gpu < 0 || gpu >= settings.devices || device_of_gpu(gpu) != CU_DEVICE_INVALID) break;
+        gpus[count++] = gpu;
+    }
+    free(copy);
+}
+
+CUresult cuInit(unsigned flags) {
+    if (!driver_process) {
+        driver_lock();
+        if (!driver_process) {
+            settings_read();
+            find_devices();
+            for (int i = 0; i < count; i++)
+                contexts[i].device = i;
+            driver_process = getpid();
+        }
+        driver_unlock();
+    }
+    CALL(NEEDS_DRIVER, "%u", flags);
+    REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    return call_end(count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE);
+}
+
+/* It works before cuInit. */
+CUresult cuDriverGetVersion(int *version) {
+    if (!driver_process) settings_read();
+    *version = settings.version;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int *found) {
+    CALL(NEEDS_DRIVER, " ");
+    *found = count;
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+    CALL(NEEDS_DRIVER, "%d", ordinal);
+    REQUIRE(ordinal >= 0 && ordinal < count, CUDA_ERROR_INVALID_DEVICE);
+    *device = ordinal;
+    return call_end(CUDA_SUCCESS);
+}
+
+#define REQUIRE_DEVICE(device) REQUIRE((device) >= 0 && (device) < count, CUDA_ERROR_INVALID_DEVICE)
+
+CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
+    CALL(NEEDS_DRIVER, "%d", device);
+    REQUIRE_DEVICE(device);
+    snprintf(name, (size_t)size, "Stand-in GPU%s", settings.mig_instances ? " MIG 1g.10gb" : "");
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
+    CALL(NEEDS_DRIVER, "%d", device);
+    REQUIRE_DEVICE(device);
+    unsigned char bytes[16];
+    /* The second version: "if the device is in MIG mode, returns its MIG UUID which uniquely
+     * identifies the subscribed MIG compute instance". */
+    settings_uuid(gpus[device], instance(), bytes);
+    memcpy(uuid->bytes, bytes, sizeof bytes);
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    CALL(NEEDS_DRIVER, "%d, %d", attribute, device);
+    REQUIRE_DEVICE(device);
+    switch ((int)attribute) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+        *value = settings.compute_capability / 10;
+        break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+        *value = settings.compute_capability % 10;
+        break;
+    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+        *value = settings.vmm;
+        break;
+    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: *value = 1; break;
+    default: *value = 0;
+    }
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice other) {
+    CALL(NEEDS_DRIVER, "%d, %d", device, other);
+    REQUIRE_DEVICE(device);
+    REQUIRE_DEVICE(other);
+    *can = devices_are_peers(device, other);
+    return call_end(CUDA_SUCCESS);
+}
+
+/* -- contexts --------------------------------------------------------------------------------- */
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    CALL(NEEDS_DRIVER, "%d", device);
+    REQUIRE_DEVICE(device);
+    contexts[device].retained++;
+    *context = &contexts[device];
+    return call_end(CUDA_SUCCESS);
+}
+
+/* "The context is automatically reset once the last reference to it is released." It stays broken
+ * if it was: to go on, "the process must be terminated and relaunched". */
+CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
+    CALL(NEEDS_DRIVER, "%d", device);
+    REQUIRE_DEVICE(device);
+    CUcontext context = &contexts[device];
+    REQUIRE(context->retained, CUDA_ERROR_INVALID_CONTEXT);
+    if (context->retained == 1) {
+        streams_drain(context);
+        streams_end_context(context);
+        memory_end_context(context);
+        context->peers = 0;
+        context->default_stream = NULL;
+    }
+    context->retained--;
+    return call_end(CUDA_SUCCESS);
+}
+
+static bool is_context(CUcontext context) {
+    return context >= contexts && context < contexts + count && context->retained;
+}
+
+CUresult cuCtxPushCurrent(CUcontext context) {
+    CALL(NEEDS_DRIVER, "%p", (void *)context);
+    REQUIRE(is_context(context) && depth < STACK, CUDA_ERROR_INVALID_CONTEXT);
+    stack[depth++] = context;
+    return call_end(CUDA_SUCCESS);
+}
+
+/* A broken context can be popped: a thread has to be able to leave it. */
+CUresult cuCtxPopCurrent(CUcontext *context) {
+    CALL(NEEDS_DRIVER, " ");
+    REQUIRE(depth, CUDA_ERROR_INVALID_CONTEXT);
+    depth--;
+    if (context) *context = stack[depth];
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxSynchronize(void) {
+    CALL(NEEDS_CONTEXT | UNSAFE, " ");
+    CUcontext context = context_current();
+    streams_drain(context);
+    return call_end(context->broken);
+}
+
+CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
+    CALL(NEEDS_CONTEXT, "%p, %u", (void *)peer, flags);
+    CUcontext context = context_current();
+    REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    /* "Returns CUDA_ERROR_INVALID_CONTEXT if there is no current context, peerContext is not a
+     * valid context, or if the current context is peerContext." */
+    REQUIRE(is_context(peer) && peer != context, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(devices_are_peers(context->device, peer->device), CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    unsigned bit = 1u << peer->device;
+    REQUIRE(!(context->peers & bit), CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    context->peers |= bit;
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
+    CALL(NEEDS_CONTEXT, "%d, %zu", limit, value);
+    REQUIRE((unsigned)limit < CU_LIMIT_MAX, CUDA_ERROR_UNSUPPORTED_LIMIT);
+    context_current()->limits[limit] = value;
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
+    CALL(NEEDS_CONTEXT, "%d", limit);
+    REQUIRE((unsigned)limit < CU_LIMIT_MAX, CUDA_ERROR_UNSUPPORTED_LIMIT);
+    *value = context_current()->limits[limit];
+    return call_end(CUDA_SUCCESS);
+}
+
+/* -- the table of calls ----------------------------------------------------------------------- */
+
+/* The bindings ask for names without versions; the latest version is what cuda.h of the same major
+ * declares, and what this library exports. */
+CUresult cuGetProcAddress(const char *name, void **function, int version, cuuint64_t flags,
+                          CUdriverProcAddressQueryResult *status) {
+    static const char *const suffixes[] = {"_v4", "_v3", "_v2", ""};
+    (void)version;
+    (void)flags;
+    Dl_info self;
+    *function = NULL;
+    if (!dladdr((void *)&driver_process, &self)) return CUDA_ERROR_UNKNOWN;
+    /* It is loaded: this only returns its handle, which need not be closed. */
+    void *library = dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    for (size_t i = 0; library && !*function && i < sizeof suffixes / sizeof *suffixes; i++) {
+        char symbol[128];
+        snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
+        *function = dlsym(library, symbol);
+    }
+    if (status)
+        *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}

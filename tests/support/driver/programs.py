@@ -1,0 +1,128 @@
+"""Python programs over the stand-in, for each major of CUDA that this machine has packages of."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.driver.build import MAJORS, environment, why_not
+
+#: Runs a test for each major; skipped with the reason where the stand-in can't be built.
+each_major = pytest.mark.parametrize(
+    "major",
+    [
+        pytest.param(
+            m, marks=pytest.mark.skipif(bool(why_not(m)), reason=why_not(m)), id=f"cuda{m}"
+        )
+        for m in MAJORS
+    ],
+)
+_PRELUDE = "import os, sys, threading, time\nfrom tests.support.driver.calling import *\n"
+_PATIENCE_S = 60
+
+
+def finish(major: int, code: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end.
+
+    Args:
+        major: The major version of CUDA.
+        code: The program, which has all names of `calling`.
+        **settings: Settings of the stand-in.
+
+    Returns:
+        How it ended.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", _PRELUDE + code],
+        env=environment(major, settings),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+    )
+
+
+def passes(major: int, code: str, **settings: object) -> list[str]:
+    """Run a program that has to succeed, and return the lines of its output.
+
+    Args:
+        major: The major version of CUDA.
+        code: The program.
+        **settings: Settings of the stand-in.
+
+    Returns:
+        The lines.
+
+    Raises:
+        AssertionError: It failed; the message is its stderr.
+    """
+    ended = finish(major, code, **settings)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+class Program:
+    """A program that answers: `ask` sends a line to its input and returns one of its output."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the program ended; its stderr says why"
+        return line.strip()
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def program(major: int, code: str, **settings: object) -> Iterator[Program]:
+    """Run a program for the length of the block.
+
+    Args:
+        major: The major version of CUDA.
+        code: The program.
+        **settings: Settings of the stand-in.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-uc", _PRELUDE + code],
+        env=environment(major, settings),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield Program(process)
+        finally:
+            process.kill()
+
+
+def calls(folder: Path, process: int | None = None) -> list[tuple[str, str]]:
+    """Return the calls in the logs of a folder, in order, as names and results.
+
+    Args:
+        folder: The folder that the setting LOG named.
+        process: The only process to return calls of.
+    """
+    logs = sorted(folder.glob("*.log" if process is None else f"{process}.log"))
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    return [
+        (line.split(" ", 1)[1].split("(")[0], line.rsplit(" ", 1)[1])
+        for line in lines
+        if not line.startswith("#")
+    ]

@@ -1,0 +1,79 @@
+/* The settings of both libraries, and the identity of the GPUs that both show. */
+#include "standin.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct settings settings;
+
+static long number(const char *name, long otherwise) {
+    const char *text = getenv(name);
+    return text ? strtol(text, NULL, 10) : otherwise;
+}
+
+static bool flag(const char *name) {
+    const char *text = getenv(name);
+    return text && !strcmp(text, "1");
+}
+
+static const char *word(const char *name, const char *otherwise) {
+    const char *text = getenv(name);
+    /* A copy: the process may change its environment later. */
+    return strdup(text ? text : otherwise);
+}
+
+void settings_read(void) {
+    long devices = number("MX_STANDIN_DEVICES", 2);
+    settings = (struct settings){
+        .devices = devices < 0             ? 0
+                   : devices > MAX_DEVICES ? MAX_DEVICES
+                                           : (int)devices,
+        .version = (int)number("MX_STANDIN_VERSION", CUDA_VERSION),
+        .compute_capability = (int)number("MX_STANDIN_COMPUTE_CAPABILITY", 90),
+        .memory_bytes = (size_t)number("MX_STANDIN_MEMORY_BYTES", 8L << 30),
+        .mig_instances = (int)number("MX_STANDIN_MIG", 0),
+        .late_us = number("MX_STANDIN_LATE_US", 0),
+        .vmm = !flag("MX_STANDIN_NO_VMM"),
+        .host_access = flag("MX_STANDIN_HOST_ACCESS"),
+        .reuse_addresses = flag("MX_STANDIN_REUSE_ADDRESSES"),
+        .one_queue = flag("MX_STANDIN_ONE_QUEUE"),
+        .load_syncs = flag("MX_STANDIN_LOAD_SYNCS"),
+        .small_in_blocks = flag("MX_STANDIN_SMALL_IN_BLOCKS"),
+        .hidden_opens = flag("MX_STANDIN_HIDDEN_OPENS"),
+        .exporter_death = flag("MX_STANDIN_EXPORTER_DEATH"),
+        .peers = word("MX_STANDIN_PEERS", "all"),
+        .nvlink = word("MX_STANDIN_NVLINK", "switch"),
+        .log_folder = word("MX_STANDIN_LOG", ""),
+        .fail = word("MX_STANDIN_FAIL", ""),
+        .capture = word("MX_STANDIN_CAPTURE", ""),
+        .root = getenv("MX_STANDIN_ROOT") ? word("MX_STANDIN_ROOT", "") : NULL,
+    };
+}
+
+bool settings_linked(const char *list, int gpu, int other) {
+    if (gpu == other || !strcmp(list, "none")) return false;
+    if (!strcmp(list, "all") || !strcmp(list, "switch")) return true;
+    for (const char *at = list; at; at = strchr(at, ',')) {
+        int first, second;
+        at += *at == ',';
+        if (sscanf(at, "%d-%d", &first, &second) == 2 &&
+            ((first == gpu && second == other) || (first == other && second == gpu)))
+            return true;
+    }
+    return false;
+}
+
+void settings_uuid(int gpu, int instance, unsigned char bytes[16]) {
+    static const unsigned char common[16] = "mx stand-in GPU";
+    memcpy(bytes, common, 16);
+    bytes[14] = (unsigned char)(instance + 1);
+    bytes[15] = (unsigned char)gpu;
+}
+
+void settings_uuid_text(int gpu, int instance, char text[37]) {
+    unsigned char bytes[16];
+    settings_uuid(gpu, instance, bytes);
+    for (int i = 0; i < 16; i++)
+        text += sprintf(text, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", bytes[i]);
+}

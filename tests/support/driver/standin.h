@@ -1,0 +1,227 @@
+/* A stand-in for NVIDIA's driver: libcuda.so.1 and libnvidia-ml.so.1 over host memory.
+ *
+ * The real cuda-bindings and nvidia-ml-py load both through LD_LIBRARY_PATH. Devices are made up,
+ * device memory is memfds, streams are threads. There are no kernels and no graphs. Where CUDA's
+ * documentation leaves a choice, the stand-in takes the one that is harder on its caller:
+ *
+ * - A device address has no access (PROT_NONE) for the process: a stray host access is a SIGSEGV.
+ *   The driver uses another map of the same memory. Freed addresses are not used again.
+ * - Fresh memory, device or pinned, is full of 0xA5.
+ * - Work is checked when it runs. An address that its device may not touch breaks the context for
+ *   good; so does memory that was unmapped while work for it was queued.
+ * - Memory of another device needs peer access, or cuMemSetAccess, or a legacy handle.
+ * - A forked child of a process that called cuInit gets CUDA_ERROR_NOT_INITIALIZED.
+ *
+ * Settings are read from the environment by cuInit and nvmlInit. A flag is "1" or absent.
+ *
+ *   MX_STANDIN_DEVICES             GPUs of the machine; 2. CUDA_VISIBLE_DEVICES picks among them,
+ *                                  by number or UUID, as with the real driver
+ *   MX_STANDIN_VERSION             the driver's version; that of cuda.h
+ *   MX_STANDIN_COMPUTE_CAPABILITY  of each GPU, times ten; 90
+ *   MX_STANDIN_MEMORY_BYTES        memory of each GPU, which each process counts by itself; 8 GiB
+ *   MX_STANDIN_PEERS               "all", "none" or pairs of GPUs: "0-1,2-3"; all
+ *   MX_STANDIN_NVLINK              what NVML says: "switch", "none" or pairs; switch
+ *   MX_STANDIN_NO_VMM              flag: there is no virtual memory management
+ *   MX_STANDIN_MIG                 MIG instances of each GPU; 0. A process sees the first of each
+ *   MX_STANDIN_ROOT                the folder of dev/nvidiactl, without which NVML does not start;
+ *                                  "" for the machine's own; if absent nothing is asked for
+ *   MX_STANDIN_LOG                 a folder: each process writes its calls to PID.log there, one
+ *                                  a line: "THREAD CALL(ARGUMENTS) RESULT"; other lines begin "#"
+ *   MX_STANDIN_HOST_ACCESS         flag: device addresses are accessible to the process
+ *   MX_STANDIN_REUSE_ADDRESSES     flag: freed addresses are used again at once
+ *
+ * Stricter, each by itself:
+ *
+ *   MX_STANDIN_FAIL                "CALL:N:ERROR,...": the N-th call of that name in a process
+ * fails with that error, a name or a number. CALL "work" counts the operations that streams run.
+ * ILLEGAL_ADDRESS breaks the context MX_STANDIN_LATE_US             each operation of a stream
+ * starts that many microseconds late MX_STANDIN_ONE_QUEUE           flag: all streams share one
+ * hardware queue, first come first run MX_STANDIN_CAPTURE             "global" or "thread_local":
+ * another thread captures all the time MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits
+ * for the context's work MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks
+ * of 2 MiB; who opens the handle of one sees its whole block MX_STANDIN_HIDDEN_OPENS        flag:
+ * legacy handles of GPUs that are not visible open, with device -2 (CU_DEVICE_INVALID), in place of
+ * being refused MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with
+ * its exporter
+ */
+#ifndef STANDIN_H
+#define STANDIN_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Everything else is hidden (-fvisibility=hidden): only what cuda.h declares is exported. */
+#pragma GCC visibility push(default)
+#include <cuda.h>
+#pragma GCC visibility pop
+
+#define MAX_DEVICES 16
+#define GRANULARITY ((size_t)2 << 20)
+#define GARBAGE 0xA5
+
+/* -- settings.c: also part of libnvidia-ml ---------------------------------------------------- */
+
+struct settings {
+    int devices;
+    int version;
+    int compute_capability;
+    size_t memory_bytes;
+    int mig_instances;
+    long late_us;
+    bool vmm, host_access, reuse_addresses;
+    bool one_queue, load_syncs, small_in_blocks, hidden_opens, exporter_death;
+    const char *peers, *nvlink, *log_folder, *fail, *capture, *root;
+};
+extern struct settings settings;
+
+void settings_read(void);
+/* Return true if a list says that two GPUs of the machine are linked. */
+bool settings_linked(const char *list, int gpu, int other);
+/* The UUID of a GPU of the machine, or of its MIG instance if `instance` >= 0, as 16 bytes and as
+ * text without prefix. */
+void settings_uuid(int gpu, int instance, unsigned char bytes[16]);
+void settings_uuid_text(int gpu, int instance, char text[37]);
+
+/* -- calls.c: what all calls share ------------------------------------------------------------ */
+
+enum needs {
+    NEEDS_DRIVER = 0,  /* cuInit */
+    NEEDS_CONTEXT = 1, /* a current context that is not broken */
+    UNSAFE = 2,        /* a potentially unsafe call, as stream capture defines it */
+};
+
+/* Begin a call: check what it needs, and take the driver's lock, which call_end gives back. All
+ * state is behind this one lock. */
+#define CALL(needs, ...)                                                                           \
+    do {                                                                                           \
+        CUresult begun = call_begin(__func__, needs, __VA_ARGS__);                                 \
+        if (begun != CUDA_SUCCESS) return call_end(begun);                                         \
+    } while (0)
+/* End the call with an error unless the condition holds. */
+#define REQUIRE(condition, error)                                                                  \
+    do {                                                                                           \
+        if (!(condition)) return call_end(error);                                                  \
+    } while (0)
+
+CUresult call_begin(const char *name, unsigned needs, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+CUresult call_end(CUresult result);
+/* Return the error that MX_STANDIN_FAIL wants for this occasion. */
+CUresult call_injected(const char *name);
+void log_line(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+void driver_lock(void);
+void driver_unlock(void);
+/* Give the lock up until any state has changed (driver_changed). */
+void driver_wait(void);
+void driver_changed(void);
+
+/* -- devices.c: devices and contexts ---------------------------------------------------------- */
+
+struct CUctx_st {
+    int device; /* its ordinal in this process */
+    int retained;
+    unsigned peers;  /* bits of the ordinals that it may access */
+    CUresult broken; /* the error that every call returns from now on */
+    CUstream default_stream;
+    size_t limits[CU_LIMIT_MAX];
+};
+
+/* The process that called cuInit, 0 before. A forked child finds its parent here. */
+extern pid_t driver_process;
+
+CUcontext context_current(void);
+CUcontext context_of(int device);
+void context_break(CUcontext context, CUresult error, const char *why);
+int device_count(void);
+/* The GPU of the machine behind an ordinal, and back: CU_DEVICE_INVALID if it is not visible. */
+int device_gpu(int device);
+int device_of_gpu(int gpu);
+bool devices_are_peers(int device, int other);
+
+/* -- memory.c: device memory and what is known of addresses ----------------------------------- */
+
+/* Memory of a GPU: a memfd, and the driver's own map of it. */
+struct backing {
+    struct backing *next;
+    int fd;
+    int device;
+    size_t nbytes;
+    char *alias;
+    int uses;    /* ranges, and handles of cuMemCreate */
+    int handles; /* handles of cuMemCreate and its like; 0 for memory of cuMemAlloc */
+    bool exportable;
+    bool counted;      /* against the device's memory: not what another process made */
+    uintptr_t address; /* of a block of small allocations */
+    size_t filled;
+    int exporter; /* a pidfd of the process that exported it by a legacy handle, or -1 */
+};
+
+enum kind { ALLOCATED = 1, OPENED = 2, MAPPED = 4, PINNED = 8, REGISTERED = 16 };
+#define DEVICE_KINDS (ALLOCATED | OPENED | MAPPED)
+#define HOST_KINDS (PINNED | REGISTERED)
+
+/* Addresses with memory behind them. Ranges do not overlap. */
+struct range {
+    struct range *next;
+    enum kind kind;
+    uintptr_t address;
+    size_t nbytes;
+    int device;
+    struct backing *backing; /* of device memory */
+    size_t offset;
+    unsigned readers, writers; /* bits of devices, by cuMemSetAccess or a legacy handle */
+    CUcontext owner;
+    int opens; /* how often a legacy handle was opened */
+    uintptr_t opened;
+    int busy; /* operations that are touching it now */
+    unsigned long long id;
+};
+
+struct backing *backing_new(int device, size_t nbytes, const char *purpose);
+/* Take over the descriptor of another process's memory; NULL if it is none of that purpose. */
+struct backing *backing_adopt(int fd, const char *purpose, int *gpu);
+void backing_drop(struct backing *backing);
+struct backing *backing_find(CUmemGenericAllocationHandle handle);
+
+struct range *range_add(enum kind kind, uintptr_t address, size_t nbytes, int device);
+/* Return the range of one of the kinds that an address is in, or NULL. */
+struct range *range_at(uintptr_t address, unsigned kinds);
+struct range *range_first(void);
+bool range_overlaps(uintptr_t address, size_t nbytes);
+/* Forget a range and drop its backing, after the operations that are touching it. */
+void range_remove(struct range *range);
+/* Return where the driver finds what a context's device sees at `address`, shorten `run` to what
+ * lies there in one piece, and mark the range as busy; NULL if that device may not touch it. */
+char *range_touch(CUcontext context, uintptr_t address, bool write, size_t *run,
+                  struct range **range);
+void range_leave(struct range *range);
+
+/* Return aligned addresses without access, or 0. */
+uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted);
+void addresses_release(uintptr_t address, size_t nbytes);
+/* Let the process see memory at its device address, if the settings want that. */
+void addresses_show(uintptr_t address, size_t nbytes, int fd);
+void addresses_hide(uintptr_t address, size_t nbytes);
+void memory_end_context(CUcontext context);
+
+/* -- streams.c -------------------------------------------------------------------------------- */
+
+/* Wait for all work that a context has queued. */
+void streams_drain(CUcontext context);
+void streams_end_context(CUcontext context);
+CUstream stream_of(CUstream handle);
+
+/* -- capture.c -------------------------------------------------------------------------------- */
+
+/* Return true if stream capture forbids this thread an unsafe call, and invalidate the capture. */
+bool capture_forbids(void);
+bool capture_has(CUstream stream);
+
+static inline size_t round_up(size_t nbytes, size_t multiple) {
+    return (nbytes + multiple - 1) / multiple * multiple;
+}
+
+#endif
