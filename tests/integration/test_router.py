@@ -23,7 +23,7 @@ import mx
 from benchmarks.checkpoints import write_checkpoint
 from mx import api
 from mx.api.router import MAX_WATCHES
-from mx.core.versions import own
+from mx.core.versions import HINT, own
 from mx.errors import (
     CapacityError,
     ClosedError,
@@ -520,7 +520,7 @@ def test_a_coordinator_of_another_version_ends_a_watch(run_other: RunOther) -> N
     address = other_coordinator(run_other, NEWER)
     with mx.Router(address) as router, router.watch("m") as watch:
         for _ in range(2):
-            with pytest.raises(CoordinatorVersionError, match="run the same version"):
+            with pytest.raises(CoordinatorVersionError, match=HINT):
                 watch.next(60)
         with pytest.raises(CoordinatorVersionError):
             router.sources()
