@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Hosts, Link
-from mx.wire.calls import UNREAD_S
 from mx.wire.server import IDLE_S
 from tests.chaos import weights
 from tests.chaos.processes import (
@@ -37,9 +36,9 @@ COMMANDS = ("s2",)
 START_S = 60.0
 LISTED_S = 30.0
 #: Seconds for a process to notice a dead connection: a stall timeout or two, a retransmission of
-#: TCP's after a link was cut; or, where a link lost the reset of a connection, the time after which
-#: servers end those without a call, or with an answer that is not taken.
-SETTLE_S = max(IDLE_S, UNREAD_S) + 10.0
+#: TCP's after a link was cut; or, where a muted link lost the reset of a connection, the time after
+#: which servers end those without a call.
+SETTLE_S = IDLE_S + 10.0
 MBIT_PER_S = 400.0
 
 
