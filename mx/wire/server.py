@@ -58,8 +58,8 @@ _refusals = Throttle()
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
-    # The other end of a connection may be gone without a word, its reset lost in a cut link. It would
-    # stay until an answer that nothing takes is `mx.wire.calls.UNREAD_S` old.
+    # The other end of a connection may be gone without a word, its reset lost in a cut link. The
+    # connection would stay until an answer that nothing takes is `mx.wire.calls.UNREAD_S` old.
     ("grpc.keepalive_permit_without_calls", 1),
     # Clients of mx ping each second; the default would disconnect them.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
