@@ -6,6 +6,7 @@ connection, that every chunk is checked once and whole, and every layer reported
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,9 +23,9 @@ from tests.support.simulated_connections import (
     SimulatedConnection,
     Simulation,
 )
-from tests.support.transfer_machine import grid_of
+from tests.support.transfer_machine import grid_of as grid_in
 
-CHUNK_MIB = CHUNK_BYTES // MIB
+grid_of = functools.partial(grid_in, chunk_mib=CHUNK_BYTES // MIB)
 EXAMPLES = settings(max_examples=50)
 #: A connection's expected bandwidth is wrong by no more than this factor, up or down.
 WRONG = 2.0
@@ -134,7 +135,7 @@ def test_connections_carry_their_shares_end_together_and_keep_nearly_to_the_orde
 ) -> None:
     steadies, layer_mib = pull
     connections = [each.connection() for each in steadies]
-    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
+    run = Simulation(grid_of(layer_mib), connections).run()
     assert run.completed
     nbytes, together = total_nbytes(layer_mib), sum(map(speed_of, connections))
     assert sum(connection.nbytes for connection in connections) == nbytes
@@ -153,6 +154,30 @@ def test_connections_carry_their_shares_end_together_and_keep_nearly_to_the_orde
     assert run.ready_s[0] <= sorted(run.ready_s.values())[len(layer_mib) // 2]
 
 
+@pytest.mark.xfail(
+    reason="a slow connection's streams share its first chunks: the early layers of these are late",
+    strict=True,
+)
+def test_a_slow_connection_with_four_streams_keeps_early_layers_early() -> None:
+    """Found at random; the slow one gets parts of layers 2 to 5 at once, and 137 ms for them."""
+    fast, slow = 1e10, 1009849710.7294092
+    connections = [
+        Steady(slow, 1253212524.5468307, 4).connection(),
+        Steady(fast, 12166455314.551056, 4).connection(),
+    ]
+    layer_mib = [
+        113, 84, 112, 79, 85, 132, 112, 64, 59, 133, 115, 134,
+        122, 152, 67, 152, 142, 132, 123, 81, 86, 117, 150, 54,
+    ]  # fmt: skip
+    run = Simulation(grid_of(layer_mib), connections).run()
+    held = sum(connection.depth for connection in connections) * CHUNK_BYTES
+    before = 0
+    for layer, mib in enumerate(layer_mib):
+        before += mib * MIB
+        allowed_s = (before + held) / (fast + slow) + 3 * CHUNK_BYTES / slow
+        assert run.ready_s[layer] <= allowed_s, layer
+
+
 @EXAMPLES
 @given(st.data(), st.integers(2, 8), st.floats(7.5, 10), st.sampled_from((1, 2, 4)))
 def test_equal_connections_end_within_a_few_percent(
@@ -161,7 +186,7 @@ def test_equal_connections_end_within_a_few_percent(
     speed = 10**magnitude
     layer_mib = data.draw(layers(count, 640))
     connections = [SimulatedConnection([(0.0, speed)], speed, streams) for _ in range(count)]
-    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
+    run = Simulation(grid_of(layer_mib), connections).run()
     assert total_nbytes(layer_mib) / (speed * count) >= 0.95 * run.now_s
 
 
@@ -175,7 +200,7 @@ def test_interfaces_that_promise_far_too_much_are_seen_through(
     parts = data.draw(st.lists(st.floats(1 / 8, 1), min_size=2, max_size=8))
     connections = [SimulatedConnection([(0.0, part * 10**magnitude)], 1.25e9) for part in parts]
     layer_mib = data.draw(layers(len(connections), 96))
-    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
+    run = Simulation(grid_of(layer_mib), connections).run()
     assert run.dropped == {}
     ideal_s = total_nbytes(layer_mib) / sum(map(speed_of, connections))
     assert run.now_s <= ideal_s + 0.75 * CHUNK_BYTES / min(map(speed_of, connections))
@@ -190,7 +215,7 @@ def test_faults_of_connections_cost_no_more_than_those_connections(data: st.Data
     ends_s = nbytes / sum(map(speed_of, (first, *others)))
     alone_s = nbytes / speed_of(first)
     connections = [first, *(data.draw(troubled(connection, ends_s)) for connection in others)]
-    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
+    run = Simulation(grid_of(layer_mib), connections).run()
     assert run.completed
     for connection in connections:
         # Only what it had in flight is read again.
@@ -207,7 +232,7 @@ def test_when_all_connections_die_the_pull_fails_and_names_each(data: st.DataObj
     ends_s = total_nbytes(layer_mib) / sum(map(speed_of, connections))
     for connection in connections:
         connection.dies_at_s = data.draw(st.floats(0, 0.9 * ends_s / len(connections)))
-    run = Simulation(grid_of(layer_mib, CHUNK_MIB), connections).run()
+    run = Simulation(grid_of(layer_mib), connections).run()
     assert not run.completed
     assert run.failure is not None
     assert len(run.failure.causes) >= len(connections)
@@ -219,7 +244,7 @@ def test_a_connection_that_dies_at_once_costs_nothing_else() -> None:
         SimulatedConnection([(0, 1e9)]),
         SimulatedConnection([(0, 1e9)], dies_at_s=0.001),
     ]
-    run = Simulation(grid_of([64] * 10, CHUNK_MIB), connections).run()
+    run = Simulation(grid_of([64] * 10), connections).run()
     assert run.completed
     assert run.machine.retries == 2  # its first parts
     assert math.isclose(run.now_s, 640 * MIB / 1e9, rel_tol=0.02)
@@ -230,8 +255,6 @@ def test_a_connection_that_slows_to_a_trickle_near_the_end_of_a_part_is_late() -
     slow = SimulatedConnection(
         [(0, 1e8), (0.0419, 1.0)], estimate=1e8, streams=1
     )  # after 3.996 MiB
-    run = Simulation(
-        grid_of([97] * 10, CHUNK_MIB), [SimulatedConnection([(0, 1e8)], 1e8), slow]
-    ).run()
+    run = Simulation(grid_of([97] * 10), [SimulatedConnection([(0, 1e8)], 1e8), slow]).run()
     assert 1 in run.dropped
     assert run.now_s <= 1.01 * 970 * MIB / 1e8  # what the other takes for all of it
