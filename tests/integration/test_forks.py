@@ -102,14 +102,15 @@ for each in (*slow.values(), done, held, holding, serving):
     assert "Exception ignored" not in err
 
 
+#: Each writes its line at once: of an unbuffered print the end of the line is a write of its own.
 STAYING_CHILD = """
 child = os.fork()
 if not child:
     signal.alarm(120)
-    print('forked', flush=True)
+    os.write(1, b'forked\\n')
     while True:
         signal.pause()
-print(child, serving.endpoint, flush=True)
+os.write(1, f'{child} {serving.endpoint}\\n'.encode())
 signal.pause()
 """
 
