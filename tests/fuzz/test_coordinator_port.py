@@ -22,6 +22,7 @@ from mx.wire.rows import encode_rows
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate
+from tests.support.http2 import PREFACE, frames
 from tests.support.records import (
     by_digest,
     make_documents,
@@ -32,25 +33,11 @@ from tests.support.records import (
 
 pytestmark = pytest.mark.integration
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 DOCUMENTS = make_documents("A")
 SECRET = b"s" * 32
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return (
-        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-    )
-
-
-frames = st.builds(
-    frame,
-    st.integers(0, 11),
-    st.integers(0, 255),
-    st.sampled_from([0, 1, 3, 0x7FFFFFFF]),
-    st.binary(max_size=64),
-)
 noise = st.binary(max_size=300) | st.lists(frames, max_size=8).map(
     lambda parts: PREFACE + b"".join(parts)
 )
