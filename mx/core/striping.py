@@ -64,11 +64,12 @@ class ConnectionLoad:
 
 def wants_more(load: ConnectionLoad, chunk_nbytes: int) -> bool:
     """Return True if the connection should read more now. Beyond half of its depth it has to be
-    measured as fast: other connections can't read what a slow one holds."""
+    measured as fast: other connections can't read what a slow one holds. A chunk's bytes measure
+    it; by the first small parts alone, a fast connection and its rivals are ranked wrongly."""
     reads = len(load.in_flight)
     if reads < -(-load.depth // 2):
         return True
-    if reads >= load.depth or not load.pace.measured_nbytes:
+    if reads >= load.depth or load.pace.measured_nbytes < chunk_nbytes:
         return False
     return load.nbytes + chunk_nbytes <= load.pace.bytes_per_s() * AHEAD_S
 
