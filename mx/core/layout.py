@@ -156,13 +156,15 @@ def plan_layout(
         ManifestError: There are no tensors, a name is duplicate or bad, a tensor has no valid
             size, or an alias reaches outside its target.
     """
-    by_name: dict[str, Kind] = {}
+    kind_of: dict[str, int] = {}
+    index_of: dict[Kind, int] = {}
     for spec in specs:
-        if spec.name in by_name:
+        if spec.name in kind_of:
             raise ManifestError(f"there are two tensors {spec.name!r}")
-        by_name[spec.name] = (spec.dtype, tuple(spec.shape), tuple(spec.stride))
+        each = (spec.dtype, tuple(spec.shape), tuple(spec.stride))
+        kind_of[spec.name] = index_of.setdefault(each, len(index_of))
     version = newest() if version is None else version
-    return build_layout(*_planned(by_name, aliases, version), version=version)
+    return build_layout(*_planned(kind_of, list(index_of), aliases, version), version=version)
 
 
 def planned_again(columns: Columns, version: int) -> Columns:
@@ -173,16 +175,22 @@ def planned_again(columns: Columns, version: int) -> Columns:
         version: As for `plan_layout`.
     """
     _, names, kinds, kind, aliases = columns
-    by_name = dict(zip(names, map(kinds.__getitem__, kind), strict=True))
-    return _planned(by_name, aliases, version)
+    index_of = {each: index for index, each in enumerate(dict.fromkeys(kinds))}
+    if len(index_of) < len(kinds):
+        kind = [index_of[kinds[k]] for k in kind]
+    return _planned(dict(zip(names, kind, strict=True)), list(index_of), aliases, version)
 
 
-def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias], version: int) -> Columns:
+def _planned(
+    kind_of: dict[str, int], kinds: list[Kind], aliases: Sequence[Alias], version: int
+) -> Columns:
+    """`kind_of` has the index into `kinds`, which are all different, of each tensor by name: with
+    many tensors, hashing a dtype and a shape for each takes as long as all else here."""
     if aliases:
-        _check_ties(by_name, aliases)
-        by_name, aliases = _canonical(by_name, aliases)
-    size_of = {each: kind_nbytes(each) for each in set(by_name.values())}
-    sizes = {name: size_of[each] for name, each in by_name.items()}
+        _check_ties(kind_of, aliases)
+        kind_of, aliases = _canonical(kind_of, kinds, aliases)
+    size_of = [kind_nbytes(each) for each in kinds]
+    sizes = dict(zip(kind_of, map(size_of.__getitem__, kind_of.values()), strict=True))
     target_of = {alias.name: alias.target for alias in aliases}
     sizes.update(dict.fromkeys(target_of, 0))
     names: list[str] = []
@@ -197,26 +205,29 @@ def _planned(by_name: dict[str, Kind], aliases: Sequence[Alias], version: int) -
         if members:
             layers.append((label, len(members)))
             names += members
-    index_of: dict[Kind, int] = {}
-    kind = [index_of.setdefault(by_name[name], len(index_of)) for name in names]
-    return layers, names, list(index_of), kind, sorted(aliases, key=lambda a: a.name)
+    kind = list(map(kind_of.__getitem__, names))
+    used = list(dict.fromkeys(kind))
+    if used != list(range(len(kinds))):
+        number_of = {old: new for new, old in enumerate(used)}
+        kinds, kind = [kinds[k] for k in used], [number_of[k] for k in kind]
+    return layers, names, kinds, kind, sorted(aliases, key=lambda a: a.name)
 
 
-def _check_ties(by_name: Mapping[str, Kind], aliases: Sequence[Alias]) -> None:
-    unknown = {alias.target for alias in aliases} - by_name.keys()
+def _check_ties(kind_of: Mapping[str, int], aliases: Sequence[Alias]) -> None:
+    unknown = {alias.target for alias in aliases} - kind_of.keys()
     if unknown:
         raise ManifestError(f"an alias names {min(unknown)!r}, which is not a tensor")
     for alias in aliases:
         if len(alias.stride) != len(alias.shape):
             raise ManifestError(f"alias {alias.name!r} has strides that do not fit its shape")
-    both = {alias.name for alias in aliases} & by_name.keys()
+    both = {alias.name for alias in aliases} & kind_of.keys()
     if both:
         raise ManifestError(f"{min(both)!r} is both a tensor and an alias")
 
 
 def _canonical(
-    by_name: dict[str, Kind], aliases: Sequence[Alias]
-) -> tuple[dict[str, Kind], list[Alias]]:
+    kind_of: Mapping[str, int], kinds: Sequence[Kind], aliases: Sequence[Alias]
+) -> tuple[dict[str, int], list[Alias]]:
     """Return the same tensors and views, each tensor under the least name that views all of it, and
     each view with the canonical strides.
 
@@ -224,7 +235,7 @@ def _canonical(
     """
     least: dict[str, str] = {}
     for a in aliases:
-        dtype, shape, stride = by_name[a.target]
+        dtype, shape, stride = kinds[kind_of[a.target]]
         whole = a.offset_bytes == 0 and (a.dtype, a.shape) == (dtype, shape)
         if whole and alias_stride(shape, a.stride) == (stride or contiguous_strides(shape)):
             least[a.target] = min(a.name, least.get(a.target, a.target))
@@ -234,7 +245,7 @@ def _canonical(
         name = a.target if a.name == target else a.name
         stride = alias_stride(a.shape, a.stride)
         found.append(replace(a, name=name, target=target, stride=stride))
-    return {least.get(name, name): kind for name, kind in by_name.items()}, found
+    return {least.get(name, name): kind for name, kind in kind_of.items()}, found
 
 
 def build_layout(
