@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.plain_pull import MOST_CLASSES, count_in_a_process
 
 #: What was reached; the benchmark says what is reached for.
-MOST_VALUES, MOST_FUNCTIONS = 52, 769
+MOST_VALUES, MOST_FUNCTIONS = 52, 768
 
 
 def test_a_plain_pull_makes_and_enters_no_more_than_it_needs() -> None:
