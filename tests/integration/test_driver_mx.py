@@ -14,16 +14,14 @@ from tests.support.driver.programs import calls, each_major, passes
 
 pytestmark = each_major
 
-#: Serves a folder from GPU 0, pulls it to each of two targets, and prints each report in a line.
+#: Serves a folder from GPU 0, pulls it to each of three targets, and prints each report in a line.
 _PULLS = """
 import subprocess
 from benchmarks.processes import Cluster
 cluster = Cluster()
 try:
-    command = ["-m", "mx", "serve", {checkpoint!r}, "--model", "m", "--device", "cuda:0"]
-    source = cluster.start(*command, "--coordinator", cluster.coordinator)
-    cluster.wait_for("m", source)
-    for target in ("cuda:0", "cpu"):
+    cluster.serve({checkpoint!r}, "m", "--device", "cuda:0")
+    for target in ("cuda:0", "cpu", "cuda:1"):
         command = ["-m", "mx", "pull", "m", "--device", target, "--out", {out!r} + target, "--json"]
         command += ["--coordinator", cluster.coordinator]
         ended = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True)
@@ -64,12 +62,11 @@ def test_serve_and_pull(major: int, tmp_path: Path, settings: dict[str, object])
     }
     save_file(tensors, checkpoint / "model.safetensors")
     code = _PULLS.format(checkpoint=str(checkpoint), out=str(tmp_path / "out-"))
-    reports = [json.loads(line) for line in passes(major, code, LOG=log, **settings)]
-    assert [[path["transport"] for path in report["paths"]] for report in reports] == [
-        ["cuda_ipc-attach"],
-        ["pcie_p2p"],
-    ]
-    for target in ("cuda:0", "cpu"):
+    lines = passes(major, code, LOG=log, KERNELS=True, **settings)
+    to_itself, to_host, _ = (json.loads(line)["paths"] for line in lines)
+    assert [path["transport"] for path in to_itself] == ["cuda_ipc-attach"]
+    assert [path["transport"] for path in to_host] == ["pcie_p2p"]
+    for target in ("cuda:0", "cpu", "cuda:1"):
         written = tmp_path / f"out-{target}" / "model.safetensors"
         assert written.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     found = Counter(calls(log))
@@ -77,4 +74,5 @@ def test_serve_and_pull(major: int, tmp_path: Path, settings: dict[str, object])
     count = Counter({name: n for (name, result), n in found.items() if result == "CUDA_SUCCESS"})
     for back, taken in _PAIRS.items():
         assert count[back] == sum(count[name] for name in taken), back
+    assert count["cuLaunchKernel"]  # what came to GPU 1 was hashed there
     assert count["cuIpcOpenMemHandle" if settings.get("NO_VMM") else "cuMemCreate"]

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.driver import kernels
+
 MAJORS = (12, 13)
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
@@ -82,6 +84,29 @@ def build(major: int) -> Path:
     return Path(folder.name)
 
 
+@functools.cache
+def kernels_library(capability: int) -> Path:
+    """Build the library of mx's kernels for a compute capability, once for each process.
+
+    Args:
+        capability: Times ten: 90 is 9.0.
+
+    Returns:
+        Its path. It is removed when the process ends.
+
+    Raises:
+        LocalError: Triton is missing or can't compile the kernels.
+        subprocess.CalledProcessError: The compiler refuses them; it has said why on stderr.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
+    _folders.append(folder)
+    source = kernels.write(Path(folder.name), capability)
+    library = source.with_suffix(".so")
+    command = [compiler() or "cc", *_FLAGS, *_SHARED, f"-I{_HERE}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -90,7 +115,8 @@ def environment(major: int, settings: Mapping[str, object] | None = None) -> dic
 
     Args:
         major: The major version of CUDA.
-        settings: Settings of the stand-in by their names after MX_STANDIN_; True is "1".
+        settings: Settings of the stand-in by their names after MX_STANDIN_; True is "1", and for
+            KERNELS the library of mx's kernels for the GPUs' compute capability.
 
     Returns:
         This process's environment with LD_LIBRARY_PATH, PYTHONPATH and the settings.
@@ -101,6 +127,9 @@ def environment(major: int, settings: Mapping[str, object] | None = None) -> dic
         filter(None, [str(build(major)), found.get("LD_LIBRARY_PATH")])
     )
     found["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(packages(major))])
-    for name, value in (settings or {}).items():
+    settings = dict(settings or {})
+    if settings.get("KERNELS") is True:
+        settings["KERNELS"] = kernels_library(int(str(settings.get("COMPUTE_CAPABILITY", 90))))
+    for name, value in settings.items():
         found[f"MX_STANDIN_{name}"] = "1" if value is True else str(value)
     return found

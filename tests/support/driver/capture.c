@@ -1,5 +1,5 @@
 /* Stream capture as far as it forbids calls; what a captured stream is given is not recorded yet,
- * and is refused. And modules, which do not load. */
+ * and is refused. */
 #include "standin.h"
 
 #include <string.h>
@@ -89,30 +89,4 @@ CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *status) {
               : capture.invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
                                     : CU_STREAM_CAPTURE_STATUS_ACTIVE;
     return call_end(CUDA_SUCCESS);
-}
-
-/* -- modules ---------------------------------------------------------------------------------- */
-
-/* "There is no kernel image available that is suitable for the device." */
-CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", image);
-    (void)module;
-    if (settings.load_syncs) streams_drain(context_current());
-    return call_end(CUDA_ERROR_NO_BINARY_FOR_GPU);
-}
-
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    CALL(NEEDS_CONTEXT, "%p, %s", (void *)module, name);
-    (void)function;
-    return call_end(CUDA_ERROR_INVALID_HANDLE);
-}
-
-CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                        CUstream stream, void **parameters, void **extra) {
-    CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %ux%ux%u, %u, %p", (void *)function, grid_x, grid_y, grid_z,
-         block_x, block_y, block_z, shared_bytes, (void *)stream);
-    (void)parameters;
-    (void)extra;
-    return call_end(CUDA_ERROR_INVALID_HANDLE);
 }

@@ -1,7 +1,7 @@
 /* A stand-in for NVIDIA's driver: libcuda.so.1 and libnvidia-ml.so.1 over host memory.
  *
  * The real cuda-bindings and nvidia-ml-py load both through LD_LIBRARY_PATH. Devices are made up,
- * device memory is memfds, streams are threads. There are no kernels and no graphs. Where CUDA's
+ * device memory is memfds, streams are threads, kernels are C. There are no graphs. Where CUDA's
  * documentation leaves a choice, the stand-in takes the one that is harder on its caller:
  *
  * - A device address has no access (PROT_NONE) for the process: a stray host access is a SIGSEGV.
@@ -27,22 +27,25 @@
  *                                  "" for the machine's own; if absent nothing is asked for
  *   MX_STANDIN_LOG                 a folder: each process writes its calls to PID.log there, one
  *                                  a line: "THREAD CALL(ARGUMENTS) RESULT"; other lines begin "#"
+ *   MX_STANDIN_KERNELS             a library of kernels (kernels.py); without it no module loads
  *   MX_STANDIN_HOST_ACCESS         flag: device addresses are accessible to the process
  *   MX_STANDIN_REUSE_ADDRESSES     flag: freed addresses are used again at once
  *
  * Stricter, each by itself:
  *
  *   MX_STANDIN_FAIL                "CALL:N:ERROR,...": the N-th call of that name in a process
- * fails with that error, a name or a number. CALL "work" counts the operations that streams run.
- * ILLEGAL_ADDRESS breaks the context MX_STANDIN_LATE_US             each operation of a stream
- * starts that many microseconds late MX_STANDIN_ONE_QUEUE           flag: all streams share one
- * hardware queue, first come first run MX_STANDIN_CAPTURE             "global" or "thread_local":
- * another thread captures all the time MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits
- * for the context's work MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks
- * of 2 MiB; who opens the handle of one sees its whole block MX_STANDIN_HIDDEN_OPENS        flag:
- * legacy handles of GPUs that are not visible open, with device -2 (CU_DEVICE_INVALID), in place of
- * being refused MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with
- * its exporter
+ *                                  fails with that error, a name or a number. CALL "work" counts
+ *                                  the operations that streams run. ILLEGAL_ADDRESS breaks the
+ *                                  context
+ *   MX_STANDIN_LATE_US             each operation of a stream starts that many microseconds late
+ *   MX_STANDIN_ONE_QUEUE           flag: all streams share one hardware queue, first come first run
+ *   MX_STANDIN_CAPTURE             "global" or "thread_local": another thread captures all the time
+ *   MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits for the context's work
+ *   MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks of 2 MiB; who opens
+ *                                  the handle of one sees its whole block
+ *   MX_STANDIN_HIDDEN_OPENS        flag: legacy handles of GPUs that are not visible open, with
+ *                                  device -2 (CU_DEVICE_INVALID), in place of being refused
+ *   MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with its exporter
  */
 #ifndef STANDIN_H
 #define STANDIN_H
@@ -72,7 +75,7 @@ struct settings {
     long late_us;
     bool vmm, host_access, reuse_addresses;
     bool one_queue, load_syncs, small_in_blocks, hidden_opens, exporter_death;
-    const char *peers, *nvlink, *log_folder, *fail, *capture, *root;
+    const char *peers, *nvlink, *log_folder, *fail, *capture, *root, *kernels;
 };
 extern struct settings settings;
 
@@ -213,6 +216,8 @@ void memory_end_context(CUcontext context);
 void streams_drain(CUcontext context);
 void streams_end_context(CUcontext context);
 CUstream stream_of(CUstream handle);
+/* Queue a call, under the lock, with a context and data that is freed after it. */
+void stream_queue(CUstream stream, void (*call)(CUcontext, void *), void *data);
 
 /* -- capture.c -------------------------------------------------------------------------------- */
 

@@ -47,7 +47,8 @@ struct work {
     uint64_t number;
     CUhostFn function;
     void *data;
-    void *staged; /* a copy of pageable memory, freed with the work */
+    void (*call)(CUcontext, void *);
+    void *staged; /* freed with the work */
 };
 
 static CUstream streams;
@@ -179,6 +180,12 @@ static void queue_work(CUstream stream, struct work work) {
                    (struct work){.run = run_wait_stream, .other = at, .number = at->queued});
     }
     append(stream, work);
+}
+
+static void run_call(struct work *work) { work->call(work->stream->context, work->staged); }
+
+void stream_queue(CUstream stream, void (*call)(CUcontext, void *), void *data) {
+    queue_work(stream, (struct work){.run = run_call, .call = call, .staged = data});
 }
 
 /* -- streams ---------------------------------------------------------------------------------- */
