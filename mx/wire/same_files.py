@@ -30,8 +30,9 @@ Stamp = tuple[int, int, int, int, int]
 _PREFIX, _SUFFIX = "files-", ".sock"
 _MAX_ANSWER_BYTES = 4 << 20
 _MAX_SOURCES = 256
-#: How long one source may take to answer, and all of them.
-_ANSWER_S, _ALL_S = 1.0, 5.0
+#: How long one source may take to answer, and all of them. On a busy host a second is not enough,
+#: and who misses an answer reads the weights from the disk.
+_ANSWER_S, _ALL_S = 5.0, 10.0
 _CREDENTIALS = struct.Struct("3i")
 
 
