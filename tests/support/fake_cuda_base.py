@@ -269,6 +269,11 @@ class FakeBase(Driver):
 
         self._until("cuCtxSynchronize", done)
 
+    def exchange_capture_mode(self, mode: int) -> int:
+        before = getattr(self._thread, "capture_mode", 0)
+        self._thread.capture_mode = mode
+        return before
+
     @driver_call
     def enable_peer_access(self, peer_context: int) -> None:
         ordinal = self._ordinal("cuCtxEnablePeerAccess")

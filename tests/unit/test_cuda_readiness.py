@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
-from mx.errors import ClosedError, DigestError
+from mx.cuda.device import Device, DeviceMemory, Stream
+from mx.errors import ClosedError, DigestError, LocalError
 from mx.memory.readiness import LayerSignals, Readiness
 from tests.support.fake_cuda import FakeDriver
 
@@ -87,29 +86,17 @@ def test_failure_releases_and_poisons(
         assert signals.state(2) is Readiness.POISONED
 
 
-def test_landed_is_an_event(device: Device, signals: LayerSignals, memory: DeviceMemory) -> None:
-    with PinnedMemory(device, 8) as host, Stream(device) as copies, Stream(device) as consumer:
-        host.view()[:] = b"\1" * 8
-        with device.current():
-            device.driver.copy_htod(memory.address, host.address, 8, copies.handle)
-        signals.landed(0, copies)
-        assert signals.state(0) is Readiness.LANDED
-        signals.wait_landed(0, consumer.handle)
-        assert not used(memory)
-        consumer.synchronize()
-        assert used(memory)
+def test_a_stream_that_holds_up_the_pull_is_let_go(
+    device: Device, fake: FakeDriver, memory: DeviceMemory
+) -> None:
+    with LayerSignals(Device(fake, 0), 2, 0.05) as signals, Stream(device) as stream:
         signals.verified(0)
-        signals.landed(0, copies)  # does not take it back
-        assert signals.state(0) is Readiness.VERIFIED
-
-
-def test_waiting_for_landing_before_it_was_queued(device: Device, signals: LayerSignals) -> None:
-    with Stream(device) as copies, Stream(device) as consumer:
-        thread = threading.Thread(target=signals.wait_landed, args=(0, consumer.handle))
-        thread.start()
-        signals.landed(0, copies)
-        thread.join()
-        consumer.synchronize()
+        signals.wait_verified(1, stream.handle)
+        use(device, memory, stream)
+        stream.synchronize()
+        signals.check([0])
+        with pytest.raises(LocalError, match=r"no layer became ready in 0\.05 s while streams"):
+            signals.check()
 
 
 def test_close_lets_go_of_streams_that_wait(

@@ -432,23 +432,6 @@ def test_destinations_elsewhere_are_refused() -> None:
         del there, destination, mixed
 
 
-def test_a_new_generation_waits_for_what_is_written_to_the_memory() -> None:
-    with rig() as (bench, fake):
-        source = bench.source(4096)
-        session = bench.open(source, generation=2)
-        view = source.memories[0].region(0).view
-        assert isinstance(view, DeviceView)
-        with Device(fake, 0) as device, device.current():
-            stream = fake.stream_create()
-            fake.memset(view.address, 7, 4096, stream)
-            source.exposure.set_generation(2)
-            destination = bench.destination(4096)
-            bench.succeed(bench.read(session, 0, 0, destination))
-            assert bench.peek(destination) == b"\7" * 4096
-            fake.stream_destroy(stream)
-        del view, destination
-
-
 @pytest.mark.parametrize("path", ["generation", "revoked", "closed"])
 def test_what_was_on_its_way_is_not_believed_either(path: str) -> None:
     """All of the read's copies have been queued when its memory changes hands."""

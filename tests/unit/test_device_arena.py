@@ -106,17 +106,25 @@ def test_bytes_for_the_host(fake: FakeDriver) -> None:
     arena.release()
 
 
-def test_kernels_that_can_t_be_compiled_fail_the_digest(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_can_t_be_compiled_leave_it_to_the_host(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(capability: int) -> object:
         raise LocalError(f"no kernels for {capability}")
 
     monkeypatch.setattr(compiler, "compiled", refuse)
-    arena = DeviceArena(1000, "cuda:0")
-    hasher = arena.hasher([arena.view])
-    with pytest.raises(LocalError, match="no kernels for 90"):
-        hasher.block_digests()
+    data = random.Random(1).randbytes(3 * MIB)
+    arena = DeviceArena(len(data), "cuda:0")
+    arena.ring.upload(arena.address, memoryview(data))
+    sizes = [1, 1000, MIB, 5, 900_000]
+    hasher = arena.hasher([arena.view[16 * n : 16 * n + size] for n, size in enumerate(sizes)])
+    digests = [blake3(data[16 * n : 16 * n + size]).digest() for n, size in enumerate(sizes)]
+    for _ in range(2):
+        assert hasher.block_digests() == b"".join(digests)
+    assert [r.message for r in caplog.records if "no kernels for 90" in r.message] == [
+        f"{arena.device.key} is hashed on the host, which takes its bytes over PCIe: "
+        "no kernels for 90"
+    ]
     arena.release()
 
 
