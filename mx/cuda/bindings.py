@@ -92,7 +92,9 @@ class BindingsDriver(Driver):
         # The first version names the whole GPU of a MIG instance; in 13 there is only the second.
         name = "cuDeviceGetUuid_v2" if hasattr(self._d, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         found = self._call(name, self._device(ordinal))
-        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+        # "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+        kind = "MIG" if " MIG " in self.device_name(ordinal) else "GPU"
+        return f"{kind}-{uuid.UUID(bytes=bytes(found.bytes))}"
 
     def device_name(self, ordinal: int) -> str:
         name: bytes = self._call("cuDeviceGetName", _NAME_BYTES, self._device(ordinal))

@@ -70,7 +70,8 @@ class Driver(Protocol):
         """cuDeviceGetCount."""
 
     def device_uuid(self, ordinal: int) -> str:
-        """Return the UUID as NVML writes it: "GPU-xxxxxxxx-xxxx-..." (cuDeviceGetUuid)."""
+        """Return the UUID as NVML writes it, "GPU-xxxxxxxx-xxxx-...", and "MIG-..." for an instance
+        of a GPU that is divided (cuDeviceGetUuid)."""
 
     def device_name(self, ordinal: int) -> str:
         """cuDeviceGetName."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def run(
     major: int, checkpoint: Path, serve: list[str], commands: list[list[str]], **settings: object
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     code = _COMMANDS.format(checkpoint=str(checkpoint), serve=serve, commands=commands)
     return [json.loads(line) for line in passes(major, code, **settings)]
 
@@ -88,6 +89,21 @@ def test_kernels_that_do_not_load(major: int, checkpoint: Path, tmp_path: Path) 
     written = (out / "model.safetensors").read_bytes()
     assert written == (checkpoint / "model.safetensors").read_bytes()
     assert not [call for call in calls(log) if call[0] == "cuLaunchKernel"]
+
+
+_INSTANCE = """
+from mx.cuda import driver
+print(driver.load().device_uuid(0))
+"""
+
+
+def test_an_instance_of_a_divided_gpu(major: int, checkpoint: Path) -> None:
+    (uuid,) = passes(major, _INSTANCE, MIG=2)
+    assert uuid.startswith("MIG-")
+    device = f"cuda:{uuid}"
+    serve, pull = ["--device", "cuda:0"], ["pull", "m", "--device", device]
+    (found,) = run(major, checkpoint, serve, [pull], MIG=2, KERNELS=True)
+    assert [path["transport"] for path in found["paths"]] == ["cuda_ipc-attach"]
 
 
 _FORK = """
