@@ -31,7 +31,7 @@ help:
 	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-long              the tests that go into breadth: liars, hogs, chaos, more links, bounds"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
-	@echo "make test-gpu-standin       GPU code over a stand-in for the driver, no GPU needed (needs cc)"
+	@echo "make test-gpu-standin       all GPU tests over a stand-in for the driver, no GPU needed (needs cc)"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
@@ -103,7 +103,7 @@ test: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not long" $(ARGS)
 
 test-gpu-standin: setup-gpu
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/integration/test_driver_*.py $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" tests/integration/test_driver_*.py $(ARGS)
 
 test-long: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)
