@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,15 +94,25 @@ def test_the_triton_kernels_are_blake3(sizes: Sequence[int]) -> None:
     )
 
 
-def test_the_triton_kernels_compile_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_triton_kernels_compile_for_gpus_without_spills(
+    capability: int, tmp_path: Path
 ) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = compiler.compiled.__wrapped__(90)
+    """As Triton's own cuobjdump says: no stack, no local memory, no instruction that uses it."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    found = compiler.compiled.__wrapped__(capability)
     for kernel in (found.chain_chunks, found.hash_parents):
-        assert kernel.cubin[:4] == b"\x7fELF"
         assert 3 <= kernel.parameters <= 3 + 4
+        cubin = tmp_path / f"{kernel.name}.cubin"
+        cubin.write_bytes(kernel.cubin)
+        usage, code = (
+            subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
+        assert f"Function {kernel.name}" in usage and " STACK:0 " in usage and " LOCAL:0 " in usage
+        assert " LDG" in code or " LD." in code, "no code was shown"
+        assert not re.search(r"\b(STL|LDL)\b", code)
 
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
