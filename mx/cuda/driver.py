@@ -13,10 +13,9 @@ Semantics are those of the functions named in each docstring (CUDA driver API re
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -327,19 +326,3 @@ def presence() -> Viable | Unavailable:
 def format_version(version: int) -> str:
     """Return a CUDA version as text: "13.2" for 13020."""
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-@contextlib.contextmanager
-def installed(driver: Driver) -> Iterator[None]:
-    """Make `load` return `driver` for the length of the block.
-
-    Tests use it to run everything over `tests.support.fake_cuda`.
-    """
-    global _driver
-    with _lock:
-        before, _driver = _driver, driver
-    try:
-        yield
-    finally:
-        with _lock:
-            _driver = before

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.support.driver.programs import calls, each_major, passes
+from tests.support.driver.logs import calls
+from tests.support.driver.programs import each_major, passes
 
 pytestmark = each_major
 
