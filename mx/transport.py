@@ -18,8 +18,9 @@ of the session is left. Destinations stay valid until then: that is the caller's
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -36,6 +37,7 @@ __all__ = [
     "ExposedRegion",
     "Exposure",
     "Grant",
+    "HostHashing",
     "Limiter",
     "Medium",
     "Path",
@@ -339,6 +341,26 @@ class Sink(Protocol):
         """
 
 
+@runtime_checkable
+class HostHashing(Protocol):
+    """A sink that can hash bytes in host memory, where they land before they are copied to a GPU.
+
+    A session that stages them there cuts the read where blocks end, and shows it all of them.
+    """
+
+    def block_ends(self) -> Sequence[int]:
+        """Return where each block ends among the read's bytes, in order."""
+
+    def passing(self, begin: int, view: memoryview) -> None:
+        """Hash whole blocks: these very bytes are what is copied, and they are shown before
+        `landed` counts them. Called on any thread, for several parts at once.
+
+        Args:
+            begin: Where they begin among the read's bytes.
+            view: The bytes, valid until this returns.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
@@ -365,23 +387,27 @@ class Read:
         self.nbytes = sum(len(piece.view) for piece in self.pieces)
 
 
-def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
-    """Cut a read into slices of `nbytes`, the last one shorter. Yields (pieces, bytes) of each."""
+def slices(read: Read, nbytes: int | Iterable[int]) -> Iterator[tuple[list[Piece], int]]:
+    """Cut a read into slices of `nbytes`, or of these sizes, the last one shorter. Yields (pieces,
+    bytes) of each."""
+    sizes = repeat(nbytes) if isinstance(nbytes, int) else iter(nbytes)
     pieces: list[Piece] = []
-    left = nbytes
+    size = left = 0
     for piece in read.pieces:
         done = 0
         while done < len(piece.view):
+            if not left:
+                size = left = next(sizes)
             take = min(left, len(piece.view) - done)
             view = piece.view[done : done + take]
             pieces.append(Piece(piece.region, piece.region_offset + done, view))
             done += take
             left -= take
             if not left:
-                yield pieces, nbytes
-                pieces, left = [], nbytes
+                yield pieces, size
+                pieces = []
     if pieces:
-        yield pieces, nbytes - left
+        yield pieces, size - left
 
 
 @runtime_checkable

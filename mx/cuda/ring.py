@@ -62,37 +62,45 @@ class PinnedRing:
             )
             for i, event in enumerate(events)
         )
-        self._slots = slots
+        self.slots = slots
         self._wake = threading.Condition()
+        self._turns: deque[object] = deque()  # of threads that wait for a slot
         self._closed = False
 
     # -- slot by slot ------------------------------------------------------------------------------
 
     def take(self) -> Slot:
-        """Return a slot whose last copy is done, waiting for one if necessary.
+        """Return a slot whose last copy is done, waiting for one if necessary. Threads that wait
+        get slots in the order in which they came.
 
         Raises:
             ClosedError: The ring was closed.
             CudaError: The slot's last copy failed.
         """
+        turn = object()
         with self._wake:
-            while not self._free and not self._closed:
-                self._wake.wait()
-            slot = self._pop()
+            self._turns.append(turn)
+            try:
+                self._wake.wait_for(lambda: self._closed or (self._free and self._turns[0] is turn))
+                slot = self._pop()
+            finally:
+                self._turns.remove(turn)
+                if self._turns:
+                    self._wake.notify_all()
         return self._ready(slot)
 
     def try_take(self) -> Slot | None:
-        """Return a slot as `take` does, or None if no slot is free."""
+        """Return a slot as `take` does, or None if no slot is free, or others wait for it."""
         with self._wake:
-            if not self._free and not self._closed:
+            if (self._turns or not self._free) and not self._closed:
                 return None
             slot = self._pop()
         return self._ready(slot)
 
     @property
     def free(self) -> int:
-        """The number of slots that are free now."""
-        return len(self._free)
+        """The number of slots that are free now, less those that threads wait for."""
+        return max(0, len(self._free) - len(self._turns))
 
     def _pop(self) -> Slot:
         if self._closed:
@@ -111,7 +119,8 @@ class PinnedRing:
         """Give a slot back to the ring; a copy from or to it may still run."""
         with self._wake:
             self._free.append(slot)
-            self._wake.notify()
+            if self._turns:
+                self._wake.notify_all()
             self._end_if_idle()
 
     def push(self, slot: Slot, target: int, nbytes: int, *, offset: int = 0) -> None:
@@ -120,10 +129,11 @@ class PinnedRing:
             self.device.driver.copy_htod(target, slot.address + offset, nbytes, self._up.handle)
         slot.event.record(self._up)
 
-    def fetch(self, slot: Slot, source: int, nbytes: int) -> None:
-        """Queue a copy of device memory into the slot; call `slot.wait()` before reading it."""
+    def fetch(self, slot: Slot, source: int, nbytes: int, *, offset: int = 0) -> None:
+        """Queue a copy of device memory into the slot, from `offset` on; call `slot.wait()` before
+        reading it."""
         with self.device.current():
-            self.device.driver.copy_dtoh(slot.address, source, nbytes, self._down.handle)
+            self.device.driver.copy_dtoh(slot.address + offset, source, nbytes, self._down.handle)
         slot.event.record(self._down)
 
     # -- whole ranges ------------------------------------------------------------------------------
@@ -173,7 +183,7 @@ class PinnedRing:
         try:
             while left or ahead:
                 # Half of the ring at most: other threads need slots too.
-                while left and len(ahead) < max(1, self._slots // 2):
+                while left and len(ahead) < max(1, self.slots // 2):
                     slot = self.take() if not ahead else self.try_take()
                     if slot is None:
                         break
@@ -202,8 +212,8 @@ class PinnedRing:
             self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        if self._closed and len(self._free) == self._slots:
-            self._slots = -1
+        if self._closed and len(self._free) == self.slots:
+            self.slots = -1
             self._free.clear()
             self.view = memoryview(b"")
             self._ends.close()

@@ -1,8 +1,9 @@
 """A session that fills GPU memory through a session that fills host memory only.
 
 Reads are cut into parts of one pinned slot each. The inner session reads a part into its slot. The
-thread that brought the last byte queues the copy to the device. This session's own thread waits for
-the copies in order, calls the sinks, and gives the slots to the next parts.
+thread that brought the last byte queues the copy to the device, and has the sink hash the slot
+meanwhile (`mx.transport.HostHashing`). This session's own thread waits for the copies in order,
+calls the sinks, and gives the slots to the next parts.
 """
 
 from __future__ import annotations
@@ -10,13 +11,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mx.cuda.device import Device
 from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, Slot
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
-from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span, slices, spans_of
+from mx.transport import (
+    DeviceView,
+    HostHashing,
+    Piece,
+    Read,
+    ReportedErrors,
+    Session,
+    Span,
+    slices,
+    spans_of,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +35,7 @@ class _Part:
     """The part of a read that goes through one slot."""
 
     job: _Job
+    begin: int = 0  # among the read's bytes
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0  # of all pieces
     slot: Slot | None = None
@@ -117,7 +129,10 @@ class StagedSession:
         job, key = _Job(read), self._device.key
         spans = [span for piece in read.pieces for span in spans_of(piece.view)]
         if all(isinstance(span, DeviceView) and span.device == key for span in spans):
-            job.parts = [_Part(job, *each) for each in slices(read, self._ring.slot_nbytes)]
+            begin, sizes = 0, _sizes(read, self._ring.slot_nbytes)
+            for pieces, nbytes in slices(read, sizes):
+                job.parts.append(_Part(job, begin, pieces, nbytes))
+                begin += nbytes
         else:
             job.error = LocalError(f"{read.tag}: its place is not on {key}")
         job.parts = job.parts or [_Part(job)]  # the end of one part ends the read
@@ -131,6 +146,9 @@ class StagedSession:
         if error is None and part.slot is not None:
             try:
                 self._push(part, part.slot)
+                if isinstance(job.read.sink, HostHashing):
+                    # Nothing writes to the slot until this part is finished.
+                    job.read.sink.passing(part.begin, part.slot.view[: part.nbytes])
             except MxError as failed:
                 error = failed
         if error is not None:
@@ -268,6 +286,20 @@ def _returns(call: Callable[..., None], *arguments: object) -> bool:
         call(*arguments)
         return True
     return False
+
+
+def _sizes(read: Read, slot_nbytes: int) -> Iterator[int]:
+    """Yield the sizes of a read's parts: as many whole blocks as a slot holds, where the sink
+    hashes them; at the end, and where it does not, a slot's."""
+    begin = before = 0
+    ends = read.sink.block_ends() if isinstance(read.sink, HostHashing) else ()
+    for end in ends:
+        if end - begin > slot_nbytes and before > begin:
+            yield before - begin
+            begin = before
+        before = end
+    while True:
+        yield slot_nbytes
 
 
 class _PartSink:

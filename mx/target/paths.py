@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mx import discovery
 from mx.core.locality import with_verified_place
-from mx.core.paths import Path
+from mx.core.paths import Medium, Path
 from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
@@ -16,15 +16,27 @@ from mx.transport import Transport, Unavailable
 
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
-    """Return the transport's path; for a GPU that it can't reach, its path to this host's memory,
-    from which mx copies to the GPU. None if there is neither."""
+    """Return the transport's path; where it reaches no GPU, its path to this host's memory, from
+    which mx copies to the target's GPU, or between the memories of both hosts: a source that offers
+    such a transport copies from its GPU. None if there is none of these."""
     path = transport.reach(here, there)
-    if path is None and here.device != "cpu":
-        path = transport.reach(replace(here, device="cpu"), there)
-        if path is not None:
-            detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
-            path = replace(path, attach=False, staged=True, detail=detail)
-    return path
+    if path is not None:
+        return path
+    near, far = replace(here, device="cpu"), replace(there, device="cpu")
+    if here.device != "cpu":
+        path = transport.reach(near, there)
+    if path is None and there.device != "cpu":
+        path = transport.reach(near, far)
+    if path is None:
+        return None
+    return replace(
+        path,
+        attach=False,
+        staged=here.device != "cpu",
+        detail=", ".join(filter(None, [path.detail, "staged through host memory"])),
+        # Within a machine the way to the GPU is the narrowest part.
+        medium=Medium.PCIE if path.medium is Medium.MEMORY else path.medium,
+    )
 
 
 def path_or_reason(

@@ -75,6 +75,7 @@ class StorePath:
     gb_per_s: float = 0.0
     rail: Rail | None = None
     medium: Medium = Medium.MEMORY
+    staged: bool = False
 
 
 @dataclass(slots=True, eq=False)

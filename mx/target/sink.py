@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from mx.core.digest import SHORTCUT_BYTES, BlockHasher, shortcut_digest
+from mx.core.digest import SHORTCUT_BYTES, BlockHasher, block_digest, shortcut_digest
 from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.errors import MxError
-from mx.memory.arena import MakeHasher
+from mx.memory.arena import Hasher, MakeHasher
 from mx.target.destination import Landing
 from mx.transport import host_view
 
@@ -17,8 +20,11 @@ if TYPE_CHECKING:
 
 
 class PartSink:
-    """Hashes one part as it lands and reports how it ended. It is called by one thread at a time;
-    others read `landed_nbytes`."""
+    """Hashes one part as it lands and reports how it ended. It is called by one thread at a time,
+    but for `passing`; others read `landed_nbytes`.
+
+    What goes to a GPU through this host's memory is hashed there (`mx.transport.HostHashing`).
+    """
 
     __slots__ = (
         "connection",
@@ -28,6 +34,7 @@ class PartSink:
         "_transfer",
         "_make_hasher",
         "_hasher",
+        "_passed",
         "_vouched",
     )
 
@@ -38,6 +45,7 @@ class PartSink:
         landing: Landing,
         make_hasher: MakeHasher,
         vouched: memoryview | None,
+        staged: bool = False,
     ) -> None:
         """
         Args:
@@ -46,6 +54,7 @@ class PartSink:
             landing: Where it lands.
             make_hasher: Makes hashers that compute blake3.
             vouched: The shortcut digests that the blocks should have; None: compute blake3.
+            staged: Whether all of it passes through this host's memory to a GPU (`passing`).
         """
         self.connection = connection
         self.landing = landing
@@ -54,13 +63,27 @@ class PartSink:
         self._transfer = transfer
         self._make_hasher = make_hasher
         self._vouched = vouched
-        if vouched is None:
-            self._hasher = make_hasher(landing.blocks)
-        else:
+        self._hasher: Hasher | None = None
+        self._passed: dict[int, bytes] = {}  # digests by where their blocks begin in the part
+        if vouched is not None:
             self._hasher = BlockHasher([host_view(b) for b in landing.blocks], shortcut_digest)
+        elif not staged:
+            self._hasher = make_hasher(landing.blocks)
+
+    def block_ends(self) -> Sequence[int]:
+        return list(accumulate(map(len, self.landing.blocks)))
+
+    def passing(self, begin: int, view: memoryview) -> None:
+        ends, done = self.block_ends(), 0
+        for end in ends[bisect_right(ends, begin) :]:
+            if end > begin + len(view):
+                break
+            self._passed[begin + done] = block_digest(view[done : end - begin])
+            done = end - begin
 
     def landed(self, nbytes: int) -> None:
-        self._hasher.landed(nbytes)
+        if self._hasher is not None:
+            self._hasher.landed(nbytes)
         self.landed_nbytes = nbytes
 
     def done(self) -> None:
@@ -77,6 +100,8 @@ class PartSink:
 
     def block_digests(self) -> bytes | None:
         """Return the blake3 digests of the blocks; None: the shortcut has found them right."""
+        if self._hasher is None:
+            return b"".join(self._passed[begin] for begin in sorted(self._passed))
         digests, vouched = self._hasher.block_digests(), self._vouched
         if vouched is None:
             return digests

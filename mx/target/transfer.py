@@ -453,11 +453,10 @@ class Transfer:
                 self.part_failed(sink, refused)
 
     def _read(self, connection: int, part: Part) -> tuple[PartSink, Read]:
-        landing = self._destination.land(part)
-        vouched = None
-        if self._shortcut:
-            vouched = vouched_of(self._connections[connection].vouched, self._grid, part)
-        sink = PartSink(self, connection, landing, self._make_hasher, vouched)
+        landing, through = self._destination.land(part), self._connections[connection]
+        vouched = vouched_of(through.vouched, self._grid, part) if self._shortcut else None
+        staged = through.path.staged
+        sink = PartSink(self, connection, landing, self._make_hasher, vouched, staged)
         with self._lock:
             self._in_flight[part] = sink
         return sink, Read(f"chunk {part.chunk}", landing.pieces, sink)

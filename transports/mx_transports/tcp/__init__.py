@@ -52,7 +52,7 @@ class TcpTransport:
         """Make regions readable.
 
         Raises:
-            LocalError: A host can't be listened on, or memory is on a device.
+            LocalError: A host can't be listened on, or a GPU's memory can't be copied.
             ConfigError: A TLS file can't be used.
         """
         from mx_transports.tcp.exposure import TcpExposure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mx.transport import ExposedRegion, ExposeOptions
+from mx.transport import ExposedRegion, ExposeOptions, Span
 from mx_transports.tcp.wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
 from mx_transports.toolkit import framing
 from mx_transports.toolkit.exposure import GrantState
@@ -23,8 +23,8 @@ class TcpExposure(SendingExposure):
         regions: Sequence[ExposedRegion],
         options: ExposeOptions,
     ) -> None:
-        """Raises LocalError where a host can't be listened on, or for memory of a device, and
-        ConfigError where a TLS file can't be used."""
+        """Raises LocalError where a host can't be listened on, or a GPU's memory can't be copied,
+        and ConfigError where a TLS file can't be used."""
         super().__init__(regions, options, name="mx-tcp-source", magic=MAGIC)
         self.start()
 
@@ -40,7 +40,7 @@ class TcpExposure(SendingExposure):
                 table = bytearray(count * PIECE.size)
             pieces = memoryview(table)[: count * PIECE.size]
             stream.fill(pieces)
-            views: list[memoryview] = []
+            views: list[Span] = []
             status = self._find(generation, pieces, views)
             if status != framing.OK:
                 stream.send_all([RESPONSE.pack(request_id, status, 0)])
@@ -54,7 +54,7 @@ class TcpExposure(SendingExposure):
                 views.clear()
                 stream.send_all([RESPONSE.pack(request_id, self.status(generation), nbytes)])
 
-    def _find(self, generation: int, pieces: memoryview, views: list[memoryview]) -> int:
+    def _find(self, generation: int, pieces: memoryview, views: list[Span]) -> int:
         """Append each piece's memory to `views`; anything but OK means that none may be sent."""
         for region, offset, nbytes in PIECE.iter_unpack(pieces):
             found = self.views(region, offset, nbytes)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from mx.transport import Limiter
+from mx.transport import Limiter, Span
 from mx.units import KIB
+
+Some = TypeVar("Some", memoryview, Span)
 
 #: Shorter slices cost more in calls than they gain in fairness.
 LEAST_SLICE = 16 * KIB
@@ -22,12 +25,12 @@ def pause(seconds: float, ended: Callable[[], bool]) -> None:
 
 
 def paced(
-    views: Sequence[memoryview],
+    views: Sequence[Some],
     limiter: Limiter,
     grant_id: str,
     streams: Callable[[], int],
     ended: Callable[[], bool],
-) -> Iterator[list[memoryview]]:
+) -> Iterator[list[Some]]:
     """Yield views slice by slice, each when it may be sent.
 
     Args:
@@ -39,7 +42,7 @@ def paced(
         ended: Whether pauses are of no use any more.
     """
     left_nbytes = sum(map(len, views))
-    parts: list[memoryview] = []
+    parts: list[Some] = []
     size = room = 0
     for view in views:
         done = 0

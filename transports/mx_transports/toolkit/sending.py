@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, cast
 
 from mx.errors import LocalError
-from mx.transport import ExposedRegion, ExposeOptions, ScatteredView, View, host_view, spans_of
+from mx.transport import (
+    DeviceView,
+    ExposedRegion,
+    ExposeOptions,
+    ScatteredView,
+    Span,
+    View,
+    spans_of,
+)
 from mx_transports.toolkit import limiting
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
 from mx_transports.toolkit.listeners import Listen, listen
 from mx_transports.toolkit.stream import SocketStream
 
+if TYPE_CHECKING:
+    from mx_transports.toolkit.pinned import PinnedSender
+
+log = logging.getLogger("mx.transports.sending")
+
 
 class SendingExposure(SocketExposure):
     """An exposure that sends the bytes itself. See `mx.transport.Sending`.
 
+    Device memory goes through a bounded ring of pinned memory (`mx_transports.toolkit.pinned`).
+
     Args:
-        regions: What is exposed; all of it is in the host's memory.
+        regions: What is exposed, in the memory of the host or of GPUs.
         options: How to listen, and the limiter that `send` keeps to.
         name: What its threads are called.
         magic: The transport and its version, MAGIC_BYTES long.
         listen: The way to listen, which is called with the options.
 
     Raises:
-        LocalError: A region is on a device, or this process can't listen.
+        LocalError: This process can't listen, or a GPU's memory can't be copied.
         ConfigError: A TLS file can't be used.
     """
 
@@ -37,8 +55,18 @@ class SendingExposure(SocketExposure):
         magic: bytes,
         listen: Listen = listen,
     ) -> None:
-        self._views = {region.index: _in_host(region.view) for region in regions}
-        super().__init__(name=name, magic=magic, options=options, listen=listen)
+        self._views = {region.index: region.view for region in regions}
+        self._pinned: PinnedSender | None = None
+        devices = {device for view in self._views.values() for device in _devices(view)}
+        with contextlib.ExitStack() as undo:
+            if devices:  # without any, nothing of CUDA is imported
+                from mx_transports.toolkit.pinned import PinnedSender
+
+                self._pinned = PinnedSender(devices)
+                undo.callback(self._pinned.close)
+            super().__init__(name=name, magic=magic, options=options, listen=listen)
+            undo.pop_all()
+        self._lost = False
         self._limiter = options.limiter
         self._sent_bytes = 0
 
@@ -52,22 +80,21 @@ class SendingExposure(SocketExposure):
 
     def released(self) -> None:
         self._views.clear()
+        if self._pinned is not None:
+            self._pinned.close()
 
-    def views(self, region: int, offset: int, nbytes: int) -> list[memoryview] | None:
+    def views(self, region: int, offset: int, nbytes: int) -> list[Span] | None:
         """Return so many bytes of a region, in order, or None where it has none there.
 
         A region that lies in one place gives one view, a scattered one a view for each place. The
         holder of a view keeps the region's memory; `released` waits for no view but those that
-        `serve` has.
+        `serve` has. Views of GPU memory can be sent, but not read here.
         """
         view = self._views.get(region)
         if view is None or offset + nbytes > len(view):
             return None
-        part = view[offset : offset + nbytes]
-        if isinstance(part, memoryview):
-            return [part]
         try:
-            return [host_view(span) for span in spans_of(part)]
+            return spans_of(view[offset : offset + nbytes])
         except LocalError:  # it reaches into a hole
             return None
 
@@ -81,7 +108,7 @@ class SendingExposure(SocketExposure):
             self.count_reads(grant, -1)
 
     def send(
-        self, stream: SocketStream, grant: GrantState, head: bytes, views: Sequence[memoryview]
+        self, stream: SocketStream, grant: GrantState, head: bytes, views: Sequence[Span]
     ) -> None:
         """Send a read's bytes, counted and no faster than the limiter allows.
 
@@ -92,28 +119,52 @@ class SendingExposure(SocketExposure):
             views: The bytes, in their order.
 
         Raises:
-            OSError: The connection has ended, or made no progress for `stall_timeout_s`.
+            OSError: The connection has ended, or made no progress for `stall_timeout_s`; or a GPU's
+                memory can't be copied any more.
         """
-        if self._limiter is None:
+
+        def on_sent(nbytes: int) -> None:
+            self._count_sent(grant, nbytes)
+
+        if self._limiter is not None:
+            stream.send_all([head])
+            for parts in limiting.paced(
+                views,
+                self._limiter,
+                grant.grant_id,
+                lambda: len(grant.streams),
+                lambda: grant.revoked,
+            ):
+                self._put(stream, parts, on_sent)
+        elif self._pinned is not None:
+            stream.send_all([head])
+            self._put(stream, views, on_sent)
+        else:
             left = len(head)
 
-            def on_sent(nbytes: int) -> None:
+            def on_any_sent(nbytes: int) -> None:
                 nonlocal left
                 payload, left = max(0, nbytes - left), max(0, left - nbytes)
-                self._count_sent(grant, payload)
+                on_sent(payload)
 
-            stream.send_all([head, *views], on_sent)
-            return
-        stream.send_all([head])
-        for parts in limiting.paced(
-            views,
-            self._limiter,
-            grant.grant_id,
-            lambda: len(grant.streams),
-            lambda: grant.revoked,
-        ):
-            stream.send_all(parts)
-            self._count_sent(grant, sum(map(len, parts)))
+            stream.send_all([head, *cast("Sequence[memoryview]", views)], on_any_sent)
+
+    def _put(
+        self, stream: SocketStream, views: Sequence[Span], on_sent: Callable[[int], None]
+    ) -> None:
+        for on_device, run in groupby(views, key=lambda view: isinstance(view, DeviceView)):
+            if not on_device:
+                stream.send_all(cast("list[memoryview]", list(run)), on_sent)
+                continue
+            assert self._pinned is not None
+            try:
+                self._pinned.send(stream, cast("list[DeviceView]", list(run)), on_sent)
+            except LocalError as error:
+                if not self._lost:
+                    self._lost = True
+                    log.error("%s: %s", self.name, error)
+                # Its bytes were announced: only the connection's end says that they do not come.
+                raise ConnectionError(str(error)) from None
 
     def _count_sent(self, grant: GrantState, nbytes: int) -> None:
         with self.lock:
@@ -121,11 +172,9 @@ class SendingExposure(SocketExposure):
             grant.sent_nbytes += nbytes
 
 
-def _in_host(view: View) -> memoryview | ScatteredView:
-    """Return a view whose bytes are all in host memory. Raises LocalError if some are not."""
-    if isinstance(view, ScatteredView):
-        if view.places() is None:  # else it is known to be in host memory
-            for span in view.located()[1]:
-                host_view(span)
-        return view
-    return host_view(view)
+def _devices(view: View) -> set[str]:
+    """Return the devices that a view has memory on."""
+    if isinstance(view, ScatteredView) and view.places() is not None:
+        return set()  # it is known to be in host memory
+    spans = view.located()[1] if isinstance(view, ScatteredView) else [view]
+    return {span.device for span in spans if isinstance(span, DeviceView)}

@@ -10,6 +10,7 @@ import array
 import contextlib
 import errno
 import os
+import select
 import socket
 import ssl
 import struct
@@ -24,6 +25,8 @@ _TICKS = 4
 _MAX_BUFFERS = 256
 #: What TLS sends in one call, which returns once all of it is on its way.
 _TLS_SLICE = 256 << 10
+#: A record of TLS, which is sent as a whole or kept.
+_TLS_RECORD = 16 << 10
 
 
 class StreamClosed(OSError):
@@ -43,6 +46,8 @@ class SocketStream:
         self._sock = sock
         self._stall_timeout_s = stall_timeout_s
         self._tls = isinstance(sock, ssl.SSLSocket)
+        #: A record that TLS has begun to send: it goes first, with these bytes.
+        self._begun = b""
         # Never 0: to the kernel that would mean for ever.
         tick_s = max(stall_timeout_s / _TICKS, 0.001)
         if self._tls:
@@ -179,6 +184,9 @@ class SocketStream:
             TimeoutError: Not one byte was taken for the stall timeout.
             OSError: The connection is lost.
         """
+        if self._begun:
+            begun, self._begun = self._begun, b""
+            self.send_all([begun])
         views = [memoryview(view) for view in buffers if len(view)]
         for first in range(0, len(views), _MAX_BUFFERS):
             rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
@@ -193,6 +201,78 @@ class SocketStream:
                     continue
                 rest, deadline = _after(rest, sent), 0.0
                 on_sent(sent)
+
+    def wait_to_send(self) -> None:
+        """Return once some bytes can be sent, or the connection is lost.
+
+        Raises:
+            TimeoutError: Not one byte can be sent for the stall timeout.
+        """
+        if not self._takes(self._stall_timeout_s):
+            raise TimeoutError(f"no progress for {self._stall_timeout_s:g} s")
+
+    def send_while(
+        self,
+        view: memoryview,
+        patience_s: float,
+        may_wait: Callable[[], bool],
+        on_sent: Callable[[int], None],
+    ) -> int:
+        """Send bytes from a buffer that others need too.
+
+        Args:
+            view: The bytes.
+            patience_s: After so many seconds without progress `may_wait` is asked.
+            may_wait: Returns True if the buffer may be used further.
+            on_sent: As for `send_all`.
+
+        Returns:
+            How many bytes were sent: all unless `may_wait` returned False.
+
+        Raises:
+            TimeoutError: Not one byte was taken for the stall timeout.
+            OSError: The connection is lost.
+        """
+        done, moved_s = 0, time.monotonic()
+        while done < len(view):
+            try:
+                sent = self._try_to_send(view[done:])
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                if self._takes(patience_s):
+                    moved_s = time.monotonic()
+                    continue
+                if time.monotonic() - moved_s >= self._stall_timeout_s:
+                    raise TimeoutError(f"no progress for {self._stall_timeout_s:g} s") from None
+                if not may_wait():
+                    break
+            else:
+                done += sent
+                on_sent(sent)
+        return done
+
+    def _takes(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLOUT)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def _try_to_send(self, view: memoryview) -> int:
+        if not self._tls:
+            return self._sock.send(view, socket.MSG_DONTWAIT)
+        tick_s = self._sock.gettimeout()
+        self._sock.settimeout(0)
+        try:
+            if self._begun:
+                self._sock.send(self._begun)
+                self._begun = b""
+            record = view[:_TLS_RECORD]
+            try:
+                return self._sock.send(record)
+            except ssl.SSLWantWriteError:
+                # The same bytes have to come again, and the buffer may be gone by then.
+                self._begun = bytes(record)
+                return len(record)
+        finally:
+            self._sock.settimeout(tick_s)
 
     def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:
         """Send a few bytes and duplicates of descriptors with them (unix sockets only)."""

@@ -1,0 +1,210 @@
+"""GPU memory beyond the host, over the stand-in driver: by tcp, through pinned rings."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from benchmarks.hosts import Hosts
+from benchmarks.processes import Child, Cluster
+from tests.support.driver.build import environment
+from tests.support.driver.logs import calls
+from tests.support.driver.programs import each_major, passes
+
+pytestmark = each_major
+_ROOT = Path(__file__).parents[2]
+
+#: Forty readers request all of a GPU's memory and read nothing; another one gets it meanwhile.
+#: Then some of them go on to read.
+_HOGS = """
+import tempfile
+from mx.cuda.driver import load
+from mx.testing.certificates import certificates
+from mx.testing.memory import Kind, Memory
+from mx.transport import ExposeOptions, Grant, Piece, Read
+from mx_transports.tcp import TcpTransport
+from mx_transports.tcp.wire import MAGIC, RESPONSE, encode_request
+from mx_transports.toolkit import dial, pinned
+from pathlib import Path
+
+NBYTES, HOGS, PATIENT_S = 16 * MIB, 40, 300.0
+pinned.SLOTS, pinned.SLOT_BYTES = 4, 8 * MIB  # more than sockets take: all stop within a slot
+tls = certificates(Path(tempfile.mkdtemp()))[0] if {tls} else None
+device = "cuda:" + load().device_uuid(0)
+memory = Memory(NBYTES, 3, Kind.{kind}, device)
+transport = TcpTransport()
+exposure = transport.expose(
+    [memory.region(0)], ExposeOptions(tls=tls, stall_timeout_s=PATIENT_S)
+)
+exposure.set_generation(1)
+
+class Sink:
+    def __init__(self):
+        self.ended, self.error = threading.Event(), None
+    def landed(self, nbytes):
+        pass
+    def done(self):
+        self.ended.set()
+    def failed(self, error):
+        self.error = error
+        self.ended.set()
+
+def grant(name):
+    return Grant(
+        name, exposure.grant(name), 1, (NBYTES,), "peer", tls=tls, stall_timeout_s=20.0, streams=1
+    )
+
+def read(sink):
+    into = bytearray(NBYTES)
+    return into, Read("all", [Piece(0, 0, memoryview(into))], sink)
+
+hogs = []
+for number in range(HOGS):
+    (stream,) = dial.open_streams(MAGIC, grant(f"hog {{number}}"))
+    stream.send_all([encode_request(0, 1, read(Sink())[1])])
+    hogs.append(stream)
+while exposure.active_readers() < HOGS:
+    time.sleep(0.01)
+session = transport.open(grant("honest"))
+sink = Sink()
+into, wanted = read(sink)
+session.read([wanted])
+assert sink.ended.wait(30), "the hogs have all slots"
+assert sink.error is None, sink.error
+assert into == memory.expected
+assert exposure.active_readers() >= HOGS, "a hog was cut off"
+for stream in hogs[::8]:
+    found = stream.receive(RESPONSE.size + NBYTES + RESPONSE.size)
+    assert found[RESPONSE.size : -RESPONSE.size] == memory.expected
+session.close()
+assert session.join(10)
+for stream in hogs:
+    stream.abort()
+exposure.close()
+assert exposure.join(10)
+for stream in hogs:
+    stream.close()
+memory.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "tls"), [("GPU", False), ("SCATTERED", True)], ids=["plain", "scattered and TLS"]
+)
+def test_readers_that_stop_leave_slots(major: int, tmp_path: Path, kind: str, tls: bool) -> None:
+    passes(major, _HOGS.format(kind=kind, tls=tls), LOG=tmp_path)
+    found = Counter(calls(tmp_path))
+    assert found["cuMemHostAlloc", "CUDA_SUCCESS"] == 1  # whatever the number of readers
+    assert {result for _, result in found} == {"CUDA_SUCCESS"}
+
+
+def _checkpoint(folder: Path, mib: int = 16) -> tuple[Path, int]:
+    """Write a checkpoint whose blocks do not end where slots do; return it and its tensor bytes."""
+    folder.mkdir()
+    random = np.random.default_rng(1)
+    rows = (mib << 20) // 4 // 4 // 700
+    tensors = {
+        f"model.layers.{n}.weight": random.standard_normal((rows, 700), dtype=np.float32)
+        for n in range(4)
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder, sum(tensor.nbytes for tensor in tensors.values())
+
+
+def copied(folder: Path, call: str) -> int:
+    """Return how many bytes the processes of a log copied by a call of the driver."""
+    copies = re.findall(rf"{call}\(\S+, \S+, (\d+), \S+\) CUDA_SUCCESS", _log(folder))
+    return sum(map(int, copies))
+
+
+def _log(folder: Path) -> str:
+    return "".join(log.read_text() for log in folder.glob("*.log"))
+
+
+class _Host:
+    """A network namespace whose processes have GPUs, and a log for each of them that is started."""
+
+    def __init__(self, hosts: Hosts, name: str, address: str, major: int, logs: Path) -> None:
+        self.prefix, self.address = hosts.prefix(name), address
+        self._name, self._major, self._logs, self._count = name, major, logs, 0
+
+    def environment(self) -> tuple[dict[str, str], Path]:
+        self._count += 1
+        log = self._logs / f"{self._name}-{self._count}"
+        log.mkdir(parents=True)
+        return environment(self._major, {"LOG": log, "KERNELS": True}), log
+
+    def serve(self, what: list[str], coordinator: str) -> tuple[Child, Path]:
+        """Start `mx serve`, or `mx pull --hold`; return it once it is registered, and its log."""
+        env, log = self.environment()
+        base = ("--listen", f"{self.address}:0", "--coordinator", coordinator)
+        child = Child("-m", "mx", *what, *base, "--insecure", "--json", prefix=self.prefix, env=env)
+        child.hear()
+        return child, log
+
+    def pull(self, coordinator: str, model: str, *more: str) -> tuple[list[str], Path]:
+        """Pull, and return the transports that brought anything, and the log."""
+        env, log = self.environment()
+        command = [*self.prefix, sys.executable, "-m", "mx", "pull", model, *more, "--json"]
+        command += ["--listen", f"{self.address}:0", "--coordinator", coordinator, "--insecure"]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return [path["transport"] for path in json.loads(ended.stdout)["paths"]], log
+
+
+def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
+    checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
+    link = hosts.link("near", "far")
+    near, far = (
+        _Host(hosts, name, link.address(name), major, tmp_path) for name in ("near", "far")
+    )
+    cluster = Cluster(near.address, near.prefix)
+    children: list[Child] = []
+
+    def serve(host: _Host, *what: str) -> Path:
+        child, log = host.serve(list(what), cluster.coordinator)
+        children.append(child)
+        return log
+
+    def check(host: _Host, model: str, device: str) -> Path:
+        out = tmp_path / f"{model}-{device}-{host.address}"
+        found, log = host.pull(
+            cluster.coordinator, model, "--device", device, "--transport", "tcp", "--out", str(out)
+        )
+        assert found == ["tcp"]
+        written = (out / "model.safetensors").read_bytes()
+        assert written == (checkpoint / "model.safetensors").read_bytes()
+        return log
+
+    try:
+        gpu = serve(near, "serve", str(checkpoint), "--model", "g", "--device", "cuda:0")
+        serve(near, "serve", str(checkpoint), "--model", "c")
+        for model, device in (("g", "cuda:1"), ("g", "cpu"), ("c", "cuda:1")):
+            before = copied(gpu, "cuMemcpyDtoHAsync")
+            log = check(far, model, device)
+            # One copy each side, and what was staged was hashed in the ring.
+            expected = nbytes if model == "g" else 0
+            assert copied(gpu, "cuMemcpyDtoHAsync") - before == expected
+            assert copied(log, "cuMemcpyHtoDAsync") == (nbytes if device != "cpu" else 0)
+            assert "cuLaunchKernel" not in _log(log)
+            assert ("cuInit" in _log(log)) is (device != "cpu")
+        # And back: what was pulled into a GPU is given from there.
+        relay = serve(far, "pull", "g", "--device", "cuda:1", "--hold", "--transport", "tcp")
+        children.pop(0).close(terminate=True)
+        before = copied(relay, "cuMemcpyDtoHAsync")
+        check(near, "g", "cuda:0")
+        assert copied(relay, "cuMemcpyDtoHAsync") - before == nbytes
+        results = re.findall(r"\) (\S+)$", _log(tmp_path / "near-1"), re.MULTILINE)
+        assert set(results) <= {"CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"}
+    finally:
+        for child in children:
+            child.close(terminate=True)
+        cluster.close()
