@@ -48,12 +48,14 @@ if TYPE_CHECKING:
         wait_for_bundle,
         wait_for_bundle_async,
     )
+    from mx.api.broadcasting import BroadcastReport, broadcast
     from mx.api.caching import Cache, cache, cached
     from mx.errors import MxError
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BroadcastReport": "mx.api.broadcasting",
     "BundleStatus": "mx.api",
     "Cache": "mx.api.caching",
     "Estimate": "mx.core.estimates",
@@ -74,6 +76,7 @@ _HOMES = {
     "Source": "mx.api",
     "Subset": "mx.core.selection",
     "TopologyReport": "mx.api",
+    "broadcast": "mx.api.broadcasting",
     "cache": "mx.api.caching",
     "cached": "mx.api.caching",
     "list_bundles": "mx.api",
@@ -93,6 +96,7 @@ _HOMES = {
 _MODULES = ("config", "engines", "errors")
 
 __all__ = [
+    "BroadcastReport",
     "BundleStatus",
     "Cache",
     "Estimate",
@@ -114,6 +118,7 @@ __all__ = [
     "Subset",
     "TopologyReport",
     "__version__",
+    "broadcast",
     "cache",
     "cached",
     "list_bundles",

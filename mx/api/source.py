@@ -299,20 +299,29 @@ class Source(Closable):
         """
 
         def lending() -> Lending:
-            self._require_own()
-            lending = self._server.lending
-            if lending is None:
-                raise ConfigError(
-                    f"{self.model} is a copy of mx's own: writing to the tensors changes nothing "
-                    "here",
-                    hint="serve with `copy=False`, or use update()",
-                )
-            check_names(lending.held.manifest.layout, names)
-            if self._closing.is_set():
-                raise ClosedError(f"the source of {self.model} was closed")
-            return lending
+            found = self.lending()
+            check_names(found.held.manifest.layout, names)
+            return found
 
         return Changing(self._loop, lending, names, grace_s)
+
+    def lending(self) -> Lending:
+        """Return what looks after the tensors that are lent.
+
+        Raises:
+            ConfigError: This source lends no live memory.
+            ClosedError: It was closed.
+        """
+        self._require_own()
+        lending = self._server.lending
+        if lending is None:
+            raise ConfigError(
+                f"{self.model} is a copy of mx's own: writing to the tensors changes nothing here",
+                hint="serve with `copy=False`, or use update()",
+            )
+        if self._closing.is_set():
+            raise ClosedError(f"the source of {self.model} was closed")
+        return lending
 
     @property
     def withdrawn(self) -> str:

@@ -1,0 +1,360 @@
+"""mx.broadcast: four processes of one group, over gloo, with everything that a rank may do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mx import api
+from mx.api.holding import lend
+from mx.core.types import ModelKey
+from tests.integration.lending import net
+from tests.support.commands import Run, environment, start_coordinator
+
+pytestmark = pytest.mark.integration
+
+#: What every rank's program begins with.
+HEADER = """
+import hashlib, json, os, sys, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+import mx
+from mx.errors import MxError
+from tests.integration.lending import equal, everything, net, pointers
+rank, size, timeout_s, store, coordinator = json.loads(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
+                        timeout=timedelta(seconds=timeout_s))
+
+def say(**what):
+    sys.stdout.write(json.dumps(what) + chr(10))
+    sys.stdout.flush()
+
+def tried(work):
+    try:
+        report = work()
+    except MxError as error:
+        return dict(error=type(error).__name__, text=error.message, hint=error.hint)
+    return dict(identity=report.identity, model=report.model, layers=report.layers,
+                bytes=report.bytes)
+
+def digest(tensors):
+    found = hashlib.blake2b()
+    for name in sorted(tensors):
+        found.update(name.encode())
+        raw = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        found.update(raw.numpy().tobytes())
+    return found.hexdigest()
+"""
+
+
+class Rank:
+    """One rank's process; it prints lines of JSON."""
+
+    def __init__(self, code: str, *arguments: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HEADER + textwrap.dedent(code), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+        )
+
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
+        return found
+
+    def tell(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def group(
+    code: str, folder: Path, *, size: int = 4, timeout_s: float = 60, coordinator: str = ""
+) -> Iterator[list[Rank]]:
+    """The ranks of a group, each with this program; killed in the end."""
+    with ExitStack() as ends:
+        ranks = []
+        for rank in range(size):
+            arguments = (rank, size, timeout_s, str(folder / "store"), coordinator)
+            ranks.append(Rank(code, *arguments))
+            ends.enter_context(ranks[-1].process)
+            ends.callback(ranks[-1].process.kill)
+        yield ranks
+
+
+def lines(ranks: list[Rank]) -> list[dict[str, Any]]:
+    """The next line of each rank."""
+    return [rank.line() for rank in ranks]
+
+
+#: All that a group survives, one after the other in the same processes.
+LIVING = """
+    from mx.core.buckets import BUCKET_BYTES
+    def leftovers():
+        return len(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate()]
+    names = []
+    module = net(1 if rank == 0 else 10 + rank)
+    rotary = [block.rotary.clone() for block in module.layers]
+    where = pointers(module)
+    found = tried(lambda: mx.broadcast(module, on_layer=lambda layer: names.append(layer.name)))
+    kept = all(torch.equal(b.rotary, old) for b, old in zip(module.layers, rotary))
+    say(digest=digest(module.state_dict()), names=names, where=pointers(module) == where,
+        kept=kept, **found)
+    before = leftovers()
+
+    # Any tensors, in any order, of which the ranks agree on nothing but their forms.
+    dtypes = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64]
+    for seed in range(25):
+        forms, values = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(rank)
+        def pick(most): return int(torch.randint(0, most, (1,), generator=forms))
+        tensors = {}
+        for index in range(1 + pick(12)):
+            shape = [pick(7) for _ in range(pick(4))] if pick(3) else [1 + pick(3), 700, 1500]
+            dtype = dtypes[pick(len(dtypes))]
+            size_ = torch.Size(shape).numel() * dtype.itemsize
+            raw = torch.randint(0, 2, (size_,), generator=values, dtype=torch.uint8)
+            made = raw.view(dtype).reshape(shape) if size_ else torch.empty(shape, dtype=dtype)
+            order = torch.randperm(len(shape), generator=forms).tolist()
+            tensors["layers.%d.w%d" % (pick(5), index)] = made.permute(order)
+            if pick(4) == 0:
+                tensors["tied.%d" % index] = made
+        if tensors and rank % 2:
+            tensors = dict(reversed(tensors.items()))
+        found = tried(lambda: mx.broadcast(tensors, src=seed % size))
+        say(digest=digest(tensors), count=len(tensors), **found)
+
+    def model(value, **more):
+        sizes = {"layers.0.w": 1 << 20, "layers.1.w": 5 * BUCKET_BYTES, "layers.1.norm": 1000}
+        made = {n: torch.full((k,), value, dtype=torch.uint8) for n, k in sizes.items()}
+        return made | more
+
+    # What was hashed changes at its source before it is sent.
+    tensors = model(rank)
+    def spoil(layer):
+        if rank == 2 and layer.name == "layers.0":
+            tensors["layers.1.w"][-1] = 77
+    say(**tried(lambda: mx.broadcast(tensors, src=2, on_layer=spoil)))
+
+    # Ranks whose tensors differ: nobody's are written to.
+    read_only = model(rank)["layers.0.w"].numpy()
+    read_only.flags.writeable = False
+    tensors = [model(rank), model(rank, extra=torch.ones(2)), model(rank),
+        {"layers.0.w": read_only, "layers.1.w": torch.ones(3)}][rank]
+    found = tried(lambda: mx.broadcast(tensors))
+    say(kept=all(set(map(int, t.ravel()[:9])) <= {rank, 1} for t in tensors.values()), **found)
+
+    tensors = model(rank) if rank else {"a": torch.ones(4, 4)[:, :2]}
+    say(**tried(lambda: mx.broadcast(tensors)))
+    say(**tried(lambda: mx.broadcast(model(rank), src=min(rank, 1))))
+    say(**tried(lambda: mx.broadcast(model(rank), src=9)))
+    say(**tried(lambda: mx.broadcast("tensors" if rank == 3 else model(rank))))
+    def fail(layer):
+        if rank == 2:
+            raise ValueError("of the caller's own")
+    say(**tried(lambda: mx.broadcast(model(rank), on_layer=fail)))
+
+    # Global ranks 3 and 1 are ranks 0 and 1 of a group of their own.
+    some = dist.new_group([3, 1], timeout=timedelta(seconds=timeout_s))
+    tensors = model(rank)
+    say(value=int(tensors["layers.1.w"][-1]), **tried(lambda: mx.broadcast(tensors, some, src=3)))
+    say(values=sorted(set(int(t[-1]) for t in tensors.values())))
+    if rank % 2:
+        dist.destroy_process_group(some)
+    some = None
+
+    # After all of this the group is in step, and nothing is left.
+    tensors = model(rank)
+    found = tried(lambda: mx.broadcast(tensors, src=1))
+    say(values=sorted(set(int(v) for t in tensors.values() for v in t.unique())), **found)
+    say(left=leftovers() == before, now=str(leftovers()), before=str(before))
+    dist.barrier()
+    dist.destroy_process_group()
+    say(**tried(lambda: mx.broadcast(tensors)))
+"""
+
+
+def _same(found: list[dict[str, Any]], error: str) -> str:
+    """All ranks raised this error, with the same text, which is returned."""
+    assert [each.get("error") for each in found] == [error] * len(found), found
+    (text,) = {each["text"] for each in found}
+    return str(text)
+
+
+def _identity(tensors: Any) -> str:
+    held = lend(tensors, ModelKey("m"))
+    held.release()
+    return held.manifest.ref.identity.hex()
+
+
+def test_a_group_that_lives(tmp_path: Path) -> None:
+    with group(LIVING, tmp_path) as ranks:
+        found = lines(ranks)
+        assert {each["identity"] for each in found} == {_identity(net(1))}
+        assert len({each["digest"] for each in found}) == 1
+        assert all(each["where"] and each["kept"] for each in found)
+        names = ["embed", *(f"layers.{i}" for i in range(6)), "head"]
+        assert [each["names"] for each in found] == [names] * 4
+
+        for seed in range(25):
+            found = lines(ranks)
+            assert "error" not in found[0], (seed, found)
+            assert len({each["digest"] for each in found}) == 1, (seed, found)
+            assert len({each["identity"] for each in found}) == 1
+
+        found = lines(ranks)
+        text = _same(found, "IntegrityError")
+        assert "rank 0: layers.1.w: got other bytes" in text and "rank 2:" not in text
+        assert [("as they were" in each["hint"]) for each in found] == [False, False, True, False]
+        assert all("mx.pull" in found[rank]["hint"] for rank in (0, 1, 3))
+
+        found = lines(ranks)
+        text = _same(found, "ConfigError")
+        assert "no tensor was written to: rank 1: `tensors` does not fit the model: not in" in text
+        assert "rank 3: `tensors` does not fit the model: missing here: layers.1.norm; " in text
+        assert "layers.0.w is read-only" in text and "layers.1.w is F32 [3] here" in text
+        assert all(each["kept"] for each in found)
+
+        assert "rank 0: a: memory with gaps" in _same(lines(ranks), "ConfigError")
+        assert "{0: 0, 1: 1, 2: 1, 3: 1}" in _same(lines(ranks), "ConfigError")
+        assert "rank 2: `src=9` is not in the group" in _same(lines(ranks), "ConfigError")
+        assert "rank 3: cannot take tensors from a str" in _same(lines(ranks), "ConfigError")
+        text = _same(lines(ranks), "LocalError")
+        assert text.endswith("taken over the weights: rank 2: ValueError: of the caller's own")
+
+        found = lines(ranks)
+        assert [each.get("error") for each in found] == ["ConfigError", None, "ConfigError", None]
+        assert found[0]["text"] == "rank 0 is not in the group"
+        assert [each["values"] for each in lines(ranks)] == [[0], [3], [2], [3]]
+
+        found = lines(ranks)
+        assert [(each["values"], each["layers"]) for each in found] == [([1], 2)] * 4
+        found = lines(ranks)
+        assert all(each["left"] for each in found), found
+        assert "in no process group" in _same(lines(ranks), "ConfigError")
+
+
+#: Every rank lends its tensors as the same model. The first one writes to them and broadcasts; then
+#: again, and the last rank is killed in the middle.
+LENDING = """
+    tensors = {"layers.%d.w" % i: torch.full((3 << 20,), 0, dtype=torch.uint8) for i in range(12)}
+    source = mx.serve(tensors, model="m", coordinator=coordinator, copy=False)
+    dist.barrier()
+    for value in (1, 2):
+        if rank == 0:
+            with source.changing():
+                for tensor in tensors.values():
+                    tensor.fill_(value)
+        def on_layer(layer):
+            if value == 2 and rank == 3 and layer.index == 4:
+                say(layer=layer.name)
+                sys.stdin.readline()
+        found = tried(lambda: mx.broadcast(source, on_layer=on_layer))
+        values = sorted(set(int(v) for t in tensors.values() for v in t.unique()))
+        say(values=values, withdrawn=source.withdrawn, listed=str(source.model), **found)
+        if rank == 0 and value == 1:
+            sys.stdin.readline()
+    if rank:
+        say(again=tried(lambda: mx.broadcast(source)))
+        # What the others do who have missed it: pull.
+        source.close()
+        with mx.pull("m", coordinator=coordinator, into=tensors, hold=True) as pull:
+            model = pull.wait(60).model
+            held = pull.hold()
+            say(model=model, values=sorted(set(int(t[-1]) for t in tensors.values())))
+            sys.stdin.readline()
+            held.close()
+    else:
+        sys.stdin.readline()
+    source.close()
+"""
+
+
+def _pulled(coordinator: str) -> tuple[str, set[int], int]:
+    """What a process gets that was in no group: the model, what the tensors hold, the sources."""
+    own = {f"layers.{i}.w": torch.empty(3 << 20, dtype=torch.uint8) for i in range(12)}
+    with api.pull("m", coordinator=coordinator, into=own) as pull:
+        model = pull.wait(60).model
+    sources = [s for s in api.list_sources(coordinator=coordinator) if str(s.record.model) == model]
+    return model, {int(v) for tensor in own.values() for v in torch.unique(tensor)}, len(sources)
+
+
+def test_lent_tensors_change_as_one_revision_or_none_and_a_rank_is_killed(
+    run: Run, tmp_path: Path
+) -> None:
+    coordinator, _ = start_coordinator(run)
+    with group(LENDING, tmp_path, timeout_s=10, coordinator=coordinator) as ranks:
+        found = lines(ranks)
+        assert [(each["values"], each["listed"]) for each in found] == [([1], "m:main.2")] * 4
+        assert {each["model"] for each in found} == {"m:main.2"}
+        assert not any(each["withdrawn"] for each in found)
+        assert _pulled(coordinator) == ("m:main.2", {1}, 4)
+
+        ranks[0].tell()
+        assert ranks[3].line()["layer"] == "layers.4"
+        assert _pulled(coordinator) == ("m:main.3", {2}, 1)  # only the first lists it meanwhile
+        ranks[3].process.send_signal(signal.SIGKILL)
+        found = lines(ranks[:3])
+        for each in found:
+            assert each["error"] in ("PeerLostError", "PeerTimeoutError"), each
+            assert "the process group broke" in each["text"]
+            assert "make a new one" in each["hint"]
+        assert (found[0]["values"], found[0]["withdrawn"]) == ([2], "")
+        assert "as they were" in found[0]["hint"]
+        for each in found[1:]:
+            assert each["withdrawn"] and "hold parts of both" in each["hint"]
+
+        for rank in ranks[1:3]:  # the group stays broken
+            assert rank.line()["again"]["error"] in ("PeerLostError", "PeerTimeoutError")
+        for rank in ranks[1:3]:
+            assert rank.line() == {"model": "m:main.3", "values": [2]}
+        assert _pulled(coordinator) == ("m:main.3", {2}, 3)
+        for rank in ranks[:3]:
+            rank.tell()
+            assert rank.process.wait(60) == 0
+
+
+#: The second rank is interrupted in the middle. The first one gets on once that one has left.
+INTERRUPTED = """
+    import signal
+    value = torch.full((3 << 20,), rank, dtype=torch.uint8)
+    tensors = {"layers.%d.w" % i: value.clone() for i in range(12)}
+    source = mx.serve(tensors, model="m%d" % rank, coordinator=coordinator, copy=False)
+    def on_layer(layer):
+        if rank == 1 and layer.index == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+    try:
+        found = tried(lambda: mx.broadcast(source if rank else tensors, on_layer=on_layer))
+    except KeyboardInterrupt:
+        found = dict(error="KeyboardInterrupt")
+    say(withdrawn=source.withdrawn, **found)
+    source.close()
+    with mx.serve(tensors, model="n%d" % rank, coordinator=coordinator, copy=False):
+        say(threads=[t.name for t in threading.enumerate() if t.name.startswith("mx-hash")])
+"""
+
+
+def test_an_interrupted_rank(run: Run, tmp_path: Path) -> None:
+    coordinator, _ = start_coordinator(run)
+    with group(INTERRUPTED, tmp_path, size=2, timeout_s=10, coordinator=coordinator) as ranks:
+        interrupted = ranks[1].line()
+        assert interrupted["error"] == "KeyboardInterrupt"
+        assert interrupted["withdrawn"] == "`changing` ended with an error"
+        assert ranks[1].line() == {"threads": []}
+        found = ranks[0].line()
+        assert found["error"] in ("PeerLostError", "PeerTimeoutError")
+        assert not found["withdrawn"]
+        assert ranks[0].line() == {"threads": []}
+        assert [rank.process.wait(60) for rank in ranks] == [0, 0]
