@@ -87,4 +87,5 @@ def test_the_command_says_by_which_path(tmp_path: Path) -> None:
             check=True,
         )
     report = json.loads(found.stdout)
-    assert report["verified"] and [path["transport"] for path in report["paths"]] == ["cuda_ipc"]
+    assert report["verified"]
+    assert [path["transport"] for path in report["paths"]] == ["cuda_ipc-attach"]
