@@ -95,13 +95,23 @@ def here(
             known_names = {nic.name for nic in registered}
             chosen = [each for each in chosen if each.name in known_names]
         addresses = [address for each in chosen for address in _plain(each)[:_MAX_ADDRESSES]]
-    gpus: tuple[Gpu, ...] = ()
-    driver = ""
-    if device != "cpu":
-        known = _gpus()
-        gpus = tuple(gpu for gpu in known.gpus if f"cuda:{gpu.uuid}" == device)
-        driver = known.driver
-    return _place(device, addresses, registered, gpus, driver)
+    return at_devices(_place("cpu", addresses, registered, (), ""), [device])
+
+
+def at_devices(place: Place, devices: Sequence[str]) -> Place:
+    """Return this process's place for memory on some devices: with their GPUs.
+
+    The first call for a GPU asks NVML, which takes some milliseconds.
+
+    Args:
+        place: The process's place.
+        devices: "cpu" or "cuda:UUID"; the place is on the first of them.
+    """
+    if set(devices) == {"cpu"}:
+        return replace(place, device="cpu")
+    known = _gpus()
+    gpus = tuple(gpu for gpu in known.gpus if f"cuda:{gpu.uuid}" in devices)
+    return replace(place, device=devices[0], gpus=gpus, driver=known.driver)
 
 
 def topology(transports: Mapping[str, Transport], *, nics: Sequence[str] = ()) -> Topology:

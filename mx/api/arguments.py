@@ -27,6 +27,7 @@ class PlanArguments(TypedDict, total=False):
     coordinator: str | None
     transport: str | None
     attach: bool
+    device: str
     only: str | Collection[str] | None
     slices: Mapping[str, Slice] | None
     settings: Settings | None
@@ -38,7 +39,6 @@ class PullArguments(PlanArguments, total=False):
     source: str
     path: str | Path | None
     fallback: str | Path | None
-    device: str
     out: str | Path | None
     hold: bool
     verify: str

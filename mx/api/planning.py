@@ -104,6 +104,7 @@ def plan(model: str, **arguments: Unpack[PlanArguments]) -> PlannedPull:
         coordinator: HOST:PORT; None takes the address in the settings.
         transport: The name of the only transport to consider.
         attach: False leaves out paths that share memory.
+        device: Where the pull would put the model: "cpu", or a GPU, "cuda:N" or "cuda:GPU-...".
         only, slices: As in `pull`. The plan's `subset` says how many bytes are the tensors' own,
             and how many are moved for them.
         settings: Settings to use; None loads them from the environment and the files.

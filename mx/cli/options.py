@@ -50,6 +50,9 @@ OneTransport = Annotated[
         autocompletion=_transport_names,
     ),
 ]
+Device = Annotated[
+    str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(

@@ -49,6 +49,7 @@ def plan(
     ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
+    device: options.Device = "cpu",
     *,
     as_json: bool,
 ) -> None:
@@ -77,6 +78,7 @@ def plan(
         coordinator=options.coordinator_of(settings),
         transport=transport,
         attach=not no_attach,
+        device=device,
         only=only or None,
         slices=options.slices_of(slices),
         settings=settings,

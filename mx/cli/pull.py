@@ -81,9 +81,7 @@ def pull(
     ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
-    device: Annotated[
-        str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
-    ] = "cpu",
+    device: options.Device = "cpu",
     *,
     as_json: bool,
 ) -> None:

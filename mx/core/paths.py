@@ -38,7 +38,8 @@ class Path:
     rails with RDMA (0: it does not use RDMA). A `trusting` path enforces no bounds: between hosts
     it needs a network whose every user is trusted. Over a `plain` path data is in the clear, also
     where there are files for TLS: it is `trusting`, too. mx sets `staged`: the path ends in host
-    memory, from which mx copies to the target's GPU.
+    memory, from which mx copies to the target's GPU. `not_beside` says what the path costs
+    the source, "" for nothing: it is not used beside a better path to that source.
     """
 
     transport: str
@@ -50,6 +51,7 @@ class Path:
     trusting: bool = False
     plain: bool = False
     staged: bool = False
+    not_beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class SourcePath:
     medium: Medium = Medium.MEMORY
     rail: Rail | None = None
     staged: bool = False  # through this host's memory to the GPU: the transport can't do it
+    not_beside: str = ""  # as `Path` has it
 
     @property
     def label(self) -> str:
@@ -194,6 +195,7 @@ def _paths(here: Place, source: SourceRecord, path: Path, attach: bool) -> Itera
             path.medium,
             rail,
             path.staged,
+            path.not_beside,
         )
 
 
@@ -242,6 +244,8 @@ def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
             return reason
     elif best.attach:
         return f"{best.label} attaches: there is nothing to move"
+    elif path.not_beside:
+        return path.not_beside
     for other in chosen:
         if other.bottleneck == path.bottleneck:
             faster = "faster" if other.gb_per_s > path.gb_per_s else "as fast"

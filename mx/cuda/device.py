@@ -19,6 +19,9 @@ from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ClosedError, ConfigError
 
 _PREFIX = "cuda:"
+#: The UUIDs of each driver's GPUs by ordinal, which stay as they are: they are asked for by the
+#: tensor.
+_uuids: weakref.WeakKeyDictionary[Driver, list[str]] = weakref.WeakKeyDictionary()
 
 
 def device_key(uuid: str) -> str:
@@ -33,7 +36,10 @@ def find_ordinal(driver: Driver, name: str) -> int:
         ConfigError: There is no such GPU; the hint names those that exist.
     """
     wanted = name.removeprefix(_PREFIX)
-    uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
+    uuids = _uuids.get(driver)
+    if uuids is None:
+        uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
+        _uuids[driver] = uuids
     if wanted in uuids:
         return uuids.index(wanted)
     if wanted == "cuda":

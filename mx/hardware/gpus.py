@@ -1,7 +1,7 @@
 """Reads the GPUs and the links between them through NVML (nvidia-ml-py).
 
-NVML is loaded only where NVIDIA's driver is present. A call that fails, for lack of permission,
-support or a newer driver, leaves its value unknown.
+NVML shows every GPU of the machine or container, whatever CUDA_VISIBLE_DEVICES says. A call that
+fails, for lack of permission, support or a newer driver, leaves its value unknown.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mx.core.topology import Gpu, GpuPeer
 from mx.hardware import sysfs
 
 _DRIVER_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia")
+_NO_DRIVER = "there is no NVIDIA driver on this machine"
 _NOT_INSTALLED = (
     "nvidia-ml-py is not installed: in a clone of mx, pip install '.[cuda13]' (or '.[cuda12]')"
 )
@@ -72,15 +73,17 @@ def read_gpus(load: Callable[[], Any] = _pynvml, root: Path = Path("/")) -> Gpus
     Returns:
         The GPUs. If the machine lacks them, or NVML, there is a reason and no error.
     """
-    if not any((root / sign).exists() for sign in _DRIVER_SIGNS):
-        return GpusFound(reason="there is no NVIDIA driver on this machine")
+    # They only tell what is missing where NVML is: WSL has a driver without them.
+    signs = any((root / sign).exists() for sign in _DRIVER_SIGNS)
     try:
         nvml = load()
     except ImportError:
-        return GpusFound(reason=_NOT_INSTALLED)
+        return GpusFound(reason=_NOT_INSTALLED if signs else _NO_DRIVER)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
+        if not signs and getattr(error, "value", None) == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+            return GpusFound(reason=_NO_DRIVER)
         return GpusFound(reason=f"NVML does not start: {error}{_hint(nvml, error)}")
     try:
         return _Reader(nvml, root / "sys").read()

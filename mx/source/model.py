@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from mx.core import manifest as manifests
@@ -110,11 +112,20 @@ class HeldModel:
         """The documents by digest: the manifest's, the side files, and the rows that were found."""
         return self.manifest.documents | self._rows
 
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that hold the bytes, the one with most of them first: "cpu", "cuda:UUID"."""
+        view = self.arena.view
+        spans = view.located()[1] if isinstance(view, ScatteredView) else [view]
+        nbytes: Counter[str] = Counter()
+        for span in spans:
+            nbytes[span.device if isinstance(span, DeviceView) else "cpu"] += len(span)
+        return tuple(device for device, _ in nbytes.most_common()) or ("cpu",)
+
     @property
     def device(self) -> str:
-        """The device that holds the bytes: "cpu" or "cuda:UUID"."""
-        view = self.arena.view
-        return view.device if isinstance(view, DeviceView) else "cpu"
+        """The device that holds most of the bytes."""
+        return self.devices[0]
 
     def view(self) -> View:
         """Return the memory as an arena of the manifest's layout."""
@@ -141,7 +152,7 @@ class HeldModel:
 
         Args:
             endpoint: The HOST:PORT that others dial.
-            place: The process's place; the record has the model's device.
+            place: The process's place, with the GPUs of `devices`.
             transports: The names of the transports that expose it.
             state: The source's state.
         """

@@ -219,7 +219,7 @@ class SourceServer:
             hosts=self._expose_place.addresses,
             tls=self.options.data_tls,
             stall_timeout_s=self.options.stall_timeout_s,
-            place=self._expose_place,
+            place=discovery.at_devices(self._expose_place, held.devices),
             trusted_fabric=self.options.trusted_fabric,
             limiter=self._limits.limiter,
             ports=self.options.data_ports,
@@ -488,7 +488,9 @@ class SourceServer:
         """Return the record of a model that was offered; once withdrawn it has no transports."""
         served = self._servicer.models.get(held.source_id)
         transports = () if served is None or served.newer else served.transports
-        record = held.record(self.endpoint, self._place, transports, self._servicer.state)
+        # What NVML says is known since the model was exposed.
+        place = discovery.at_devices(self._place, held.devices)
+        record = held.record(self.endpoint, place, transports, self._servicer.state)
         return replace(record, requests_port=self.requests_port)
 
     def _record(self, served: Served) -> SourceRecord:

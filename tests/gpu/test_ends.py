@@ -115,11 +115,13 @@ def test_memory_that_cannot_be_exported_is_refused(gpu: Device) -> None:
 # --- tickets and greetings that lie
 
 
-def test_another_gpu_of_this_process_in_the_ticket_is_refused(gpus: int) -> None:
+def test_another_gpu_in_the_ticket_is_refused(gpus: int) -> None:
     with rig(nvlinks=4) as bench:
         source = bench.source(4096)
-        with pytest.raises(PeerProtocolError, match="other GPUs"):
-            open_altered(bench, source, gpus=[cuda.load().device_uuid(1)])
+        for uuid in ("GPU-unknown", cuda.load().device_uuid(1)):
+            with pytest.raises(PeerProtocolError, match="other GPUs") as caught:
+                open_altered(bench, source, gpus=[uuid])
+            assert caught.value.peer == PEER
 
 
 @pytest.mark.parametrize(

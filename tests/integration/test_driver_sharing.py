@@ -112,9 +112,13 @@ if not error:
 """
     with program(major, exporter()) as there:
         handle = there.read()
+        for settings, expected in (
+            ({"HIDDEN_REFUSED": True}, "INVALID_HANDLE"),
+            ({"PEERS": "none"}, "PEER_ACCESS_UNSUPPORTED"),
+        ):
+            with program(major, hide + importer(code), **settings) as here:
+                assert here.ask(handle) == expected
         with program(major, hide + importer(code)) as here:
-            assert here.ask(handle) == "INVALID_HANDLE"
-        with program(major, hide + importer(code), HIDDEN_OPENS=True) as here:
             assert here.ask(handle) == ""
             assert here.read() == "-2 {1}"
 
@@ -197,8 +201,14 @@ print(set(fetch(v.address, 4 * MIB)), attribute("DEVICE_ORDINAL", v.address))
 input()
 print(set(fetch(v.address, 4 * MIB)), call("cuMemGetInfo")[0] == call("cuMemGetInfo")[1])
 """
+    hidden = 'os.environ["CUDA_VISIBLE_DEVICES"] = "1"\n' + code
     with program(major, export) as there, program(major, code) as here:
-        assert here.ask(there.read()) == "{5} 0"
+        descriptor = there.read()
+        with program(major, hidden) as beside:
+            assert beside.ask(descriptor) == "{5} -2"
+        with program(major, hidden, HIDDEN_REFUSED=True) as beside:
+            assert not beside.process.communicate(descriptor + "\n")[0]
+        assert here.ask(descriptor) == "{5} 0"
         there.kill()
         assert here.ask("") == "{5} True"
 

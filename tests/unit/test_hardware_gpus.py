@@ -168,11 +168,17 @@ def test_a_driver_without_a_gpu(root: Path) -> None:
     assert "no GPU" in found.reason
 
 
-def test_without_a_driver_nvml_is_not_even_imported(tmp_path: Path) -> None:
+def test_without_a_driver_the_reason_is_that(tmp_path: Path) -> None:
     def load() -> Any:
-        raise AssertionError("imported")
+        raise ImportError("No module named 'pynvml'")
 
-    assert "no NVIDIA driver" in read_gpus(load, tmp_path).reason
+    nvml = FakeNvml(nvswitch_host(1), init_fails=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    for found in (read_gpus(load, tmp_path), read_gpus(lambda: nvml, tmp_path)):
+        assert found == GpusFound(reason="there is no NVIDIA driver on this machine")
+
+
+def test_a_driver_is_asked_wherever_its_files_are(tmp_path: Path) -> None:
+    assert len(read(tmp_path, FakeNvml(nvswitch_host(2))).gpus) == 2
 
 
 def test_without_the_package_the_reason_says_what_to_install(root: Path) -> None:

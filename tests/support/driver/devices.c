@@ -27,8 +27,8 @@ int device_of_gpu(int gpu) {
     return CU_DEVICE_INVALID;
 }
 
-bool devices_are_peers(int device, int other) {
-    return settings_linked(settings.peers, gpus[device], gpus[other]);
+bool device_reaches(int device, int gpu) {
+    return settings_linked(settings.peers, gpus[device], gpu);
 }
 
 void context_break(CUcontext context, CUresult error, const char *why) {
@@ -147,7 +147,7 @@ CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice other) {
     CALL(NEEDS_DRIVER, "%d, %d", device, other);
     REQUIRE_DEVICE(device);
     REQUIRE_DEVICE(other);
-    *can = devices_are_peers(device, other);
+    *can = device_reaches(device, gpus[other]);
     return call_end(CUDA_SUCCESS);
 }
 
@@ -213,7 +213,8 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     /* "Returns CUDA_ERROR_INVALID_CONTEXT if there is no current context, peerContext is not a
      * valid context, or if the current context is peerContext." */
     REQUIRE(is_context(peer) && peer != context, CUDA_ERROR_INVALID_CONTEXT);
-    REQUIRE(devices_are_peers(context->device, peer->device), CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    REQUIRE(device_reaches(context->device, gpus[peer->device]),
+            CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
     unsigned bit = 1u << peer->device;
     REQUIRE(!(context->peers & bit), CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     context->peers |= bit;

@@ -31,7 +31,7 @@ static size_t memory_used(int device) {
     return used < settings.memory_bytes ? used : settings.memory_bytes;
 }
 
-static struct backing *backing_make(int fd, int device, size_t nbytes, bool counted) {
+static struct backing *backing_make(int fd, int gpu, size_t nbytes, bool counted) {
     char *alias = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (alias == MAP_FAILED) {
         close(fd);
@@ -40,7 +40,8 @@ static struct backing *backing_make(int fd, int device, size_t nbytes, bool coun
     struct backing *made = calloc(1, sizeof *made);
     *made = (struct backing){.next = backings,
                              .fd = fd,
-                             .device = device,
+                             .gpu = gpu,
+                             .device = device_of_gpu(gpu),
                              .nbytes = nbytes,
                              .alias = alias,
                              .counted = counted,
@@ -59,22 +60,23 @@ struct backing *backing_new(int device, size_t nbytes, const char *purpose) {
         close(fd);
         return NULL;
     }
-    struct backing *made = backing_make(fd, device, nbytes, true);
+    struct backing *made = backing_make(fd, device_gpu(device), nbytes, true);
     if (made) memset(made->alias, GARBAGE, nbytes);
     return made;
 }
 
-struct backing *backing_adopt(int fd, const char *purpose, int *gpu) {
+struct backing *backing_adopt(int fd, const char *purpose) {
+    int gpu;
     char link[64], name[128] = "", format[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     snprintf(format, sizeof format, "/memfd:" NAME ":%s:%%d", purpose);
     struct stat status;
-    if (readlink(link, name, sizeof name - 1) < 0 || sscanf(name, format, gpu) != 1 ||
+    if (readlink(link, name, sizeof name - 1) < 0 || sscanf(name, format, &gpu) != 1 ||
         fstat(fd, &status)) {
         close(fd);
         return NULL;
     }
-    return backing_make(fd, device_of_gpu(*gpu), (size_t)status.st_size, false);
+    return backing_make(fd, gpu, (size_t)status.st_size, false);
 }
 
 void backing_drop(struct backing *backing) {

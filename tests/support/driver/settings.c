@@ -40,7 +40,7 @@ void settings_read(void) {
         .one_queue = flag("MX_STANDIN_ONE_QUEUE"),
         .load_syncs = flag("MX_STANDIN_LOAD_SYNCS"),
         .small_in_blocks = flag("MX_STANDIN_SMALL_IN_BLOCKS"),
-        .hidden_opens = flag("MX_STANDIN_HIDDEN_OPENS"),
+        .hidden_refused = flag("MX_STANDIN_HIDDEN_REFUSED"),
         .exporter_death = flag("MX_STANDIN_EXPORTER_DEATH"),
         .peers = word("MX_STANDIN_PEERS", "all"),
         .nvlink = word("MX_STANDIN_NVLINK", "switch"),

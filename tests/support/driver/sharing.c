@@ -39,8 +39,12 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address) {
     return call_end(CUDA_SUCCESS);
 }
 
+static bool refused(const struct backing *backing) {
+    return settings.hidden_refused && backing->device == CU_DEVICE_INVALID;
+}
+
 /* Return the memory behind a handle, or NULL if it is gone. */
-static struct backing *handle_open(const struct handle *handle, int *gpu) {
+static struct backing *handle_open(const struct handle *handle) {
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->process, handle->fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);
@@ -49,7 +53,7 @@ static struct backing *handle_open(const struct handle *handle, int *gpu) {
         close(fd);
         return NULL;
     }
-    struct backing *backing = backing_adopt(fd, "legacy", gpu);
+    struct backing *backing = backing_adopt(fd, "legacy");
     if (backing) backing->exporter = (int)syscall(SYS_pidfd_open, handle->process, 0);
     return backing;
 }
@@ -63,17 +67,15 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
     REQUIRE(!memcmp(handle.magic, MAGIC, sizeof MAGIC), CUDA_ERROR_INVALID_VALUE);
     /* It can not be opened by the process that made it. */
     REQUIRE(handle.process != getpid(), CUDA_ERROR_INVALID_CONTEXT);
-    int gpu;
-    struct backing *backing = handle_open(&handle, &gpu);
+    struct backing *backing = handle_open(&handle);
     REQUIRE(backing, CUDA_ERROR_INVALID_HANDLE);
     backing->uses = 1;
-    bool visible = backing->device != CU_DEVICE_INVALID;
     /* cuDeviceCanAccessPeer tells whether a mapping is possible. */
-    if (visible ? backing->device != context->device &&
-                      !devices_are_peers(context->device, backing->device)
-                : !settings.hidden_opens) {
+    bool reached =
+        backing->device == context->device || device_reaches(context->device, backing->gpu);
+    if (refused(backing) || !reached) {
         backing_drop(backing);
-        return call_end(visible ? CUDA_ERROR_PEER_ACCESS_UNSUPPORTED : CUDA_ERROR_INVALID_HANDLE);
+        return call_end(reached ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
     }
     struct stat here, there;
     fstat(backing->fd, &there);
@@ -190,13 +192,13 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     CALL(UNSAFE, "%d, %d", (int)(intptr_t)in, type);
     REQUIRE(settings.vmm && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
             CUDA_ERROR_NOT_SUPPORTED);
-    int gpu, fd = fcntl((int)(intptr_t)in, F_DUPFD_CLOEXEC, 0);
+    int fd = fcntl((int)(intptr_t)in, F_DUPFD_CLOEXEC, 0);
     REQUIRE(fd >= 0, CUDA_ERROR_INVALID_VALUE);
-    struct backing *backing = backing_adopt(fd, "vmm", &gpu);
+    struct backing *backing = backing_adopt(fd, "vmm");
     REQUIRE(backing, CUDA_ERROR_INVALID_VALUE);
     backing->uses = backing->handles = 1;
     backing->exportable = true;
-    if (backing->device == CU_DEVICE_INVALID) {
+    if (refused(backing)) {
         backing_drop(backing);
         return call_end(CUDA_ERROR_INVALID_DEVICE);
     }
@@ -310,7 +312,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDes
         REQUIRE(access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && device >= 0 &&
                     device < device_count(),
                 CUDA_ERROR_INVALID_DEVICE);
-        REQUIRE(device == first->device || devices_are_peers(device, first->device),
+        REQUIRE(device == first->device || device_reaches(device, first->backing->gpu),
                 CUDA_ERROR_INVALID_VALUE);
         struct range *range;
         for (uintptr_t at = address; at < address + nbytes; at += range->nbytes) {

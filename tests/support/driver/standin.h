@@ -10,6 +10,8 @@
  * - Work is checked when it runs. An address that its device may not touch breaks the context for
  *   good; so does memory that was unmapped while work for it was queued.
  * - Memory of another device needs peer access, or cuMemSetAccess, or a legacy handle.
+ * - Memory of a GPU that CUDA_VISIBLE_DEVICES hides opens on a peer of it, since CUDA 10.1 (NCCL
+ *   relies on that), and is on device -2 (CU_DEVICE_INVALID).
  * - A forked child of a process that called cuInit gets CUDA_ERROR_NOT_INITIALIZED.
  *
  * Settings are read from the environment by cuInit and nvmlInit. A flag is "1" or absent.
@@ -43,8 +45,8 @@
  *   MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits for the context's work
  *   MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks of 2 MiB; who opens
  *                                  the handle of one sees its whole block
- *   MX_STANDIN_HIDDEN_OPENS        flag: legacy handles of GPUs that are not visible open, with
- *                                  device -2 (CU_DEVICE_INVALID), in place of being refused
+ *   MX_STANDIN_HIDDEN_REFUSED      flag: memory of GPUs that are not visible does not open, as where
+ *                                  a container has no device file of them
  *   MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with its exporter
  */
 #ifndef STANDIN_H
@@ -74,7 +76,7 @@ struct settings {
     int mig_instances;
     long late_us;
     bool vmm, host_access, reuse_addresses;
-    bool one_queue, load_syncs, small_in_blocks, hidden_opens, exporter_death;
+    bool one_queue, load_syncs, small_in_blocks, hidden_refused, exporter_death;
     const char *peers, *nvlink, *log_folder, *fail, *capture, *root, *kernels;
 };
 extern struct settings settings;
@@ -142,7 +144,7 @@ int device_count(void);
 /* The GPU of the machine behind an ordinal, and back: CU_DEVICE_INVALID if it is not visible. */
 int device_gpu(int device);
 int device_of_gpu(int gpu);
-bool devices_are_peers(int device, int other);
+bool device_reaches(int device, int gpu);
 
 /* -- memory.c: device memory and what is known of addresses ----------------------------------- */
 
@@ -150,7 +152,8 @@ bool devices_are_peers(int device, int other);
 struct backing {
     struct backing *next;
     int fd;
-    int device;
+    int gpu;    /* of the machine, */
+    int device; /* and its ordinal here, or CU_DEVICE_INVALID */
     size_t nbytes;
     char *alias;
     int uses;    /* ranges, and handles of cuMemCreate */
@@ -185,7 +188,7 @@ struct range {
 
 struct backing *backing_new(int device, size_t nbytes, const char *purpose);
 /* Take over the descriptor of another process's memory; NULL if it is none of that purpose. */
-struct backing *backing_adopt(int fd, const char *purpose, int *gpu);
+struct backing *backing_adopt(int fd, const char *purpose);
 void backing_drop(struct backing *backing);
 struct backing *backing_find(CUmemGenericAllocationHandle handle);
 

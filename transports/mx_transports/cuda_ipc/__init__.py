@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mx.core.paths import Medium
-from mx.core.topology import Gpu, Place
+from mx.core.topology import Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device
 from mx.errors import LocalError, PathError
@@ -29,8 +29,7 @@ from mx.transport import (
 )
 from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES
 from mx_transports.toolkit.cuda.exposure import GpuExposure
-from mx_transports.toolkit.cuda.opening import CPU, Devices, may_share, open_session
-from mx_transports.toolkit.cuda.remote import translated
+from mx_transports.toolkit.cuda.opening import CPU, Devices, links, may_share, open_session
 
 MAGIC = b"mxcuda\0\2"
 #: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100 (1.6 TB/s),
@@ -59,7 +58,7 @@ class CudaIpcTransport:
             return Path(
                 self.name, SAME_GPU_GB_PER_S, attach=True, detail="same GPU", medium=Medium.DEVICE
             )
-        lanes, gb_per_s = nvlink(here.gpu, there.gpu)
+        lanes, gb_per_s = nvlink(here, there)
         if not lanes:
             return None
         return Path(self.name, gb_per_s, detail=f"NVLink x{lanes}", medium=Medium.NVLINK)
@@ -90,16 +89,10 @@ def _choose(devices: Devices, target: Device | None, uuid: str) -> Device:
     """Return the target, which maps the source's memory, whichever GPU that is on.
 
     Raises:
-        PathError: It can't: the source's GPU must be visible here too, or the driver knows no path
-            to it.
+        PathError: The driver knows no path to that GPU.
     """
     assert target is not None
-    if uuid == target.uuid:
-        return target
-    source = devices.open(uuid)
-    with translated(devices.path, devices.peer):
-        allowed = devices.driver.can_access_peer(target.ordinal, source.ordinal)
-    if not allowed:
+    if devices.may_access(target, uuid) is False:
         raise PathError(
             f"{devices.peer} by cuda_ipc: {target.uuid} may not read the memory of {uuid}",
             peer=devices.peer,
@@ -108,14 +101,9 @@ def _choose(devices: Devices, target: Device | None, uuid: str) -> Device:
     return target
 
 
-def nvlink(here: Gpu | None, there: Gpu | None) -> tuple[int, float]:
-    """Return (lanes, GB/s one way) between two GPUs, as both report it; (0, 0.0) for none."""
-    if here is None or there is None:
-        return 0, 0.0
-    to = next((peer for peer in here.peers if peer.uuid == there.uuid), None)
-    back = next((peer for peer in there.peers if peer.uuid == here.uuid), None)
-    if to is None or back is None or not (to.p2p_read and back.p2p_read):
-        return 0, 0.0
-    lanes = min(to.nvlinks, back.nvlinks)
-    lane_gb_per_s = min(here.nvlink_gb_per_s, there.nvlink_gb_per_s)
+def nvlink(here: Place, there: Place) -> tuple[int, float]:
+    """Return (lanes, GB/s one way) between the GPUs of two places, (0, 0.0) for none."""
+    ends = links(here, there)
+    lanes = min((peer.nvlinks if peer.p2p_read else 0 for _, peer in ends), default=0)
+    lane_gb_per_s = min((gpu.nvlink_gb_per_s for gpu, _ in ends), default=0.0)
     return lanes, round(lanes * lane_gb_per_s * NVLINK_EFFICIENCY, 1)

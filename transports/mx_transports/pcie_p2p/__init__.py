@@ -26,8 +26,14 @@ from mx.transport import (
 )
 from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES, STAGED_STEP_BYTES
 from mx_transports.toolkit.cuda.exposure import GpuExposure
-from mx_transports.toolkit.cuda.opening import CPU, Choose, Devices, may_share, open_session
-from mx_transports.toolkit.cuda.remote import translated
+from mx_transports.toolkit.cuda.opening import (
+    CPU,
+    Choose,
+    Devices,
+    links,
+    may_share,
+    open_session,
+)
 
 MAGIC = b"mxpcie\0\2"
 #: GB/s of one lane, one way, by generation, encoding taken off (PCI Express base specification).
@@ -58,15 +64,17 @@ class PciePeerTransport:
         """Return a path between two devices of one host, at least one of them a GPU."""
         if here.device == there.device or not may_share(here, there):
             return None
-        pairs = ((here, there), (there, here))
-        speeds = [pcie_gb_per_s(one.gpu) for one, _ in pairs if one.device != CPU]
-        if len(speeds) == 1:
-            detail = "host memory and GPU"
-        elif all(_straight(one.gpu, other.gpu) for one, other in pairs):
-            detail = "peer to peer"
-        else:
-            detail = "staged through host memory"
-        return Path(self.name, min(speeds), detail=detail, medium=Medium.PCIE)
+        speeds = [pcie_gb_per_s(one.gpu) for one in (here, there) if one.device != CPU]
+        ends = [peer for _, peer in links(here, there)]
+        detail, not_beside = "host memory and GPU", ""
+        if len(speeds) == 2:
+            detail = "peer to peer" if ends else "peer to peer, if the driver allows it"
+            if not all(peer.p2p_read and not peer.nvlinks for peer in ends):
+                not_beside = "it takes a context, some hundred MB, on the source's GPU"
+                detail = f"staged through host memory: {not_beside}"
+        return Path(
+            self.name, min(speeds), detail=detail, medium=Medium.PCIE, not_beside=not_beside
+        )
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
         """Make regions readable.
@@ -87,17 +95,20 @@ class PciePeerTransport:
         # Over NVLink `cuda_ipc` reads; here those bytes take the path beside it.
         beside = {peer.uuid for peer in gpu.peers if peer.nvlinks} if gpu is not None else set()
         direct: set[str] = set()
+        staged = True
 
         def choose(devices: Devices, target: Device | None, uuid: str) -> Device:
+            nonlocal staged
             mapper = _choose(devices, target, uuid, beside)
             if target is mapper and target.uuid != uuid:
                 direct.add(uuid)
+                staged = staged and devices.sees(uuid)
             return mapper
 
         try:
             return self._open(grant, choose)
         except PathError:
-            if not direct:
+            if not direct or not staged:
                 raise
         # The driver reported peer access, and then it failed, as behind some IOMMUs.
         beside |= direct
@@ -111,23 +122,14 @@ class PciePeerTransport:
 
 
 def _choose(devices: Devices, target: Device | None, uuid: str, beside: set[str]) -> Device:
-    """Return the target for its own memory and that of GPUs which it may access, else the GPU that
-    the memory is on, which copies it into the host. Raises PathError."""
-    if target is not None and target.uuid == uuid:
-        return target
-    source = devices.open(uuid)
-    if target is None or uuid in beside:
-        return source
-    with translated(devices.path, devices.peer):
-        allowed = devices.driver.can_access_peer(target.ordinal, source.ordinal)
-    return target if allowed else source
-
-
-def _straight(here: Gpu | None, there: Gpu | None) -> bool:
-    """Return True if `here` may read `there`'s memory over PCIe."""
-    if here is None or there is None:
-        return False
-    return any(p.uuid == there.uuid and p.p2p_read and not p.nvlinks for p in here.peers)
+    """Return the target for its own memory and that of GPUs which it may access, or may try to;
+    else the GPU that the memory is on, which copies it into the host. Raises PathError."""
+    if target is None:
+        return devices.open(uuid)
+    allowed = devices.may_access(target, uuid)
+    # Through the host it would be copied by its own GPU, if that is not hidden.
+    direct = allowed is None or (allowed and uuid not in beside)
+    return target if direct else devices.open(uuid)
 
 
 def pcie_gb_per_s(gpu: Gpu | None) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from mx.core.topology import Place
+from mx.core.topology import Gpu, GpuPeer, Place
 from mx.cuda import driver as cuda
-from mx.cuda.device import Device
+from mx.cuda.device import Device, find_ordinal
 from mx.cuda.errors import CudaError
 from mx.errors import ConfigError, PathError
 from mx.transport import Grant
@@ -25,8 +25,20 @@ def may_share(here: Place, there: Place) -> bool:
     return same_user(here, there) and here.ipc_namespace == there.ipc_namespace
 
 
+def links(here: Place, there: Place) -> list[tuple[Gpu, GpuPeer]]:
+    """Return what each end knows of its way to the other's GPU, with its own GPU. An end without
+    NVML, or in a container with one GPU, knows of no other, and then the other end has the word."""
+    return [
+        (one.gpu, peer)
+        for one, other in ((here, there), (there, here))
+        for peer in (one.gpu.peers if one.gpu is not None else ())
+        if one.gpu is not None and peer.uuid == other.device.removeprefix("cuda:")
+    ]
+
+
 class Devices:
-    """The GPUs of one session, each opened once."""
+    """The GPUs of one session, each opened once. Opening makes a context, which takes some hundred
+    MB of the GPU's memory: only what copies needs one."""
 
     def __init__(self, path: str, peer: str) -> None:
         self.path, self.peer = path, peer
@@ -48,6 +60,25 @@ class Devices:
                     hint="CUDA_VISIBLE_DEVICES may leave it out",
                 ) from error
         return self._opened[uuid]
+
+    def sees(self, uuid: str) -> bool:
+        """Return True if CUDA shows a GPU to this process, as CUDA_VISIBLE_DEVICES may not."""
+        with translated(self.path, self.peer), contextlib.suppress(ConfigError):
+            return find_ordinal(self.driver, uuid) >= 0
+        return False
+
+    def may_access(self, device: Device, uuid: str) -> bool | None:
+        """Return whether a GPU can map the memory of another one, or of itself; None where that is
+        known only once it has tried, since this process does not see the other one.
+
+        Neither GPU needs a context for this."""
+        if uuid == device.uuid:
+            return True
+        if not self.sees(uuid):
+            return None
+        with translated(self.path, self.peer):
+            ordinal = find_ordinal(self.driver, uuid)
+            return self.driver.can_access_peer(device.ordinal, ordinal)
 
     def all(self) -> list[Device]:
         return list(self._opened.values())

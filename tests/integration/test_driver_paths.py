@@ -1,0 +1,125 @@
+"""Which paths `mx plan` and `mx pull` take between GPUs of one host, over the stand-in driver: the
+reports, the bytes, and the log of each process's calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mx.units import MIB
+from tests.support.driver.logs import calls
+from tests.support.driver.programs import each_major, passes
+
+pytestmark = each_major
+
+#: A coordinator; `serve` and `run` start `mx` with the GPUs that it sees, None for all.
+_CLUSTER = """
+import json, subprocess
+from benchmarks.processes import Cluster
+cluster = Cluster()
+def environ(sees):
+    return {{}} if sees is None else {{"CUDA_VISIBLE_DEVICES": sees}}
+def serve(what, model, *more, sees=None):
+    names = ("serve", what, "--model", model, "--coordinator", cluster.coordinator, "--json")
+    child = cluster.start("-m", "mx", *names, *more, env=environ(sees))
+    child.hear()
+    return child
+def run(*command, sees=None, fails=False):
+    command = [sys.executable, "-m", "mx", *command, "--coordinator", cluster.coordinator, "--json"]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | environ(sees)
+    )
+    said = child.communicate()[0]
+    assert bool(child.returncode) == fails, command
+    return child.pid, None if fails else json.loads(said)
+found = {{}}
+try:
+    exec({body!r})
+finally:
+    cluster.close()
+print(json.dumps(found))
+"""
+
+
+def cluster(major: int, body: str, **settings: object) -> Any:
+    """Run what `_CLUSTER` prepares, and return `found`, which the body fills."""
+    return json.loads(passes(major, _CLUSTER.format(body=body), **settings)[-1])
+
+
+def checkpoint(folder: Path, mib: int, layers: int = 4) -> Path:
+    """Write a checkpoint of random bytes and return its file."""
+    folder.mkdir()
+    random = np.random.default_rng(mib)
+    tensors = {
+        f"model.layers.{n}.weight": random.integers(0, 255, mib * MIB // layers, dtype=np.uint8)
+        for n in range(layers)
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def lines_of(log: Path, process: int, name: str) -> list[str]:
+    """Return the lines of a process's log that are of calls whose names begin so."""
+    found = (log / f"{process}.log").read_text().splitlines()
+    return [line.split(" ", 1)[1] for line in found if f" {name}" in line]
+
+
+def copied_nbytes(log: Path, process: int) -> int:
+    copies = lines_of(log, process, "cuMemcpy")
+    return sum(int(line.split(", ")[2].split(")")[0]) for line in copies)
+
+
+LEGACY = {"NO_VMM": True, "SMALL_IN_BLOCKS": True}
+
+
+@pytest.mark.parametrize("settings", [{}, LEGACY], ids=["vmm", "legacy"])
+def test_nvlink_whatever_each_side_sees(
+    major: int, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    there = checkpoint(tmp_path / "big", 64)
+    small = checkpoint(tmp_path / "small", 1, layers=2)  # of a block, where there are blocks
+    body = f"""
+found["source"] = serve({str(there.parent)!r}, "m", "--device", "cuda:0").pid
+serve({str(small.parent)!r}, "hidden", "--device", "cuda:0", sees="0")
+for case in ("m cuda:1", "hidden cuda:0 1", "hidden cuda:0 1,0"):
+    model, device, *sees = case.split()
+    sees = sees[0] if sees else None
+    if sees != "1,0":
+        found["plan " + case] = run("plan", model, "--device", device, sees=sees)[1]
+    out = ["--out", {str(tmp_path)!r} + "/out"] if sees == "1,0" else []
+    found["pull " + case] = run("pull", model, "--device", device, *out, sees=sees)
+found["topo"] = run("topo", "--sources")[1]
+"""
+    log = tmp_path / "log"
+    log.mkdir()
+    found = cluster(major, body, LOG=log, KERNELS=True, **settings)
+    for case in ("plan m cuda:1", "plan hidden cuda:0 1"):
+        paths = {path["transport"]: path for path in found[case]["paths"]}
+        assert paths["cuda_ipc"]["use"] == "chosen" and "NVLink" in paths["cuda_ipc"]["reason"]
+        assert paths["pcie_p2p"]["use"] == "spare" and "context" in paths["pcie_p2p"]["reason"]
+    for case in ("m cuda:1", "hidden cuda:0 1", "hidden cuda:0 1,0"):
+        process, report = found[f"pull {case}"]
+        assert [path["transport"] for path in report["paths"]] == ["cuda_ipc"]
+        # No context but the target's GPU's: where CUDA_VISIBLE_DEVICES begins with it, GPU 0.
+        retained = set(lines_of(log, process, "cuDevicePrimaryCtxRetain"))
+        assert retained == {f"cuDevicePrimaryCtxRetain({case.split()[1][-1]}) CUDA_SUCCESS"}
+        results = {result for _, result in calls(log, process)}
+        assert results <= {"CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"}
+    chosen = {
+        (path["target"][-1], path["transport"], path["attach"])
+        for source in found["topo"]["sources"]
+        for path in source["paths"]
+        if path["chosen"]
+    }
+    assert chosen == {("u", "pcie_p2p", False), ("0", "cuda_ipc", True), ("1", "cuda_ipc", False)}
+    process, _ = found["pull m cuda:1"]
+    assert 64 * MIB <= copied_nbytes(log, process) <= 1.05 * 64 * MIB
+    written = tmp_path / "out" / "model.safetensors"
+    assert written.read_bytes() == small.read_bytes()
+    retained = set(lines_of(log, found["source"], "cuDevicePrimaryCtxRetain"))
+    assert retained == {"cuDevicePrimaryCtxRetain(0) CUDA_SUCCESS"}
