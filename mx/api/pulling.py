@@ -35,7 +35,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             the only one that is listed.
         coordinator: HOST:PORT; None takes the address in the settings.
         device: "cpu" (the default), or "cuda:N" for that GPU's memory, which `out` and
-            `verify="strong"` copy back to the host.
+            `verify="strong"` copy back to the host. With `into` it is where that is.
         out: A folder to write a checkpoint to.
         hold: Keep the memory in a form that others can read, and allow `Pull.hold`.
         transport: The name of the only transport to use.

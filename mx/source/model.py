@@ -113,6 +113,8 @@ class HeldModel:
     @property
     def device(self) -> str:
         """The device that holds the bytes: "cpu" or "cuda:UUID"."""
+        if isinstance(self.arena, LiveMemory):
+            return self.arena.device
         view = self.arena.view
         return view.device if isinstance(view, DeviceView) else "cpu"
 
@@ -310,7 +312,8 @@ def lend_tensors(
     layout = manifests.plan_layout(described.specs, described.aliases, layout_version)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     try:
-        filled = hash_in_place(layout, memory.view, cancelled=cancelled)
+        memory.wait_for_owner()
+        filled = hash_in_place(layout, memory.view, memory.hasher, cancelled=cancelled)
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
     except BaseException:
         memory.release()
@@ -364,14 +367,19 @@ def hashed_again(
     only: set[str] | None = None
     if memory.changed():
         memory.renew(layout)
-    elif names is not None and held.shortcuts and not held.pages.missing:
+    elif (
+        names is not None and not held.pages.missing and (held.shortcuts or memory.device != "cpu")
+    ):
         only = memory.sharing(names)
     before = None
     if only is not None:
         roots = dict(zip((t.name for t in layout.tensors), held.manifest.roots, strict=True))
         pages = [held.pages.get(layer) or b"" for layer in range(len(layout.layers))]
         before = Filled(roots, pages, held.shortcuts)
-    filled = hash_in_place(layout, memory.view, only=only, before=before, cancelled=cancelled)
+    memory.wait_for_owner()
+    filled = hash_in_place(
+        layout, memory.view, memory.hasher, only=only, before=before, cancelled=cancelled
+    )
     documents = held.manifest.documents
     side_documents = {
         side.digest: documents[side.digest]

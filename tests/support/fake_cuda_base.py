@@ -247,6 +247,11 @@ class FakeBase(Driver):
         self._contexts[ordinal] -= 1
 
     @driver_call
+    def context_active(self, ordinal: int) -> bool:
+        self._check_ordinal("cuDevicePrimaryCtxGetState", ordinal)
+        return self._contexts[ordinal] > 0
+
+    @driver_call
     def context_push(self, context: int) -> None:
         ordinal = context - 0xC0
         if not 0 <= ordinal < len(self._gpus) or not self._contexts[ordinal]:
