@@ -193,6 +193,8 @@ def _selection(
 def _check_subset(options: PullOptions) -> None:
     """Raise ConfigError for options that a pull of some tensors can't have."""
     for name in ("out", "hold", "reuse", "follow", "device", "files_only"):
+        if name == "device" and options.into is not None:
+            continue
         if getattr(options, name) not in _UNUSED:
             raise ConfigError(
                 f"a pull with `only` or `slices` can't have `{name}` in this version",
@@ -207,6 +209,11 @@ def _check_ranks(options: PullOptions) -> None:
         raise ConfigError(
             "`local_ranks` share parts of a model: give `only` or `slices`",
             hint="pulls of whole models on one host share memory, or what they read, by themselves",
+        )
+    if options.device != "cpu":
+        raise ConfigError(
+            "`local_ranks` share host memory, and `into` is in a GPU's",
+            hint="leave out `local_ranks`",
         )
     if options.strong:
         raise ConfigError(

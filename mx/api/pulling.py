@@ -60,7 +60,8 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
             of them are ready at once, and empty. With `only` or `slices` the pull gives nothing to
             others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a
-            GPU as its `device`; `into` has just these tensors, with their sliced shapes.
+            `device`; `into`, which may be on a GPU, has just these tensors, with their sliced
+            shapes.
         slices: By names or patterns of tensors the part that is wanted of them: (dim, begin, end),
             or `mx.Shard(dim, rank, size)` for one rank's even share. Along the first dimension
             little more than the slice is moved; along others every block that holds some of it, up

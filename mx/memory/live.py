@@ -7,19 +7,24 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from operator import add
 
 from mx.buffers import memory_at
 from mx.core.extents import ExtentMap
 from mx.core.types import Alias, Layout
+from mx.cuda.device import Device
+from mx.cuda.driver import load
+from mx.cuda.ring import PinnedRing
 from mx.errors import ConfigError, MxError
 from mx.memory.allocations import Allocations
 from mx.memory.arena import Arena, MakeHasher
 from mx.memory.arrays import Array, all_are_now, arrays_of, wait_for_owners
 from mx.memory.claims import Claim, claim, merged, overlap
 from mx.memory.collector import paused
+from mx.memory.device import LayerWindow
 from mx.memory.hashing import SpanHashing
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
@@ -244,6 +249,18 @@ class LiveMemory:
         see `mx.memory.arrays.wait_for_owners`. Raises CudaError."""
         if self.device != "cpu" and self._tensors is not None:
             wait_for_owners(self._place.arrays, self._tensors())
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[LayerWindow]:
+        """Give host memory to fill, layer by layer, in place of that of a GPU."""
+        view = self.view
+        assert isinstance(view, ScatteredView)
+        with (
+            Device.open(load(), self.device) as device,
+            contextlib.closing(PinnedRing(device)) as ring,
+            contextlib.closing(LayerWindow(view, ring)) as window,
+        ):
+            yield window
 
     def release(self) -> None:
         """Let go of the tensors. Idempotent."""

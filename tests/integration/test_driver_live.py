@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.driver.programs import Program, each_major, program
+from tests.support.driver.programs import Program, each_major, passes, program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), each_major]
 
@@ -90,18 +90,87 @@ def pull(device, revision=1, **options):
         right(host(pull), revision)
         return sorted(path.transport for path in report.paths)
 
-def fill(ordinal, revision=1):
+def fill(ordinal, revision=1, **where):
     into = arrays(["segment", "malloc", "vmm"], ordinal)
-    with api.pull("m", coordinator="ADDRESS", into=into) as pull:
+    with api.pull("m", into=into, **(where or {"coordinator": "ADDRESS"})) as pull:
         report = pull.wait()
         right({name: array.get() for name, array in into.items()}, revision)
         return sorted(path.transport for path in report.paths)
+
+SLICES = {"model.layers.*.w": (1, 100, 401), "lm_head.weight": (0, 37, 205)}
+
+def cut(ordinal, **where):
+    shapes = {name: (1001, 301) for name in SHAPES if name.endswith("w")}
+    shapes["lm_head.weight"] = (168, 700)
+    if ordinal is None:
+        into = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+    else:
+        into = empty(shapes, "segment", ordinal)
+    where = where or {"coordinator": "ADDRESS"}
+    with api.pull("m", only=list(shapes), slices=SLICES, into=into, **where) as pull:
+        pull.wait()
+    for name, array in into.items():
+        found = array if ordinal is None else array.get()
+        whole = WANTED[1][name]
+        right = whole[:, 100:401] if name.endswith("w") else whole[37:205]
+        assert (found == right).all(), name
+    return "right"
+
+def differing():
+    into = arrays(["malloc"] * 3)
+    del into["lm_head.weight"]
+    into["model.layers.0.b"].shape = (700,)
+    with api.pull("m", coordinator="ADDRESS", into=into) as pull:
+        pull.wait()
+
+def saved(folder):
+    from safetensors.numpy import save_file
+    save_file(WANTED[1], folder + "/model.safetensors")
+    into = arrays(["segment", "malloc", "vmm"], 1)
+    with api.pull("m", path=folder, into=into) as pull:
+        pull.wait()
+    right({name: array.get() for name, array in into.items()}, 1)
+    return cut(1, path=folder)
+
+def giving():
+    into = arrays(["segment", "malloc", "vmm"], 1)
+    pull = api.pull("m", coordinator="ADDRESS", into=into, hold=True)
+    pull.wait()
+    kept = pull, pull.hold()
+    globals()["kept"] = kept
+    return kept[1].endpoint
+
+def released():
+    kept[0].release()
+    return kept[1].wait(0)
 
 print("ready")
 for line in sys.stdin:
     print(answer(line))
 """
 )
+
+#: An engine's tensors on a GPU: torch is built for CPUs here, and they only say where they are.
+_ENGINE = """
+import torch
+from mx.engines.replica import lender, tensors
+
+class OnGpu(torch.Tensor):
+    device = torch.device("cuda:1")
+    def cpu(self, *_):
+        raise AssertionError("a copy in host memory")
+
+class OnAnother(OnGpu):
+    device = torch.device("xpu:0")
+
+model = {name: torch.ones(3).as_subclass(OnGpu) for name in "ab"}
+assert tensors.common_device(model) == DEVICE
+assert tensors.device_of(torch.device("cuda:1")) == (DEVICE or "cpu")
+if DEVICE:
+    assert lender._lendable(model) is model
+assert tensors.common_device(model | {"c": torch.ones(3)}) == ""
+assert tensors.common_device({"c": torch.ones(3).as_subclass(OnAnother)}) == ""
+"""
 
 _SET_BYTES = 4 * (3 * (1001 * 700 + 701) + 300 * 700)
 _ODD_BYTES = 4 * 300 * 700
@@ -133,3 +202,31 @@ def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) 
         assert copied_bytes(tmp_path, one, "cuMemcpyDtoHAsync") < 1.02 * looks
         assert copied_bytes(tmp_path, one, "cuMemcpyHtoDAsync") < 0.02 * _SET_BYTES
         assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
+
+
+def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -> None:
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with (
+        program(major, lending, KERNELS=True) as lender,
+        program(major, reading) as one,
+        program(major, reading, KERNELS=True) as other,
+    ):
+        assert (lender.read(), one.read(), other.read()) == ("lent", "ready", "ready")
+        assert one.ask("cut(None)") == "right"
+        assert one.ask("cut(0)") == "right"  # without kernels: hashed in pinned memory
+        assert other.ask("cut(1)") == "right"
+        assert other.ask(f"saved({str(saved)!r})") == "right"
+        said = one.ask("differing()")
+        assert said.startswith("ConfigError") and "nothing was written" in said
+        assert "lm_head.weight" in said and "model.layers.0.b is F32 [700] here" in said
+        peer = other.ask("giving()")
+        assert one.ask(f"fill(0, peer={peer!r})") in ("['pcie_p2p']", "['cuda_ipc']")
+        assert other.ask("released()") == "True"
+        assert "Error" in one.ask(f"fill(0, peer={peer!r})")
+
+
+def test_engines_lend_and_fill_on_the_gpu(major: int) -> None:
+    passes(major, "DEVICE = 'cuda:1'" + _ENGINE)
+    passes(major, "DEVICE = ''" + _ENGINE, DEVICES=0)  # torch may have CUDA where mx has none
