@@ -95,23 +95,23 @@ def here(
             known_names = {nic.name for nic in registered}
             chosen = [each for each in chosen if each.name in known_names]
         addresses = [address for each in chosen for address in _plain(each)[:_MAX_ADDRESSES]]
-    return at_devices(_place("cpu", addresses, registered, (), ""), [device])
+    return at_device(_place("cpu", addresses, registered, (), ""), device)
 
 
-def at_devices(place: Place, devices: Sequence[str]) -> Place:
-    """Return this process's place for memory on some devices: with their GPUs.
+def at_device(place: Place, device: str) -> Place:
+    """Return this process's place for memory on a device: with its GPU.
 
     The first call for a GPU asks NVML, which takes some milliseconds.
 
     Args:
         place: The process's place.
-        devices: "cpu" or "cuda:UUID"; the place is on the first of them.
+        device: "cpu" or "cuda:UUID".
     """
-    if set(devices) == {"cpu"}:
-        return replace(place, device="cpu")
+    if device == "cpu":
+        return replace(place, device=device)
     known = _gpus()
-    gpus = tuple(gpu for gpu in known.gpus if f"cuda:{gpu.uuid}" in devices)
-    return replace(place, device=devices[0], gpus=gpus, driver=known.driver)
+    gpus = tuple(gpu for gpu in known.gpus if f"cuda:{gpu.uuid}" == device)
+    return replace(place, device=device, gpus=gpus, driver=known.driver)
 
 
 def topology(transports: Mapping[str, Transport], *, nics: Sequence[str] = ()) -> Topology:

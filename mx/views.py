@@ -245,6 +245,17 @@ def spans_of(view: View) -> list[Span]:
     return view.spans() if isinstance(view, ScatteredView) else [view]
 
 
+def located_spans(view: View) -> list[Span]:
+    """Return the spans of a view, in order, without its holes."""
+    return view.located()[1] if isinstance(view, ScatteredView) else [view]
+
+
+def device_of(view: View) -> str:
+    """Return the device that a view, or the first of its spans, is on: "cpu" or "cuda:UUID"."""
+    first = next(iter(located_spans(view)), None)
+    return first.device if isinstance(first, DeviceView) else "cpu"
+
+
 def cut(view: View, extents: Iterable[tuple[int, int]], base: int = 0) -> list[View]:
     """Return `view[base + offset : base + offset + nbytes]` of each (offset, nbytes)."""
     if isinstance(view, ScatteredView):

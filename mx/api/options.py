@@ -62,12 +62,12 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         ConfigError: An argument is of a wrong type or has a wrong value; it is named.
     """
     device = resolve_device(asked.get("device", "cpu"))
-    if asked.get("into") is not None and device != "cpu":
-        raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
     verify = asked.get("verify", "chunks")
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
-    into, reuse = destination(asked.get("into")), held_by(asked.get("reuse", ()), device)
+    into = destination(asked.get("into"))
+    device = _device_of(into, device)
+    reuse = held_by(asked.get("reuse", ()), device)
     variant = variant_text(asked.get("variant", ""))
     files_only, files = _files(asked.get("files_only", False))
     _check_types({**asked, "model": model})
@@ -132,6 +132,18 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     return replace(options, cache=_cache(options, settings))
 
 
+def _device_of(into: memoryview | InPlace | None, device: str) -> str:
+    """Return the device that a pull fills. Raises ConfigError: `into` is on another one than
+    `device`."""
+    if into is None:
+        return device
+    there = into.device if isinstance(into, InPlace) else "cpu"
+    if device not in ("cpu", there):
+        where = "host memory" if there == "cpu" else f"memory of {there}"
+        raise ConfigError(f"`into` is {where}", hint="leave out either `into` or `device`")
+    return there
+
+
 def _files(files_only: object) -> tuple[bool, tuple[str, ...] | None]:
     """Return whether only side files are pulled, and their names or patterns, None for all."""
     if isinstance(files_only, bool):
@@ -181,6 +193,8 @@ def _selection(
 def _check_subset(options: PullOptions) -> None:
     """Raise ConfigError for options that a pull of some tensors can't have."""
     for name in ("out", "hold", "reuse", "follow", "device", "files_only"):
+        if name == "device" and options.into is not None:
+            continue
         if getattr(options, name) not in _UNUSED:
             raise ConfigError(
                 f"a pull with `only` or `slices` can't have `{name}` in this version",
@@ -195,6 +209,11 @@ def _check_ranks(options: PullOptions) -> None:
         raise ConfigError(
             "`local_ranks` share parts of a model: give `only` or `slices`",
             hint="pulls of whole models on one host share memory, or what they read, by themselves",
+        )
+    if options.device != "cpu":
+        raise ConfigError(
+            "`local_ranks` share host memory, and `into` is in a GPU's",
+            hint="leave out `local_ranks`",
         )
     if options.strong:
         raise ConfigError(

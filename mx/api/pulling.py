@@ -35,7 +35,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             the only one that is listed.
         coordinator: HOST:PORT; None takes the address in the settings.
         device: "cpu" (the default), or "cuda:N" for that GPU's memory, which `out` and
-            `verify="strong"` copy back to the host.
+            `verify="strong"` copy back to the host. With `into` it is where that is.
         out: A folder to write a checkpoint to.
         hold: Keep the memory in a form that others can read, and allow `Pull.hold`.
         transport: The name of the only transport to use.
@@ -60,7 +60,8 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
             of them are ready at once, and empty. With `only` or `slices` the pull gives nothing to
             others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a
-            GPU as its `device`; `into` has just these tensors, with their sliced shapes.
+            `device`; `into`, which may be on a GPU, has just these tensors, with their sliced
+            shapes.
         slices: By names or patterns of tensors the part that is wanted of them: (dim, begin, end),
             or `mx.Shard(dim, rank, size)` for one rank's even share. Along the first dimension
             little more than the slice is moved; along others every block that holds some of it, up

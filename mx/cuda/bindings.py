@@ -115,6 +115,10 @@ class BindingsDriver(Driver):
     def context_release(self, ordinal: int) -> None:
         self._call("cuDevicePrimaryCtxRelease", self._device(ordinal))
 
+    def context_active(self, ordinal: int) -> bool:
+        _flags, active = self._call("cuDevicePrimaryCtxGetState", self._device(ordinal))
+        return bool(active)
+
     def context_push(self, context: int) -> None:
         self._call("cuCtxPushCurrent", self._d.CUcontext(context))
 

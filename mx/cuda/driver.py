@@ -92,6 +92,10 @@ class Driver(Protocol):
         """Undo one `context_retain`; the last one ends the context and everything in it
         (cuDevicePrimaryCtxRelease)."""
 
+    def context_active(self, ordinal: int) -> bool:
+        """Return True if this process uses the device: its primary context exists
+        (cuDevicePrimaryCtxGetState)."""
+
     def context_push(self, context: int) -> None:
         """Make `context` this thread's current context (cuCtxPushCurrent)."""
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from mx.buffers import memory_at
 from mx.core.layout import contiguous_strides, permuted_stride
 from mx.core.types import DTYPE_BITS
-from mx.cuda.device import device_key
-from mx.cuda.driver import load
 from mx.errors import ConfigError
+from mx.memory.allocations import LEGACY_STREAM, Allocations, device_of_ordinal, wait_for_owner
 from mx.memory.collector import paused
 from mx.views import DeviceView, Span
 
@@ -107,16 +106,17 @@ class Array(NamedTuple):
             return DeviceView(self.device, self.address, self.span_nbytes, self.owner)
         return memory_at(self.address, self.span_nbytes, self.owner)
 
-    def is_now(self, name: str, tensor: object) -> bool:
+    def is_now(self, name: str, tensor: object, places: Allocations | None = None) -> bool:
         """Return True if a tensor has this form and this memory, all of which is still there.
 
         Args:
             name: What errors call the tensor.
             tensor: As for `array_of`, which raises what this raises.
+            places: As for `array_of`.
         """
         if self.holds is not None:
             return self.holds((tensor,), (self,))
-        now = array_of(name, tensor)
+        now = array_of(name, tensor, places)
         return (self.address, self.shape, self.stride, self.dtype, self.device) == (
             (now.address, now.shape, now.stride, now.dtype, now.device)
         )
@@ -135,12 +135,13 @@ def span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> 
     return (last + 1) * (DTYPE_BITS[dtype] // 8)
 
 
-def array_of(name: str, tensor: object) -> Array:
+def array_of(name: str, tensor: object, places: Allocations | None = None) -> Array:
     """Return the form and the place of a tensor.
 
     Args:
         name: What errors call it.
         tensor: A torch tensor, or an object with one of the interfaces above.
+        places: Finds GPUs; None: one for this tensor alone.
 
     Raises:
         ConfigError: It is none of these, has a dtype that no checkpoint has, or is a tensor whose
@@ -156,7 +157,10 @@ def array_of(name: str, tensor: object) -> Array:
         ("__dlpack__", _of_dlpack),
     ):
         if hasattr(tensor, attribute) and not _is_numpy_scalar(tensor):
-            return adapt(name, tensor, attribute)
+            if places is not None:
+                return adapt(name, tensor, attribute, places)
+            with Allocations() as places:
+                return adapt(name, tensor, attribute, places)
     raise ConfigError(
         f"{name} is a {type(tensor).__name__}, not a tensor",
         hint="give tensors of torch or numpy, or others with DLPack",
@@ -179,20 +183,21 @@ def arrays_and_errors(
     found: dict[str, Array] = {}
     errors: dict[str, ConfigError] = {}
     names = list(tensors)
-    for at in range(0, len(names), BATCH):
-        some = names[at : at + BATCH]
-        values = [tensors[name] for name in some]
-        for library in batch_adapters:
-            arrays = library(values)
-            if arrays is not None:
-                found.update(zip(some, arrays, strict=True))
-                break
-        else:
-            for name, tensor in zip(some, values, strict=True):
-                try:
-                    found[name] = array_of(name, tensor)
-                except ConfigError as error:
-                    errors[name] = error.with_traceback(None)  # it would refer to the tensors
+    with Allocations() as places:
+        for at in range(0, len(names), BATCH):
+            some = names[at : at + BATCH]
+            values = [tensors[name] for name in some]
+            for library in batch_adapters:
+                arrays = library(values)
+                if arrays is not None:
+                    found.update(zip(some, arrays, strict=True))
+                    break
+            else:
+                for name, tensor in zip(some, values, strict=True):
+                    try:
+                        found[name] = array_of(name, tensor, places)
+                    except ConfigError as error:
+                        errors[name] = error.with_traceback(None)  # it would refer to the tensors
     return found, errors
 
 
@@ -220,7 +225,7 @@ def _is_numpy_scalar(tensor: object) -> bool:
     return numpy is not None and isinstance(tensor, numpy.generic)
 
 
-def _of_interface(name: str, tensor: Any, attribute: str) -> Array:
+def _of_interface(name: str, tensor: Any, attribute: str, places: Allocations) -> Array:
     fields = getattr(tensor, attribute)
     dtype = _TYPESTRS.get(fields["typestr"].replace("=", "<"))
     if dtype is None or fields.get("mask") is not None:
@@ -236,7 +241,9 @@ def _of_interface(name: str, tensor: Any, attribute: str) -> Array:
         raise ConfigError(f"{name} has strides that are no whole elements")
     else:
         stride = tuple(s // item_nbytes for s in strides)
-    device = "cpu" if attribute == "__array_interface__" else _device_at(address)
+    if attribute == "__array_interface__" or 0 in shape:  # an empty one has no address
+        return _made(name, dtype, shape, stride, "cpu", address, tensor, writable=not read_only)
+    device = places.device_at(name, address)
     return _made(name, dtype, shape, stride, device, address, tensor, writable=not read_only)
 
 
@@ -254,12 +261,6 @@ def _made(
     if any(s < 0 for s in stride):
         raise ConfigError(f"{name} has negative strides", hint="give a contiguous copy")
     return Array(dtype, shape, stride, device, address, owner, None, writable)
-
-
-def _device_at(address: int) -> str:
-    """Return the key of the GPU whose memory this is."""
-    driver = load()
-    return device_key(driver.device_uuid(driver.pointer(address).ordinal))
 
 
 class _DLTensor(ctypes.Structure):
@@ -283,13 +284,14 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _capsule_pointer.restype = ctypes.c_void_p
 
 
-def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
-    kind, _ = tensor.__dlpack_device__()
+def _of_dlpack(name: str, tensor: Any, attribute: str, places: Allocations) -> Array:
+    kind, ordinal = tensor.__dlpack_device__()
     if kind not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise ConfigError(f"{name} is on a device of DLPack's type {kind}: only CPUs and CUDA are")
     # The capsule stays unconsumed: it keeps the tensor's memory, and frees it when it goes.
     try:
-        capsule = tensor.__dlpack__()
+        # -1: no stream is to wait for the tensor's; `wait_for_owners` does, before bytes are read.
+        capsule = tensor.__dlpack__() if kind == _DLPACK_CPU else tensor.__dlpack__(stream=-1)
     except BufferError as error:  # as of a read-only array
         raise ConfigError(f"{name} is not given by its library: {error}") from error
     found = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor") or 0)
@@ -303,5 +305,39 @@ def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
         else contiguous_strides(shape)
     )
     address = (found.data or 0) + found.byte_offset
-    device = "cpu" if kind == _DLPACK_CPU else _device_at(address)
+    device = "cpu" if kind == _DLPACK_CPU else device_of_ordinal(ordinal)
     return _made(name, dtype, shape, stride, device, address, (tensor, capsule))
+
+
+def wait_for_owners(arrays: Mapping[str, Array], tensors: Mapping[str, object]) -> None:
+    """Wait until what was queued for tensors in GPU memory by their owner is done. Blocks.
+
+    That is work on default streams, on other streams that are not non-blocking, and on those that
+    the tensors' interfaces name or, with DLPack, wait for. For other work the owner has to wait.
+
+    Args:
+        arrays: The tensors, as they were described.
+        tensors: The same, as they are now.
+
+    Raises:
+        CudaError: That work has failed.
+    """
+    streams: dict[str, set[int]] = {}
+    for name, array in arrays.items():
+        if array.device == "cpu" or 0 in array.shape:
+            continue
+        named = streams.setdefault(array.device, set())
+        tensor: Any = tensors.get(name)
+        if hasattr(tensor, "__cuda_array_interface__"):
+            if not _is_torch(tensor):
+                named.update({tensor.__cuda_array_interface__.get("stream")} - {None})
+        elif hasattr(tensor, "__dlpack__"):
+            tensor.__dlpack__(stream=LEGACY_STREAM)  # which waits for the tensor's from now on
+    for device, named in streams.items():
+        wait_for_owner(device, named)
+
+
+def _is_torch(tensor: object) -> bool:
+    """Return True for torch's tensors, whose interface names no stream, and takes long to make."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tensor, torch.Tensor)

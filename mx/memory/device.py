@@ -18,7 +18,7 @@ from mx.errors import CapacityError, ClosedError, LocalError
 from mx.threads import Threads
 from mx.transport import DeviceView, Span, View
 from mx.units import MIB, format_bytes
-from mx.views import HostView
+from mx.views import HostView, ScatteredView
 
 #: Device memory that a pull needs besides the model: for digests, and for the driver.
 _SPARE_BYTES = 64 * MIB
@@ -137,7 +137,7 @@ class DeviceArena:
     @contextlib.contextmanager
     def filling(self) -> Iterator[LayerWindow]:
         """Give host memory to fill, layer by layer, in place of the arena."""
-        window = LayerWindow(self)
+        window = LayerWindow(self.view, self.ring)
         try:
             yield window
         finally:
@@ -162,14 +162,19 @@ class DeviceArena:
 
 
 class LayerWindow:
-    """Host memory as long as a device arena, which uses pages only for layers in progress.
+    """Host memory as long as an arena on a GPU, which uses pages only for layers in progress.
 
     `layer_done` copies a layer to the device and frees its pages.
     """
 
-    def __init__(self, arena: DeviceArena) -> None:
-        self._arena = arena
-        nbytes = len(arena.view)
+    def __init__(self, arena: DeviceView | ScatteredView, ring: PinnedRing) -> None:
+        """
+        Args:
+            arena: The GPU's memory, in one place or in several.
+            ring: What the bytes go through; the caller's.
+        """
+        self._arena, self._ring = arena, ring
+        nbytes = len(arena)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._mapping = mmap.mmap(-1, nbytes, flags=flags) if nbytes else None
         self.view = memoryview(b"" if self._mapping is None else self._mapping)
@@ -184,8 +189,13 @@ class LayerWindow:
         Raises:
             CudaError: The copy fails.
         """
-        with self.view[arena_offset : arena_offset + nbytes] as there:
-            self._arena.ring.upload(self._arena.address + arena_offset, there)
+        layer = self._arena[arena_offset : arena_offset + nbytes]
+        begins, spans = layer.located() if isinstance(layer, ScatteredView) else ([0], [layer])
+        for begin, span in zip(begins, spans, strict=True):
+            assert isinstance(span, DeviceView)
+            at = arena_offset + begin
+            with self.view[at : at + len(span)] as there:
+                self._ring.upload(span.address, there)
         if self._mapping is not None and nbytes:
             self._mapping.madvise(mmap.MADV_DONTNEED, arena_offset, nbytes)
 

@@ -38,6 +38,13 @@ class InPlace:
         self._arrays = _arrays(tensors())
         self._arena: LiveMemory | None = None
 
+    @property
+    def device(self) -> str:
+        """Where the tensors are: "cpu" or "cuda:UUID". Of tensors on several devices it is one:
+        `arena` refuses those."""
+        devices = {array.device for array in self._arrays.values() if array.span_nbytes}
+        return min(devices, default="cpu")
+
     def tensors(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the tensors of these names as they are at the moment. Raises ClosedError."""
         now = self._tensors()
@@ -53,7 +60,9 @@ class InPlace:
 
         Raises:
             ConfigError: Names, shapes, dtypes or ties differ from the model's; the error has all
-                differences. Or the memory is in use by another pull or source.
+                differences. Or the memory is in use by another pull or source, or on several
+                devices.
+            CudaError: Work that the tensors' owner has queued on their GPU has failed.
         """
         now = self._tensors()
         if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
@@ -78,6 +87,7 @@ class InPlace:
             fills=True,
             overlapping=frozenset(layers),
         )
+        self._arena.wait_for_owner()
         return self._arena
 
     def release(self) -> None:

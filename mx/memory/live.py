@@ -7,18 +7,25 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from operator import add
 
 from mx.buffers import memory_at
 from mx.core.extents import ExtentMap
 from mx.core.types import Alias, Layout
+from mx.cuda.device import Device
+from mx.cuda.driver import load
+from mx.cuda.ring import PinnedRing
 from mx.errors import ConfigError, MxError
-from mx.memory.arena import Arena, MakeHasher, host_hasher
-from mx.memory.arrays import Array, all_are_now, arrays_of
+from mx.memory.allocations import Allocations
+from mx.memory.arena import Arena, MakeHasher
+from mx.memory.arrays import Array, all_are_now, arrays_of, wait_for_owners
 from mx.memory.claims import Claim, claim, merged, overlap
 from mx.memory.collector import paused
+from mx.memory.device import LayerWindow
+from mx.memory.hashing import SpanHashing
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
 
@@ -63,7 +70,14 @@ class _Place:
         self._layout = layout
         self.base: Span | None = None
         spans: Sequence[Span] = ()
-        if {array.device for array in held} <= {"cpu"}:
+        devices = sorted({array.device for array in held}) or ["cpu"]
+        if len(devices) > 1:
+            raise ConfigError(
+                f"the tensors are on {listed(devices)}, and not on one device",
+                hint="give those of one device, or pull into it and serve a copy",
+            )
+        (self.device,) = devices
+        if self.device == "cpu":
             owners = [array.owner for array in held]
             self.base = memory_at(self.address, self.nbytes, owners)
             spans = Window(self.base, self.address, self._shifts, lengths)
@@ -94,7 +108,6 @@ class LiveMemory:
     of any tensor. `arrays` are all tensors by name, those included that share others' memory.
     """
 
-    hasher: MakeHasher = staticmethod(host_hasher)
     memfd: int | None = None
 
     def __init__(
@@ -118,15 +131,22 @@ class LiveMemory:
                 them in the layout: what is written to one is written to the other.
 
         Raises:
-            ConfigError: The memory is in use.
+            ConfigError: The memory is in use, or on several devices.
         """
         self.overlapping = overlapping
+        self._hashing = SpanHashing()
+        self.hasher: MakeHasher = self._hashing.hasher
         self._tensors: Tensors | None = tensors
         self._place = _Place(layout, arrays, what, fills=fills)
 
     @property
     def view(self) -> ScatteredView | memoryview:
         return self._place.view
+
+    @property
+    def device(self) -> str:
+        """Where the tensors are: "cpu" or "cuda:UUID"."""
+        return self._place.device
 
     @property
     def address(self) -> int:
@@ -213,20 +233,40 @@ class LiveMemory:
         if all_are_now(arrays, now):
             return ""
         moved: list[str] = []
-        for name, array in arrays.items():
-            try:
-                if name not in now or not array.is_now(name, now[name]):
+        with Allocations() as places:
+            for name, array in arrays.items():
+                try:
+                    if name not in now or not array.is_now(name, now[name], places):
+                        moved.append(name)
+                except (MxError, RuntimeError):  # torch's, of a tensor without memory
                     moved.append(name)
-            except (MxError, RuntimeError):  # torch's, of a tensor that has no memory any more
-                moved.append(name)
         if not moved:
             return ""
         return f"{listed(moved)}: replaced, resized or freed since they were lent"
+
+    def wait_for_owner(self) -> None:
+        """Wait until what the tensors' owner has queued for them is done, where they are on a GPU:
+        see `mx.memory.arrays.wait_for_owners`. Raises CudaError."""
+        if self.device != "cpu" and self._tensors is not None:
+            wait_for_owners(self._place.arrays, self._tensors())
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[LayerWindow]:
+        """Give host memory to fill, layer by layer, in place of that of a GPU."""
+        view = self.view
+        assert isinstance(view, ScatteredView)
+        with (
+            Device.open(load(), self.device) as device,
+            contextlib.closing(PinnedRing(device)) as ring,
+            contextlib.closing(LayerWindow(view, ring)) as window,
+        ):
+            yield window
 
     def release(self) -> None:
         """Let go of the tensors. Idempotent."""
         self._tensors = None
         self._place.release()
+        self._hashing.close()
 
 
 def is_tied(alias: Alias, array: Array, target: Array) -> bool:

@@ -7,15 +7,17 @@ A pull reads blocks of the model. Those that lie whole in the destination go the
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import partial
 from typing import Literal
 
 from mx.buffers import copy_bytes
 from mx.core.cuts import Runs
 from mx.core.grid import BLOCK_BYTES
 from mx.core.selection import Subset
-from mx.memory.arena import MakeHasher, host_hasher
+from mx.memory.arena import MakeHasher
+from mx.memory.gpu_runs import GpuRuns
 from mx.memory.live import Memory
-from mx.views import HostView, ScatteredView, host_bytes, host_view
+from mx.views import DeviceView, ScatteredView, Span, View, contiguous, device_of, host_view
 
 #: To give up the interpreter lock takes longer than to copy so few bytes.
 _SHORT_BYTES = 16 * 1024
@@ -32,21 +34,20 @@ class SubsetMemory:
     space: it has memory where whole blocks of the model lie in one piece.
     """
 
-    hasher: MakeHasher = staticmethod(host_hasher)
     memfd: int | None = None
 
     def __init__(self, subset: Subset, memory: Memory) -> None:
         """
         Args:
             subset: The tensors.
-            memory: Host memory, which the caller owns.
-
-        Raises:
-            LocalError: It is on a device.
+            memory: Their memory, on the host or a GPU. The caller owns it.
         """
         self.subset = subset
         self.memory = memory
-        self._view: HostView = host_bytes(memory.view)
+        self.hasher: MakeHasher = memory.hasher
+        self._view: View = memory.view
+        device = device_of(memory.view)
+        self._gpu = None if device == "cpu" else GpuRuns(device)
         layers = subset.model.layers
         #: Where each tensor begins in the model's arena.
         self._begins = [layers[t.layer].arena_offset + t.offset for t, _ in subset.members]
@@ -66,16 +67,24 @@ class SubsetMemory:
                     # They are of one run: between two there is a block with a gap.
                     (run,) = cut.runs(low, high)
                     begins.append(base + low)
-                    spans.append(host_view(self._view[target + run.target :][: high - low]))
+                    spans.append(contiguous(self._view[target + run.target :][: high - low]))
         nbytes = self.subset.model.arena_nbytes
         return ScatteredView.over(begins, spans, nbytes)
 
-    def write(self, place: int, data: memoryview) -> None:
+    def buffer(self, nbytes: int) -> Span:
+        """Return new memory beside that of the subset. Raises CudaError."""
+        return memoryview(bytearray(nbytes)) if self._gpu is None else self._gpu.buffer(nbytes)
+
+    def write(self, place: int, data: Span) -> None:
         """Copy what is wanted of some bytes of the model to its place. Thread-safe.
 
         Args:
             place: Where they begin in the model's arena.
-            data: Bytes of one tensor, in whole elements.
+            data: Bytes of one tensor, in whole elements, a block at most; on the host, or on the
+                GPU that the memory is on.
+
+        Raises:
+            CudaError: The GPU fails.
         """
         at = bisect_right(self._begins, place) - 1
         # An empty tensor begins where the next one does.
@@ -84,8 +93,13 @@ class SubsetMemory:
         begin = place - self._begins[at]
         for runs in self.subset.members[at][1].runs(begin, begin + len(data)):
             to = self._targets[at] + runs.target
-            with host_view(self._view[to : to + runs.nbytes * runs.number]) as target:
-                copy_runs(target, data, runs)
+            target = contiguous(self._view[to : to + runs.nbytes * runs.number])
+            if isinstance(target, DeviceView):
+                assert self._gpu is not None
+                self._gpu.copy(target, data, partial(copy_runs, runs=runs))
+            else:
+                with target:
+                    copy_runs(target, host_view(data), runs)
 
     def release(self) -> None:
         """Let go of the memory, and release it. Idempotent."""
@@ -96,6 +110,8 @@ class SubsetMemory:
         """Let go of the memory. Idempotent."""
         self._view = memoryview(b"")
         self.view = ScatteredView.over((), (), 0)
+        if self._gpu is not None:
+            self._gpu.close()
 
 
 def copy_runs(target: memoryview, data: memoryview, runs: Runs) -> None:

@@ -9,6 +9,7 @@ from operator import attrgetter, ge, mul
 from typing import Any
 
 from mx.errors import ConfigError
+from mx.memory.allocations import device_of_ordinal
 from mx.memory.arrays import Array, adapters, array_of, batch_adapters, span_nbytes
 from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
@@ -39,7 +40,7 @@ def torch_array(name: str, tensor: object) -> Array | None:
         return None
     dtype = _NAMES.get(tensor.dtype)
     if not (
-        tensor.is_cpu
+        tensor.device.type in _DEVICES
         and _is_plain(type(tensor))
         and dtype is not None
         and tensor.layout is torch.strided
@@ -52,7 +53,7 @@ def torch_array(name: str, tensor: object) -> Array | None:
         dtype,
         tuple(tensor.shape),
         tensor.stride(),
-        "cpu",
+        _key(tensor.device),
         tensor.data_ptr(),
         storage,
         _hold,
@@ -75,9 +76,12 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
     if not all(map(_is_tensor, set(map(type, tensors)))):
         return None
     kinds = set(
-        zip(map(_is_cpu, tensors), map(_layout, tensors), map(_is_neg, tensors), strict=True)
+        zip(map(_device, tensors), map(_layout, tensors), map(_is_neg, tensors), strict=True)
     )
-    if kinds != {_PLAIN}:
+    if len(kinds) != 1:
+        return None
+    ((device, *plain),) = kinds
+    if device.type not in _DEVICES or plain != _PLAIN:
         return None
     forms = list(
         zip(map(_dtype, tensors), map(_shape, tensors), map(_stride, tensors), strict=True)
@@ -97,7 +101,7 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         dtypes,
         shapes,
         strides,
-        repeat("cpu"),
+        repeat(_key(device)),
         map(_data_ptr, tensors),
         storages,
         repeat(_hold),
@@ -113,11 +117,18 @@ def _end(begin: int, nbytes: int) -> int:
 
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
-_is_cpu, _layout, _is_neg = attrgetter("is_cpu"), attrgetter("layout"), torch.Tensor.is_neg
+_device, _layout, _is_neg = attrgetter("device"), attrgetter("layout"), torch.Tensor.is_neg
 _stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
 _nbytes, _offset = torch.UntypedStorage.nbytes, torch.Tensor.storage_offset
-#: (is_cpu, layout, is_neg()) of tensors whose values are in host memory of their own.
-_PLAIN = (True, torch.strided, False)
+#: [layout, is_neg()] of tensors whose values are in memory of their own, and where that may be.
+_PLAIN = [torch.strided, False]
+_DEVICES = ("cpu", "cuda")
+
+
+@lru_cache(64)
+def _key(device: torch.device) -> str:
+    """Return "cpu", or "cuda:UUID" of torch's "cuda:N"."""
+    return "cpu" if device.type == "cpu" else device_of_ordinal(device.index)
 
 
 def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
@@ -138,7 +149,7 @@ def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
-    """Return the error for a tensor whose values are not in host memory of its own."""
+    """Return the error for a tensor whose values are not in memory of its own."""
     if not _is_plain(type(tensor)):
         return ConfigError(
             f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
@@ -149,9 +160,9 @@ def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
             f"{name} is on the meta device, without memory",
             hint="module.to_empty(device='cpu') allocates it, or the engine's own loader does",
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in _DEVICES:
         return ConfigError(
-            f"{name} is on {tensor.device}; this version works with CPU tensors",
+            f"{name} is on {tensor.device}; this version works with CPU and CUDA tensors",
             hint="move it with .cpu(), or use the checkpoint's folder",
         )
     if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:

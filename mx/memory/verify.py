@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 from mx.core.digest import block_digest, tensor_root
@@ -68,18 +69,19 @@ def check_overlapping(manifest: Manifest, arena: View, layers: Iterable[int]) ->
 
     Args:
         manifest: The model's manifest.
-        arena: The memory of the whole model, on the host.
+        arena: The memory of the whole model, on the host or a GPU.
         layers: The layers.
 
     Raises:
         ConfigError: In the model they do not hold the same bytes where they share memory here.
     """
-    reader, wrong = HostReader(), []
-    for layer in sorted(layers):
-        place = manifest.layout.layers[layer]
-        space = arena[place.arena_offset : place.arena_offset + place.nbytes]
-        for number in wrong_tensors(manifest, layer, space, reader):
-            wrong.append(manifest.layout.tensors[place.first_tensor + number].name)
+    wrong = []
+    with contextlib.closing(HostReader()) as reader:
+        for layer in sorted(layers):
+            place = manifest.layout.layers[layer]
+            space = arena[place.arena_offset : place.arena_offset + place.nbytes]
+            for number in wrong_tensors(manifest, layer, space, reader):
+                wrong.append(manifest.layout.tensors[place.first_tensor + number].name)
     if wrong:
         raise ConfigError(
             f"{listed(wrong)}: shares memory with another tensor of `into`, and in the model the "

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from mx.core import manifest as manifests
@@ -112,20 +110,13 @@ class HeldModel:
         """The documents by digest: the manifest's, the side files, and the rows that were found."""
         return self.manifest.documents | self._rows
 
-    @cached_property
-    def devices(self) -> tuple[str, ...]:
-        """The devices that hold the bytes, the one with most of them first: "cpu", "cuda:UUID"."""
-        view = self.arena.view
-        spans = view.located()[1] if isinstance(view, ScatteredView) else [view]
-        nbytes: Counter[str] = Counter()
-        for span in spans:
-            nbytes[span.device if isinstance(span, DeviceView) else "cpu"] += len(span)
-        return tuple(device for device, _ in nbytes.most_common()) or ("cpu",)
-
     @property
     def device(self) -> str:
-        """The device that holds most of the bytes."""
-        return self.devices[0]
+        """The device that holds the bytes: "cpu" or "cuda:UUID"."""
+        if isinstance(self.arena, LiveMemory):
+            return self.arena.device
+        view = self.arena.view
+        return view.device if isinstance(view, DeviceView) else "cpu"
 
     def view(self) -> View:
         """Return the memory as an arena of the manifest's layout."""
@@ -152,7 +143,7 @@ class HeldModel:
 
         Args:
             endpoint: The HOST:PORT that others dial.
-            place: The process's place, with the GPUs of `devices`.
+            place: The process's place, with the GPU of `device`.
             transports: The names of the transports that expose it.
             state: The source's state.
         """
@@ -321,7 +312,8 @@ def lend_tensors(
     layout = manifests.plan_layout(described.specs, described.aliases, layout_version)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     try:
-        filled = hash_in_place(layout, memory.view, cancelled=cancelled)
+        memory.wait_for_owner()
+        filled = hash_in_place(layout, memory.view, memory.hasher, cancelled=cancelled)
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
     except BaseException:
         memory.release()
@@ -375,14 +367,19 @@ def hashed_again(
     only: set[str] | None = None
     if memory.changed():
         memory.renew(layout)
-    elif names is not None and held.shortcuts and not held.pages.missing:
+    elif (
+        names is not None and not held.pages.missing and (held.shortcuts or memory.device != "cpu")
+    ):
         only = memory.sharing(names)
     before = None
     if only is not None:
         roots = dict(zip((t.name for t in layout.tensors), held.manifest.roots, strict=True))
         pages = [held.pages.get(layer) or b"" for layer in range(len(layout.layers))]
         before = Filled(roots, pages, held.shortcuts)
-    filled = hash_in_place(layout, memory.view, only=only, before=before, cancelled=cancelled)
+    memory.wait_for_owner()
+    filled = hash_in_place(
+        layout, memory.view, memory.hasher, only=only, before=before, cancelled=cancelled
+    )
     documents = held.manifest.documents
     side_documents = {
         side.digest: documents[side.digest]

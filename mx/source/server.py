@@ -219,7 +219,7 @@ class SourceServer:
             hosts=self._expose_place.addresses,
             tls=self.options.data_tls,
             stall_timeout_s=self.options.stall_timeout_s,
-            place=discovery.at_devices(self._expose_place, held.devices),
+            place=discovery.at_device(self._expose_place, held.device),
             trusted_fabric=self.options.trusted_fabric,
             limiter=self._limits.limiter,
             ports=self.options.data_ports,
@@ -489,7 +489,7 @@ class SourceServer:
         served = self._servicer.models.get(held.source_id)
         transports = () if served is None or served.newer else served.transports
         # What NVML says is known since the model was exposed.
-        place = discovery.at_devices(self._place, held.devices)
+        place = discovery.at_device(self._place, held.device)
         record = held.record(self.endpoint, place, transports, self._servicer.state)
         return replace(record, requests_port=self.requests_port)
 

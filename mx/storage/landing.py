@@ -77,13 +77,22 @@ class Landing:
             block: The block's number in its tensor.
             view: The block's bytes. They are not used once this returns.
         """
+        if self._shortcuts:
+            at = SHORTCUT_BYTES * (self._first_block[index] + block)
+            self._shortcuts[at : at + SHORTCUT_BYTES] = shortcut_digest(view)
+        self.hashed(index, block, block_digest(view))
+
+    def hashed(self, index: int, block: int, digest: bytes) -> None:
+        """Take the digest of a block that has landed, as `landed` does, without a shortcut.
+
+        Args:
+            index: The tensor's index in `layout.tensors`.
+            block: The block's number in its tensor.
+            digest: The block's blake3 digest.
+        """
         first = self._first_block[index]
-        digest = block_digest(view)
         at = DIGEST_BYTES * (first + block)
         self._digests[at : at + DIGEST_BYTES] = digest
-        if self._shortcuts:
-            at = SHORTCUT_BYTES * (first + block)
-            self._shortcuts[at : at + SHORTCUT_BYTES] = shortcut_digest(view)
         count = self._first_block[index + 1] - first
         if count > 1:
             with self._lock:

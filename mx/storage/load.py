@@ -12,7 +12,7 @@ from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
-from mx.memory.live import Memory
+from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.storage.disk_file import Stamp
 from mx.storage.reader import fill
@@ -60,11 +60,13 @@ def destination(arena: Memory | SubsetMemory, layout: Layout) -> Iterator[Destin
     if isinstance(arena, SubsetMemory):
         yield Destination(arena.view, copy=arena.write)
         return
-    if not isinstance(arena, DeviceArena):
+    on_gpu = isinstance(arena, LiveMemory) and arena.device != "cpu"
+    if not isinstance(arena, DeviceArena) and not on_gpu:
         view = arena.view
         assert not isinstance(view, DeviceView)
         yield Destination(view, arena.memfd)
         return
+    assert isinstance(arena, DeviceArena | LiveMemory)
     with arena.filling() as window:
 
         def layer_done(index: int) -> None:

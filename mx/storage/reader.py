@@ -13,22 +13,27 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
+from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import ClosedError
+from mx.memory.arena import MakeHasher, host_hasher
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
 from mx.threads import Threads
 from mx.units import MIB
-from mx.views import HostView, View, as_bytes, host_view
+from mx.views import HostView, View, as_bytes, contiguous, device_of, host_view
 
 SPAN_BYTES = 4 * MIB
 RING_BYTES = 16 * MIB
 #: Threads that copy from memory and hash.
 _COPY_THREADS = 2
+#: Blocks that a GPU is given at once.
+_GPU_BLOCKS = 128
 
 
 def fill(
@@ -162,16 +167,18 @@ def fill_from_tensors(
 def hash_in_place(
     layout: Layout,
     arena: View,
+    hasher: MakeHasher = host_hasher,
     *,
     only: Collection[str] | None = None,
     before: Filled | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Filled:
-    """Hash tensors where they are, in host memory, with their shortcut digests.
+    """Hash tensors where they are: in host memory with their shortcut digests, on a GPU without.
 
     Args:
         layout: The layout.
         arena: The memory, laid out so; it may be scattered, a tensor in one piece.
+        hasher: Makes hashers for blocks of it.
         only: The names of the tensors to hash; None: all.
         before: The digests of the others.
         cancelled: Polled; returning True stops it.
@@ -179,7 +186,8 @@ def hash_in_place(
     Raises:
         ClosedError: `cancelled` returned True.
     """
-    job = _Job(layout, True, None, cancelled, None)
+    on_gpu = device_of(arena) != "cpu"
+    job = _Job(layout, not on_gpu, None, cancelled, None)
     pieces = deque[tuple[int, int]]()
     for index, tensor in enumerate(layout.tensors):
         if before is not None and only is not None and tensor.name not in only:
@@ -192,7 +200,17 @@ def hash_in_place(
             here = host_view(arena[base + start : base + end])
             job.landing.landed(index, start // BLOCK_BYTES, here)
 
-    job.run(work, _COPY_THREADS)
+    def work_on_gpu() -> None:
+        blocks = job.blocks(layout, pieces)
+        while batch := list(islice(blocks, _GPU_BLOCKS)):
+            places = [contiguous(arena[base + start : base + end]) for _, base, start, end in batch]
+            digests = hasher(places).block_digests()
+            for number, (index, _, start, _) in enumerate(batch):
+                at = DIGEST_BYTES * number
+                digest = digests[at : at + DIGEST_BYTES]
+                job.landing.hashed(index, start // BLOCK_BYTES, digest)
+
+    job.run(work_on_gpu if on_gpu else work, 1 if on_gpu else _COPY_THREADS)
     return job.filled()
 
 

@@ -11,7 +11,7 @@ from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, Wanted
 from mx.memory.subset import SubsetMemory
-from mx.transport import Piece, Span, View, contiguous, host_view
+from mx.transport import Piece, Span, View, contiguous
 from mx.views import cut
 
 
@@ -23,7 +23,7 @@ class Landing:
     part: Part
     blocks: Sequence[Span]
     pieces: Sequence[Piece]
-    buffer: bytearray | None
+    buffer: Span | None
 
 
 class Destination:
@@ -48,7 +48,7 @@ class Destination:
         self._subset = None if subset is None else subset[0]
         self._wanted = None if subset is None else subset[1]
         self._lock = threading.Lock()
-        self._free: list[bytearray] = []  # buffers that no part uses
+        self._free: list[Span] = []  # buffers that no part uses
 
     def land(self, part: Part) -> Landing:
         """Return the memory in which a part is to land."""
@@ -74,7 +74,7 @@ class Destination:
 
     def copy_out(self, landing: Landing) -> None:
         """Copy what is wanted of a part that was read aside to its place."""
-        self._write(landing.part, [host_view(block) for block in landing.blocks])
+        self._write(landing.part, landing.blocks)
 
     def write(self, part: Part, data: memoryview) -> None:
         """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
@@ -95,12 +95,15 @@ class Destination:
         if self._subset is not None:
             self._subset.forget()
 
-    def _buffer(self, part: Part) -> bytearray | None:
+    def _buffer(self, part: Part) -> Span | None:
         """Return a buffer for a part that is read aside; None for others."""
         if self._wanted is None or not self._wanted.is_aside(part):
             return None
         with self._lock:
-            return self._free.pop() if self._free else bytearray(ASIDE_BYTES)
+            if self._free:
+                return self._free.pop()
+        assert self._subset is not None
+        return self._subset.buffer(ASIDE_BYTES)
 
     def _places(self, part: Part) -> tuple[int, Sequence[tuple[int, int]]]:
         """Return where the part's layer begins in the arena, and its blocks in layer space."""
@@ -108,21 +111,21 @@ class Destination:
         base = grid.layout.layers[grid.layer_of[part.chunk]].arena_offset
         return base, grid.blocks(part.chunk)[part.begin : part.end]
 
-    def _blocks_in(self, data: bytearray | memoryview, part: Part) -> list[memoryview]:
+    def _blocks_in(self, data: Span, part: Part) -> list[Span]:
         return _one_after_another(data, (nbytes for _, nbytes in self._places(part)[1]))
 
-    def _write(self, part: Part, blocks: Iterable[memoryview]) -> None:
+    def _write(self, part: Part, blocks: Iterable[Span]) -> None:
         assert self._subset is not None
         base, places = self._places(part)
         for (offset, _), block in zip(places, blocks, strict=True):
             self._subset.write(base + offset, block)
 
 
-def _one_after_another(data: bytearray | memoryview, sizes: Iterable[int]) -> list[memoryview]:
+def _one_after_another(data: Span, sizes: Iterable[int]) -> list[Span]:
     """Return views of these sizes, from the start of some bytes."""
-    whole, at = memoryview(data), 0
+    at = 0
     found = []
     for nbytes in sizes:
-        found.append(whole[at : at + nbytes])
+        found.append(data[at : at + nbytes])
         at += nbytes
     return found

@@ -24,7 +24,7 @@ import mx
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.tensors import LiveTensors, Slot, plain, slots_of
+from mx.engines.replica.tensors import LiveTensors, Slot, common_device, plain, slots_of
 from mx.engines.replica.written import Prints
 from mx.errors import BindingError
 from mx.log import event
@@ -44,9 +44,9 @@ class _FailedError(Exception):
 class Lender:
     """Lends one model's tensors. Its errors are logged, never raised: they must not stop an engine.
 
-    Host tensors are lent where they are, and those of other devices as copies in host memory, made
-    on the engine's thread. Each is hashed first, on a thread of its own. `close` ends it.
-    Thread-safe.
+    Tensors that are all on the host, or all on one GPU, are lent where they are. Of others those
+    that are not on the host are lent as copies there, made on the engine's thread. Each is hashed
+    first, on a thread of its own. `close` ends it. Thread-safe.
     """
 
     _tensors: Mapping[str, torch.Tensor]
@@ -90,7 +90,7 @@ class Lender:
             else:
                 self._watched = slots
                 self._prints = Prints(slots)  # before it is hashed: what changes later is noticed
-                self._tensors = _on_host(self._live)
+                self._tensors = _lendable(self._live)
         except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
             self._not_lent(error)
             return
@@ -412,9 +412,10 @@ class Lender:
             self._watched, self._tensors = {}, {}
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors themselves if all are in host memory, else with copies of the others."""
-    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+def _lendable(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors themselves if all can be lent where they are, else with host copies of
+    those of devices."""
+    if common_device(tensors):
         return tensors
     copies: dict[int, torch.Tensor] = {}
     found = {}

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,14 @@ from mx.engines.replica.names import Meant
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.sampling import Sampler
-from mx.engines.replica.tensors import Slot, cannot_move, check, copy_into
+from mx.engines.replica.tensors import (
+    LiveTensors,
+    Slot,
+    cannot_move,
+    check,
+    common_device,
+    copy_into,
+)
 from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.storage.folder_hash import remember_in_background
@@ -185,11 +193,13 @@ class Run:
                 )
         return replace(found, why=found.why or f"no source has {identity[:16]}")
 
-    def pull(self, *, hold: bool) -> mx.Pull:
+    def pull(self, *, hold: bool, device: str = "cpu", into: Any = None) -> mx.Pull:
         """Begin to pull what was chosen.
 
         Args:
             hold: Whether its memory is to be lent afterwards.
+            device: Where to, "cuda:N" for a GPU's memory.
+            into: The tensors to fill where they are, by name; None: new memory.
         """
         chosen = self.choice
         model, variant, pin = self.name, CHECKPOINT, self.pin or chosen.identity
@@ -203,6 +213,7 @@ class Run:
             revision=chosen.revision,
             variant=variant,
             hold=hold,
+            **({"device": device} if into is None else {"into": into}),
             transport=self.options.transport or None,
             settings=self.options.settings,
         )
@@ -250,6 +261,9 @@ class Run:
     def fill(self, slots: Mapping[str, Slot]) -> None:
         """Fill a model with the state before processing, layer by layer as it arrives.
 
+        A model on a GPU is filled where it is, unless this state is lent: the engine is about to
+        process its own tensors, so that those are copied from the memory that is lent.
+
         Args:
             slots: The model's.
 
@@ -257,6 +271,15 @@ class Run:
             ConfigError: It does not fit the model, in which nothing was changed.
             MxError: The error that ended the pull.
         """
+        own = LiveTensors(slots)
+        if self.lends != LOADED and common_device(own).startswith("cuda"):
+            pull = self.pull(hold=False, into=own)
+            for layer in pull.layers():
+                for _ in self.compared(layer.tensors().items()):
+                    pass
+            pull.wait()
+            pull.release()  # they are the engine's alone, which processes them
+            return
         pull = self.pull(hold=self.lends == LOADED)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from mx.core.types import Manifest
+from mx.cuda import driver
 from mx.errors import ConfigError
 from mx.memory.tensors import TORCH_DTYPES
 from mx.text import listed
+from mx.transport import Unavailable
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,24 @@ def check(manifest: Manifest, slots: Mapping[str, Slot]) -> None:
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ConfigError(f"the weights do not fit this model: {'; '.join(wrong[:8])}{more}")
+
+
+def device_of(device: torch.device) -> str:
+    """Return `device` as `mx.pull` takes it: "cuda:N", or "cpu" for whatever mx can't fill, as
+    where cuda-bindings are not installed."""
+    if device.type != "cuda" or isinstance(driver.probe(), Unavailable):
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def common_device(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return where mx can lend or fill all of these: "cpu" or "cuda:N"; "" where it can't."""
+    devices = {tensor.device for tensor in tensors.values() if tensor.numel()}
+    if len(devices) > 1:
+        return ""
+    one = next(iter(devices), torch.device("cpu"))
+    found = device_of(one)
+    return found if found.partition(":")[0] == one.type else ""
 
 
 @torch.no_grad()

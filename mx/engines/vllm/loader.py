@@ -20,7 +20,7 @@ from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, PROCESSED, Run
-from mx.engines.replica.tensors import slots_of
+from mx.engines.replica.tensors import device_of, slots_of
 from mx.engines.vllm import processed
 from mx.engines.vllm.key import engine_version, is_known, key_of
 from mx.engines.vllm.worker import watch
@@ -150,7 +150,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         model, device = None, self._target(vllm_config)
         with processed.undone_unless_kept(vllm_config, device) as keep:
             try:
-                with run.pull(hold=False) as pull:
+                with run.pull(hold=False, device=device_of(device)) as pull:
                     model = processed.build(vllm_config, pull, device, plain)
                     for _ in run.compared(pull.state_dict().items()):
                         pass

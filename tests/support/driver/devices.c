@@ -179,6 +179,15 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     return call_end(CUDA_SUCCESS);
 }
 
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
+    CALL(NEEDS_DRIVER, "%d", device);
+    REQUIRE_DEVICE(device);
+    REQUIRE(flags && active, CUDA_ERROR_INVALID_VALUE);
+    *flags = 0;
+    *active = contexts[device].retained > 0;
+    return call_end(CUDA_SUCCESS);
+}
+
 static bool is_context(CUcontext context) {
     return context >= contexts && context < contexts + count && context->retained;
 }

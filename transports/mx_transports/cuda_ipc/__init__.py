@@ -17,7 +17,6 @@ from mx.cuda import driver as cuda
 from mx.cuda.device import Device
 from mx.errors import LocalError, PathError
 from mx.transport import (
-    DeviceView,
     ExposedRegion,
     ExposeOptions,
     Exposure,
@@ -27,6 +26,7 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
+from mx.views import device_of
 from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES
 from mx_transports.toolkit.cuda.exposure import GpuExposure
 from mx_transports.toolkit.cuda.opening import CPU, Devices, links, may_share, open_session
@@ -69,7 +69,7 @@ class CudaIpcTransport:
         Raises:
             LocalError: Memory is not on a GPU, or can't be exported.
         """
-        if not all(isinstance(region.view, DeviceView) for region in regions):
+        if any(device_of(region.view) == CPU for region in regions):
             raise LocalError("cuda_ipc offers GPU memory, and this is in the host")
         return GpuExposure(self.name, MAGIC, regions, options)
 

@@ -11,9 +11,10 @@ import contextlib
 import ctypes
 import select
 import threading
+from itertools import chain
 
 from mx.cuda.device import Device, Event, PinnedMemory, Stream
-from mx.errors import LocalError
+from mx.errors import LocalError, PeerRefusedError
 from mx.transport import DeviceView, Span
 from mx.units import MIB
 from mx_transports.toolkit import kernel
@@ -79,7 +80,7 @@ class Copier:
         at = 0
         for part in parts:
             region = self._remote.regions[part.region]
-            if region.where is Where.DEVICE:
+            if region.on_gpu:
                 at = self._from_device(stage, at, region, part)
             else:
                 at = self._from_host(stage, at, region, part)
@@ -136,10 +137,11 @@ class Copier:
     # --- one part
 
     def _from_device(self, stage: _Stage, at: int, region: RemoteRegion, part: Slice[Span]) -> int:
-        assert self._remote.maps is not None
+        maps = self._remote.maps
+        assert maps is not None
         done = 0
-        for run, source, nbytes in self._remote.maps.pieces(
-            region.address + part.offset, len(part.view)
+        for run, source, nbytes in chain.from_iterable(
+            maps.pieces(*place) for place in self._parts(region, part)
         ):
             span = part.view[done : done + nbytes]
             done += nbytes
@@ -160,6 +162,13 @@ class Copier:
                 stage.drains.append((middle, span))
             at += nbytes
         return at
+
+    def _parts(self, region: RemoteRegion, part: Slice[Span]) -> list[tuple[int, int]]:
+        try:
+            return list(region.parts(part.offset, len(part.view)))
+        except ValueError as error:
+            peer = self._remote.peer
+            raise PeerRefusedError(f"{peer} by {self._remote.path}: {error}", peer=peer) from error
 
     def _from_host(self, stage: _Stage, at: int, region: RemoteRegion, part: Slice[Span]) -> int:
         span, nbytes = part.view, len(part.view)

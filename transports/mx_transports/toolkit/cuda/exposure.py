@@ -18,8 +18,10 @@ from mx.cuda.device import Device, relaxed
 from mx.cuda.errors import CudaError
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView
+from mx.views import located_spans
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.cuda import wire
+from mx_transports.toolkit.cuda.places import Places
 from mx_transports.toolkit.cuda.wire import Allocation, Export, RemoteRegion, Where
 from mx_transports.toolkit.exposure import GrantState
 from mx_transports.toolkit.local import BATCH, LocalExposure
@@ -40,28 +42,33 @@ class Exports:
         self._handles: dict[int, int] = {}  # by base
         self._found: dict[int, Allocation] = {}
         try:
-            for span in spans:
-                self._cover(span)
+            reached: dict[str, int] = {}  # the end of the last allocation, by device
+            for span in sorted(spans, key=lambda span: span.address):
+                at = max(span.address, reached.get(span.device, 0))
+                reached[span.device] = self._cover(span.device, at, span.address + len(span))
         except BaseException:
             self.close()
             raise
         self.allocations = sorted(self._found.values(), key=lambda found: found.base)
 
-    def _cover(self, span: DeviceView) -> None:
+    def _cover(self, key: str, at: int, end: int) -> int:
+        """Find the allocations of some addresses of a GPU; return where the last one ends."""
         driver = self.driver
         assert driver is not None
-        device = self._devices.get(span.device)
+        if at >= end:
+            return at
+        device = self._devices.get(key)
         if device is None:
-            device = self._devices[span.device] = Device.open(driver, span.device)
-        at, end = span.address, span.address + span.nbytes
+            device = self._devices[key] = Device.open(driver, key)
         with device.current():
             while at < end:
                 info = driver.pointer(at)
                 if info.ordinal != device.ordinal:
-                    raise LocalError(f"memory at {at:#x} is not on {span.device}")
+                    raise LocalError(f"memory at {at:#x} is not on {key}")
                 if info.base not in self._found:
                     self._found[info.base] = self._export(device, info)
                 at = info.base + info.nbytes
+        return at
 
     def _export(self, device: Device, info: cuda.PointerInfo) -> Allocation:
         driver = device.driver
@@ -113,10 +120,15 @@ class GpuExposure(LocalExposure):
             raise LocalError(f"{name} exposes at most {wire.MAX_ENTRIES} regions")
         # Kept for the memory's sake: their owners free it.
         self._offered = list(regions)
-        self._exports = Exports(
-            [region.view for region in regions if isinstance(region.view, DeviceView)]
-        )
         self._regions = [_described(region) for region in regions]
+        self._exports = Exports(
+            [
+                span
+                for region in regions
+                for span in located_spans(region.view)
+                if isinstance(span, DeviceView)
+            ]
+        )
         try:
             super().__init__(name=f"mx-{name}-source", magic=magic, options=options)
         except LocalError:
@@ -190,12 +202,15 @@ class GpuExposure(LocalExposure):
                 b"".join(region.pack() for region in regions),
                 [region.descriptor for region in regions if region.where is Where.MEMFD],
             )
+        places = [region.places.pack() for region in self._regions if region.places is not None]
+        stream.send_all([columns for columns in places if columns])
 
 
 def _described(region: ExposedRegion) -> RemoteRegion:
     nbytes = len(region.view)
     if isinstance(region.view, ScatteredView):
-        raise LocalError(f"region {region.index} lies in several places, and is not exported")
+        places = Places.of(region.view)
+        return RemoteRegion(region.index, 0, nbytes, Where.SCATTERED, places=places)
     if isinstance(region.view, DeviceView):
         return RemoteRegion(region.index, region.view.address, nbytes, Where.DEVICE)
     # A descriptor of memory that can still be written is not handed out.

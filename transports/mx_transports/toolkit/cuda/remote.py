@@ -10,12 +10,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mx.cuda.errors import CudaError
 from mx.errors import PathError, PeerProtocolError
 from mx.transport import Grant
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.maps import Maps
+from mx_transports.toolkit.cuda.places import MAX_PLACES, Places
 from mx_transports.toolkit.cuda.wire import Allocation, RemoteRegion, Where
 from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
 
@@ -73,6 +75,7 @@ class RemoteMemory(LocalSource):
             raise self.wrong("descriptors of its memory are missing")
         if not {found.uuid for found in self.allocations} <= self._gpus:
             raise self.wrong("its memory is on other GPUs than its ticket says")
+        scattered: dict[int, int] = {}
         for first in range(0, regions, BATCH):
             batch = min(BATCH, regions - first)
             data, descriptors = self.receive(wire.REGION.size * batch, batch)
@@ -81,6 +84,17 @@ class RemoteMemory(LocalSource):
                     raise self.wrong("its list of regions is malformed")
                 descriptor = descriptors.pop(0) if where == Where.MEMFD else -1
                 self.regions[index] = RemoteRegion(index, address, nbytes, Where(where), descriptor)
+                if where == Where.SCATTERED:
+                    scattered[index] = address
+        if sum(scattered.values()) > MAX_PLACES:
+            raise self.wrong("its list of places is too long")
+        for index, count in scattered.items():
+            data = bytearray(3 * 8 * count)
+            if data:
+                self.fill(memoryview(data))
+            region = self.regions[index]
+            places = Places.unpack(memoryview(data), region.nbytes)
+            self.regions[index] = replace(region, address=0, places=places)
 
     def map(self, maps: Maps) -> None:
         """Map all allocations.
@@ -96,7 +110,12 @@ class RemoteMemory(LocalSource):
         with translated(self.path, self.peer):
             maps.map(self.allocations, self._exported, own=self.ticket.is_own)
         for region in self.regions.values():
-            if region.where is Where.DEVICE and region.nbytes:
+            if region.places is not None:
+                for address, nbytes in zip(
+                    region.places.addresses, region.places.lengths, strict=True
+                ):
+                    maps.check(address, nbytes)
+            elif region.on_gpu and region.nbytes:
                 maps.check(region.address, region.nbytes)
         # The maps keep the memory; the descriptors are no longer needed.
         exported, self._exported = self._exported, []

@@ -2,7 +2,8 @@
 
 After the HELLO: the content's label and GREETING, with one descriptor, the grant's control page;
 then each allocation (with a descriptor where it is exported as one), then each region (with a
-descriptor where it is a sealed memfd). The connection then stays open. The reader sends on it when
+descriptor where it is a sealed memfd), then the places of each region that is scattered. The
+connection then stays open. The reader sends on it when
 it is busy, when idle, and that it holds the memory beyond its session; the source sends when the
 grant has ended, and then waits for the reader to unmap the memory: the reader signals this by
 closing the connection.
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mx.cuda.driver import IPC_HANDLE_BYTES
+from mx_transports.toolkit.cuda.places import Places
 
 #: Numbers of allocations and of regions.
 GREETING = struct.Struct("!II")
 #: Kind, the GPU's UUID, base address at the source, nbytes, legacy IPC handle.
 ALLOCATION = struct.Struct(f"!B40sQQ{IPC_HANDLE_BYTES}s")
-#: Index, address at the source, nbytes, where.
+#: Index, address at the source (of a scattered region: the number of its places), nbytes, where.
 REGION = struct.Struct("!IQQB")
 MAX_ENTRIES = 1 << 16
 
@@ -39,6 +42,7 @@ class Where(enum.IntEnum):
     DEVICE = 0
     MEMFD = 1
     PROCESS = 2
+    SCATTERED = 3  # in GPU memory, in several places
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,27 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRegion:
-    """`address` is the source's. `descriptor` is a sealed memfd here, or -1."""
+    """`address` is the source's. `descriptor` is a sealed memfd here, or -1. A region that is
+    scattered has `places` in place of an address."""
 
     index: int
     address: int
     nbytes: int
     where: Where
     descriptor: int = -1
+    places: Places | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.where in (Where.DEVICE, Where.SCATTERED)
 
     def pack(self) -> bytes:
-        return REGION.pack(self.index, self.address, self.nbytes, self.where)
+        address = self.address if self.places is None else len(self.places.begins)
+        return REGION.pack(self.index, address, self.nbytes, self.where)
+
+    def parts(self, offset: int, nbytes: int) -> Iterable[tuple[int, int]]:
+        """Yield the address at the source and the length of each part of some bytes. Raises
+        ValueError where a scattered region has no memory."""
+        if self.places is None:
+            return ((self.address + offset, nbytes),)
+        return self.places.at(offset, nbytes)

@@ -1,0 +1,232 @@
+"""Arrays in device memory that are lent and filled where they are, over the stand-in driver."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.driver.programs import Program, each_major, passes, program
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), each_major]
+
+#: Arrays of all kinds of memory, in one set; one begins where no kernel can hash it.
+_ARRAYS = """
+import logging
+import numpy as np
+from mx import api
+from mx.memory.device import HostReader
+from tests.support.driver.arrays import DeviceArray, DlpackArray, empty, values
+
+SHAPES = {f"model.layers.{n}.w": (1001, 700) for n in range(3)}
+SHAPES |= {f"model.layers.{n}.b": (701,) for n in range(3)}
+EMPTY, ODD = {"model.norm.weight": (0, 600)}, {"lm_head.weight": (300, 700)}
+
+def arrays(kinds, ordinal=0):
+    found = {}
+    for n, kind in enumerate(kinds):
+        own = {name: shape for name, shape in SHAPES.items() if f".{n}." in name}
+        found |= empty(own, kind, ordinal)
+    spare = empty({"spare": (300 * 700 + 1,)}, kinds[0], ordinal)["spare"]
+    at = spare.address + 4
+    found["lm_head.weight"] = DeviceArray((300, 700), "<f4", at, spare, spare.device)
+    found["model.norm.weight"] = empty(EMPTY, "malloc", ordinal)["model.norm.weight"]
+    return found
+
+def wanted(seed):
+    return values(SHAPES | EMPTY | ODD, seed)
+
+WANTED = {1: wanted(1), 2: wanted(1) | {"model.layers.1.w": wanted(2)["model.layers.1.w"]}}
+
+def answer(asked):
+    try:
+        return eval(asked)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+_LENDER = (
+    _ARRAYS
+    + """
+held = arrays(["malloc", "vmm", "segment"])
+for name, array in held.items():
+    array.set(WANTED[1][name])
+lent = held | {name: DlpackArray(held[name]) for name in ("model.layers.0.w", "lm_head.weight")}
+source = api.serve(lent, model="m", copy=False, coordinator="ADDRESS")
+
+def change():
+    with source.changing(["model.layers.1.w"]):
+        held["model.layers.1.w"].set(WANTED[2]["model.layers.1.w"])
+    return source.model
+
+print("lent")
+for line in sys.stdin:
+    print(answer(line))
+source.close()
+"""
+)
+
+_READER = (
+    _ARRAYS
+    + """
+def right(found, revision):
+    for name, values in WANTED[revision].items():
+        assert (found[name] == values).all(), name
+
+def host(pull):
+    layout, reader, found = pull.manifest.layout, HostReader(), {}
+    data = reader.whole(pull.memory())
+    for tensor in layout.tensors:
+        at = layout.layers[tensor.layer].arena_offset + tensor.offset
+        values = np.frombuffer(data[at : at + tensor.nbytes], np.float32)
+        found[tensor.name] = values.reshape(tensor.shape)
+    reader.close()
+    return found
+
+def pull(device, revision=1, **options):
+    with api.pull("m", coordinator="ADDRESS", device=device, **options) as pull:
+        report = pull.wait()
+        right(host(pull), revision)
+        return sorted(path.transport for path in report.paths)
+
+def fill(ordinal, revision=1, **where):
+    into = arrays(["segment", "malloc", "vmm"], ordinal)
+    with api.pull("m", into=into, **(where or {"coordinator": "ADDRESS"})) as pull:
+        report = pull.wait()
+        right({name: array.get() for name, array in into.items()}, revision)
+        return sorted(path.transport for path in report.paths)
+
+SLICES = {"model.layers.*.w": (1, 100, 401), "lm_head.weight": (0, 37, 205)}
+
+def cut(ordinal, **where):
+    shapes = {name: (1001, 301) for name in SHAPES if name.endswith("w")}
+    shapes["lm_head.weight"] = (168, 700)
+    if ordinal is None:
+        into = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+    else:
+        into = empty(shapes, "segment", ordinal)
+    where = where or {"coordinator": "ADDRESS"}
+    with api.pull("m", only=list(shapes), slices=SLICES, into=into, **where) as pull:
+        pull.wait()
+    for name, array in into.items():
+        found = array if ordinal is None else array.get()
+        whole = WANTED[1][name]
+        right = whole[:, 100:401] if name.endswith("w") else whole[37:205]
+        assert (found == right).all(), name
+    return "right"
+
+def differing():
+    into = arrays(["malloc"] * 3)
+    del into["lm_head.weight"]
+    into["model.layers.0.b"].shape = (700,)
+    with api.pull("m", coordinator="ADDRESS", into=into) as pull:
+        pull.wait()
+
+def saved(folder):
+    from safetensors.numpy import save_file
+    save_file(WANTED[1], folder + "/model.safetensors")
+    into = arrays(["segment", "malloc", "vmm"], 1)
+    with api.pull("m", path=folder, into=into) as pull:
+        pull.wait()
+    right({name: array.get() for name, array in into.items()}, 1)
+    return cut(1, path=folder)
+
+def giving():
+    into = arrays(["segment", "malloc", "vmm"], 1)
+    pull = api.pull("m", coordinator="ADDRESS", into=into, hold=True)
+    pull.wait()
+    kept = pull, pull.hold()
+    globals()["kept"] = kept
+    return kept[1].endpoint
+
+def released():
+    kept[0].release()
+    return kept[1].wait(0)
+
+print("ready")
+for line in sys.stdin:
+    print(answer(line))
+"""
+)
+
+#: An engine's tensors on a GPU: torch is built for CPUs here, and they only say where they are.
+_ENGINE = """
+import torch
+from mx.engines.replica import lender, tensors
+
+class OnGpu(torch.Tensor):
+    device = torch.device("cuda:1")
+    def cpu(self, *_):
+        raise AssertionError("a copy in host memory")
+
+class OnAnother(OnGpu):
+    device = torch.device("xpu:0")
+
+model = {name: torch.ones(3).as_subclass(OnGpu) for name in "ab"}
+assert tensors.common_device(model) == DEVICE
+assert tensors.device_of(torch.device("cuda:1")) == (DEVICE or "cpu")
+if DEVICE:
+    assert lender._lendable(model) is model
+assert tensors.common_device(model | {"c": torch.ones(3)}) == ""
+assert tensors.common_device({"c": torch.ones(3).as_subclass(OnAnother)}) == ""
+"""
+
+_SET_BYTES = 4 * (3 * (1001 * 700 + 701) + 300 * 700)
+_ODD_BYTES = 4 * 300 * 700
+
+
+def copied_bytes(log: Path, process: Program, call: str) -> int:
+    """Return how many bytes a process has copied by a call, as the driver has counted them."""
+    text = (log / f"{process.process.pid}.log").read_text()
+    found = re.findall(rf" {call}\(\w+, \w+, (\d+), \w+\) CUDA_SUCCESS", text)
+    return sum(map(int, found))
+
+
+def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) -> None:
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    settings = {"LOG": tmp_path, "KERNELS": True}
+    with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
+        assert (lender.read(), one.read()) == ("lent", "ready")
+        # Nothing but digests comes to the host, and the tensor that no kernel can hash.
+        assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
+        assert one.ask('pull("cuda:0")') == "['cuda_ipc']"  # copied: what is lent may change
+        assert one.ask('pull("cpu")') == "['pcie_p2p']"
+        assert one.ask('pull("cuda:1")') in ("['pcie_p2p']", "['cuda_ipc']")
+        assert one.ask("fill(0)") == "['cuda_ipc']"
+        assert one.ask("fill(1)") in ("['pcie_p2p']", "['cuda_ipc']")
+        assert lender.ask("change()") == "m:main.2"
+        assert one.ask("fill(1, 2)") in ("['pcie_p2p']", "['cuda_ipc']")
+        # What comes to this host: each of its looks at a GPU, the pull to the host, odd tensors.
+        looks = 6 * _SET_BYTES + 3 * _ODD_BYTES
+        assert copied_bytes(tmp_path, one, "cuMemcpyDtoHAsync") < 1.02 * looks
+        assert copied_bytes(tmp_path, one, "cuMemcpyHtoDAsync") < 0.02 * _SET_BYTES
+        assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
+
+
+def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -> None:
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with (
+        program(major, lending, KERNELS=True) as lender,
+        program(major, reading) as one,
+        program(major, reading, KERNELS=True) as other,
+    ):
+        assert (lender.read(), one.read(), other.read()) == ("lent", "ready", "ready")
+        assert one.ask("cut(None)") == "right"
+        assert one.ask("cut(0)") == "right"  # without kernels: hashed in pinned memory
+        assert other.ask("cut(1)") == "right"
+        assert other.ask(f"saved({str(saved)!r})") == "right"
+        said = one.ask("differing()")
+        assert said.startswith("ConfigError") and "nothing was written" in said
+        assert "lm_head.weight" in said and "model.layers.0.b is F32 [700] here" in said
+        peer = other.ask("giving()")
+        assert one.ask(f"fill(0, peer={peer!r})") in ("['pcie_p2p']", "['cuda_ipc']")
+        assert other.ask("released()") == "True"
+        assert "Error" in one.ask(f"fill(0, peer={peer!r})")
+
+
+def test_engines_lend_and_fill_on_the_gpu(major: int) -> None:
+    passes(major, "DEVICE = 'cuda:1'" + _ENGINE)
+    passes(major, "DEVICE = ''" + _ENGINE, DEVICES=0)  # torch may have CUDA where mx has none
