@@ -218,3 +218,41 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
         for child in children:
             child.close(terminate=True)
         cluster.close()
+
+
+def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
+    """Every call fails from some moment on: a typed error, and others go on."""
+    checkpoint, _ = _checkpoint(tmp_path / "checkpoint")
+    cluster = Cluster()
+    base = ["--transport", "tcp", "--coordinator", cluster.coordinator, "--json"]
+
+    def serve(model: str, **settings: object) -> None:
+        env = environment(major, settings)
+        at = ("--coordinator", cluster.coordinator, "--json")
+        what = ("serve", str(checkpoint), "--model", model, "--device", "cuda:0")
+        assert cluster.start("-m", "mx", *what, *at, env=env).hear()
+
+    def pull(model: str, **settings: object) -> tuple[int, str]:
+        command = [sys.executable, "-m", "mx", "pull", model, "--device", "cuda:1", *base]
+        env = environment(major, settings)
+        ended = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=60
+        )
+        return ended.returncode, ended.stdout
+
+    try:
+        serve("m")
+        for where in ("cuMemcpyHtoDAsync:3", "work:3", "cuEventSynchronize:4"):
+            code, said = pull("m", FAIL=f"{where}:CUDA_ERROR_ILLEGAL_ADDRESS")
+            assert code == 6 and "CUDA_ERROR_ILLEGAL_ADDRESS" in said, where
+        for where in ("cuMemHostAlloc:1", "cuMemCreate:1"):
+            code, said = pull("m", FAIL=f"{where}:CUDA_ERROR_OUT_OF_MEMORY")
+            assert code == 1 and "CudaMemoryError" in said, where
+        code, said = pull("m", MEMORY_BYTES=16 << 20)
+        assert code == 1 and "CapacityError" in said  # before anything is allocated
+        assert pull("m")[0] == 0
+        serve("lost", FAIL="cuMemcpyDtoHAsync:3:CUDA_ERROR_ILLEGAL_ADDRESS")
+        code, said = pull("lost")
+        assert code == 6 and "IncompleteError" in said
+    finally:
+        cluster.close()
