@@ -67,7 +67,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     verify = asked.get("verify", "chunks")
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
-    into, reuse = destination(asked.get("into")), held_by(asked.get("reuse", ()), device)
+    into, reuse = destination(asked.get("into")), held_by(asked.get("reuse", ()))
     variant = variant_text(asked.get("variant", ""))
     files_only, files = _files(asked.get("files_only", False))
     _check_types({**asked, "model": model})

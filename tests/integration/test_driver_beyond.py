@@ -221,9 +221,10 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
         cluster.close()
 
 
+@pytest.mark.long
 def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
     """Every call fails from some moment on: a typed error, and others go on."""
-    checkpoint, _ = _checkpoint(tmp_path / "checkpoint")
+    checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
     cluster = Cluster()
     base = ["--transport", "tcp", "--coordinator", cluster.coordinator, "--json"]
 
@@ -250,13 +251,23 @@ def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
         assert code == 1 and "CudaMemoryError" in said
         code, said = pull("m", MEMORY_BYTES=16 << 20)
         assert code == 1 and "CapacityError" in said  # before anything is allocated
-        serve("lost", FAIL="cuMemcpyDtoHAsync:3:CUDA_ERROR_ILLEGAL_ADDRESS")
+        # A source that loses its GPU, and another one: what was written is not pulled again.
+        serve("lost", FAIL="cuMemcpyDtoHAsync:14:CUDA_ERROR_ILLEGAL_ADDRESS")
+        base += ["--out", str(tmp_path / "out")]
         code, said = pull("lost")
         assert code == 6 and "IncompleteError" in said
+        serve("lost")
+        code, said = pull("lost")
+        assert code == 0
+        found = {path["transport"]: path["bytes"] for path in json.loads(said)["paths"]}
+        assert found["resume"] and found["resume"] + found["tcp"] == nbytes
+        written = (tmp_path / "out" / "model.safetensors").read_bytes()
+        assert written == (checkpoint / "model.safetensors").read_bytes()
     finally:
         cluster.close()
 
 
+@pytest.mark.long
 def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
     """Two pulls into GPUs at the same time: each gives from its GPU what it has."""
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint", mib=48)
@@ -285,3 +296,25 @@ def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
     finally:
         child.close(terminate=True)
         cluster.close()
+
+
+_REUSES = """
+import mx, subprocess
+from benchmarks.processes import Cluster
+cluster = Cluster()
+options = {{"coordinator": cluster.coordinator, "transport": "tcp"}}
+try:
+    cluster.serve({checkpoint!r}, "m", "--device", "cuda:0")
+    with mx.pull("m", device="cuda:1", **options) as on_gpu, mx.pull("m", **options) as in_host:
+        in_host.wait()
+        for held, device in ((on_gpu, "cuda:0"), (on_gpu, "cpu"), (in_host, "cuda:1")):
+            with mx.pull("m", device=device, reuse=held, verify="strong", **options) as again:
+                print(*(path.transport for path in again.wait().paths))
+finally:
+    cluster.close()
+"""
+
+
+def test_weights_are_reused_wherever_they_are(major: int, tmp_path: Path) -> None:
+    checkpoint, _ = _checkpoint(tmp_path / "checkpoint", mib=4)
+    assert passes(major, _REUSES.format(checkpoint=str(checkpoint))) == ["reuse"] * 3
