@@ -67,7 +67,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
     into = destination(asked.get("into"))
     device = _device_of(into, device)
-    reuse = held_by(asked.get("reuse", ()), device)
+    reuse = held_by(asked.get("reuse", ()))
     variant = variant_text(asked.get("variant", ""))
     files_only, files = _files(asked.get("files_only", False))
     _check_types({**asked, "model": model})

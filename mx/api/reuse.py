@@ -9,11 +9,11 @@ from mx.core.pages import Pages
 from mx.core.reuse import Held
 from mx.core.types import Manifest
 from mx.errors import ConfigError
-from mx.views import ScatteredView, View, host_view
+from mx.views import View
 
 
 class Holder(Protocol):
-    """An object that has weights in host memory: a `Pull` or a `Source` of this process."""
+    """An object that has weights in memory: a `Pull` or a `Source` of this process."""
 
     @property
     def manifest(self) -> Manifest | None: ...
@@ -27,21 +27,17 @@ class Holder(Protocol):
         or in several."""
 
 
-def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
+def held_by(reuse: Holder | Sequence[Holder]) -> list[Held]:
     """Return the weights of each holder in `reuse`, waiting for those that still arrive.
 
     Args:
         reuse: One holder or several.
-        device: The device that is pulled into.
 
     Raises:
-        ConfigError: An element is neither a pull nor a source, has no weights, or `device` is a
-            GPU.
+        ConfigError: An element is neither a pull nor a source, or has no weights.
         MxError: An error that a holder's `memory` raises.
     """
     holders = [*reuse] if isinstance(reuse, Sequence) else [reuse]
-    if holders and device != "cpu":
-        raise ConfigError("a pull into a GPU can't reuse weights in host memory")
     found = []
     for holder in holders:
         if not hasattr(holder, "memory"):
@@ -51,6 +47,5 @@ def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
             raise ConfigError("`reuse` must hold a whole model, not some tensors of one")
         if manifest is None or pages is None:
             raise ConfigError("`reuse` has no weights")
-        here = view if isinstance(view, ScatteredView) else host_view(view)
-        found.append(Held(manifest, pages, here))
+        found.append(Held(manifest, pages, view))
     return found

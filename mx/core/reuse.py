@@ -12,17 +12,18 @@ from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages
 from mx.core.types import Manifest
-from mx.views import HostView
+from mx.views import View
 
 
 @dataclass(frozen=True)
 class Held:
-    """Weights in this process's memory: `view` is laid out like an arena of the manifest. The
-    memory lives as long as `view`. Layers whose pages are not known are not found."""
+    """Weights in memory of this process, the host's or a GPU's: `view` is laid out like an arena of
+    the manifest. The memory lives as long as `view`. Layers whose pages are not known are not
+    found."""
 
     manifest: Manifest
     pages: Pages
-    view: HostView
+    view: View
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Copy:
     in it."""
 
     index: int
-    blocks: tuple[tuple[HostView, int], ...]
+    blocks: tuple[tuple[View, int], ...]
 
 
 def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[int, Copy]:
@@ -47,7 +48,7 @@ def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[
     Returns:
         The chunks all of whose blocks are held.
     """
-    places: dict[bytes, tuple[HostView, int]] = {}
+    places: dict[bytes, tuple[View, int]] = {}
     for each in held:
         for digest, offset in _blocks(each):
             places.setdefault(digest, (each.view, offset))

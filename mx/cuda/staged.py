@@ -210,18 +210,23 @@ class StagedSession:
     def _issue(self) -> None:
         """Read the next parts, as many as there are slots for."""
         reads: list[tuple[_Part, Slot]] = []
-        skipped: list[_Part] = []
+        skipped: list[tuple[_Part, MxError]] = []
         with self._wake:
             while self._can_issue():
                 part = self._waiting.popleft()
                 part.job.running += 1
                 if self._skips(part):
-                    skipped.append(part)
-                else:
+                    error = ClosedError(f"{part.job.read.tag}: the session was closed")
+                    skipped.append((part, error))
+                    continue
+                try:
                     part.slot = self._ring.take()
+                except MxError as lost:  # the slot's last copy has failed, with the GPU
+                    skipped.append((part, lost))
+                else:
                     reads.append((part, part.slot))
-        for part in skipped:
-            self.part_read(part, ClosedError(f"{part.job.read.tag}: the session was closed"))
+        for part, reason in skipped:
+            self.part_read(part, reason)
         if not reads:
             return
         try:

@@ -207,7 +207,7 @@ class LayerWindow:
 
 
 class HostReader:
-    """Gives the host bytes of either kind of memory.
+    """Gives the host bytes of either kind of memory, and writes to a device's.
 
     Host memory is returned as it is; device memory is copied through a ring of pinned memory,
     allocated at first use. Thread-safe; `close` frees the ring.
@@ -239,6 +239,10 @@ class HostReader:
         if len(span):
             self._ring(span.device).download(span.address, copy)
         return copy
+
+    def write(self, span: DeviceView, data: memoryview) -> None:
+        """Copy host bytes to a device; they are in place when this returns. Raises CudaError."""
+        self._ring(span.device).upload(span.address, data)
 
     def _ring(self, device: str) -> PinnedRing:
         with self._lock:

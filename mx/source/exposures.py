@@ -40,8 +40,9 @@ def expose(
         except MxError as error:
             reasons.append(f"{name}: {error}")
             # A missing permission is no surprise, and most transports cannot expose memory that
-            # is still being filled.
-            usual = held.growing or held.live or isinstance(error, NotAllowedError)
+            # is still being filled, or a GPU's.
+            others = held.device != "cpu" and type(error) is LocalError
+            usual = held.growing or held.live or others or isinstance(error, NotAllowedError)
             level = logging.INFO if usual else logging.WARNING
             # As text: a kept log record would keep the regions through the error's traceback.
             log.log(level, "%s is not offered: %s", name, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +13,8 @@ from mx.memory.device import HostReader
 from mx.memory.verify import wrong_tensors
 from mx.storage.writer import CheckpointWriter
 from mx.threads import Threads
-from mx.transport import View
+from mx.transport import DeviceView, View
+from mx.views import HostView, host_bytes
 
 
 class Output:
@@ -60,7 +62,7 @@ class Output:
         return sorted(self._writer.claimed)
 
     def read_back(self, layer: int, view: View) -> list[int]:
-        """Read a layer of `left` into its place in host memory, and hash it. Blocks.
+        """Read a layer of `left` into its place, and hash it in host memory. Blocks.
 
         Args:
             layer: The layer's index.
@@ -70,12 +72,17 @@ class Output:
             The layer's chunks all of whose tensors are right. A tensor that a chunk holds only in
             part counts as a whole: its root tells nothing about the parts.
         """
-        self._writer.read_layer(layer, self._reader.whole(view))
+        on_gpu = isinstance(view, DeviceView)
+        here: HostView = memoryview(mmap.mmap(-1, len(view))) if on_gpu else host_bytes(view)
+        self._writer.read_layer(layer, here)
         grid, extents = self._manifest.grid, self._manifest.layout.layers[layer].extents
         wrong: set[int] = set()
-        for number in wrong_tensors(self._manifest, layer, view, self._reader):
+        for number in wrong_tensors(self._manifest, layer, here, self._reader):
             offset, nbytes = extents[number]
             wrong.update(grid.chunks_of(layer, offset, offset + nbytes))
+        if isinstance(view, DeviceView):
+            assert isinstance(here, memoryview)
+            self._reader.write(view, here)
         self._writer.have_layer(layer, not wrong)
         return [index for index in grid.of_layer(layer) if index not in wrong]
 

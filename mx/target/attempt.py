@@ -89,7 +89,7 @@ class Attempt:
             self.edition.log,
             strong=strong,
             out=options.out,
-            keep=options.resume and options.device == "cpu",
+            keep=options.resume,
             revision=self._history.key.revision,
             layout=self.edition.layout,
         )

@@ -59,8 +59,8 @@ class Delivery:
         return self._output is not None and bool(self._output.left)
 
     def resume(self, transfer: Transfer, cancelled: Callable[[], bool]) -> None:
-        """Read the layers that an earlier pull has written into the transfer's arena, in host
-        memory, and prefill their right chunks. Call it before the first connection. Blocks."""
+        """Read the layers that an earlier pull has written into the transfer's arena, and prefill
+        their right chunks. Call it before the first connection. Blocks."""
         assert self._output is not None
         for layer in self._output.left:
             if cancelled():

@@ -89,7 +89,7 @@ class Job:
         options, reader_id = self.options, ""
         in_place = options.into is None or isinstance(options.into, InPlace)
         gives = options.selection is None  # whole chunks
-        if options.host is not None and options.device == "cpu" and in_place and gives:
+        if options.host is not None and in_place and gives:
             # A new one each: the coordinator may still know the last one's, with its secret.
             reader_id = str(uuid.uuid4())
         return Attempt(self._context, Edition(options, self._log, ready, reader_id))

@@ -19,10 +19,11 @@ from mx.core.pages import Pages, check_page
 from mx.core.reuse import Copy, Held, same_chunks
 from mx.core.types import Manifest
 from mx.errors import DigestError
+from mx.memory.device import HostReader
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
 from mx.threads import Threads
-from mx.transport import View, host_view
+from mx.transport import DeviceView, View, contiguous, host_view
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
@@ -78,16 +79,16 @@ def reuse(
     """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones.
 
     Args:
-        transfer: The transfer, whose arena is host memory.
+        transfer: The transfer.
         pages: The model's pages; layers whose pages are not known are left out.
         held: What this process holds.
         cancelled: Returns True once the pull is cancelled.
     """
     grid = transfer.manifest.grid
-    for each in held:
-        _learn_pages(each)
-    copies = same_chunks(transfer.manifest, pages, held)
-    with Threads(THREADS, "mx-reuse") as pool:
+    with contextlib.closing(HostReader()) as reader, Threads(THREADS, "mx-reuse") as pool:
+        for each in held:
+            _learn_pages(each, reader)
+        copies = same_chunks(transfer.manifest, pages, held)
         for layer in range(len(transfer.manifest.layout.layers)):
             here = [copies[index] for index in grid.of_layer(layer) if index in copies]
             page = pages.get(layer)
@@ -96,12 +97,12 @@ def reuse(
             if cancelled():
                 return
             began_s = time.monotonic()
-            right = pool.map(lambda copy, page=page: _copied(transfer, page, copy), here)
+            right = pool.map(lambda copy, page=page: _copied(transfer, page, copy, reader), here)
             chunks = [copy.index for copy, good in zip(here, right, strict=True) if good]
             transfer.prefill("reuse", "local", chunks, time.monotonic() - began_s)
 
 
-def _learn_pages(held: Held) -> None:
+def _learn_pages(held: Held, reader: HostReader) -> None:
     """Hash the layers whose pages are not known, as of memory that was attached. Pages of layers
     that were written to since stay unknown."""
     layout = held.manifest.layout
@@ -109,7 +110,7 @@ def _learn_pages(held: Held) -> None:
         place = layout.layers[layer]
         space = held.view[place.arena_offset : place.arena_offset + place.nbytes]
         page = b"".join(
-            block_digest(host_view(space[at : min(at + BLOCK_BYTES, offset + nbytes)]))
+            block_digest(_host(reader, space[at : min(at + BLOCK_BYTES, offset + nbytes)]))
             for offset, nbytes in place.extents
             for at in range(offset, offset + nbytes, BLOCK_BYTES)
         )
@@ -118,16 +119,29 @@ def _learn_pages(held: Held) -> None:
             held.pages.put(layer, page)
 
 
-def _copied(transfer: Prefillable, page: bytes, copy: Copy) -> bool:
-    """Copy a chunk and hash the copy. Returns True if it is what the page says."""
+def _copied(transfer: Prefillable, page: bytes, copy: Copy, reader: HostReader) -> bool:
+    """Copy a chunk and hash the copy, in host memory. Returns True if it is what the page says."""
     arena, grid = transfer.arena, transfer.manifest.grid
     base = transfer.manifest.layout.layers[grid.layer_of[copy.index]].arena_offset
     places = grid.blocks(copy.index)
-    views = [host_view(arena[base + offset : base + offset + nbytes]) for offset, nbytes in places]
-    hasher, landed = BlockHasher(views), 0
-    for view, (held, offset) in zip(views, copy.blocks, strict=True):
-        copy_bytes(view, host_view(held[offset : offset + len(view)]))
+    views = [contiguous(arena[base + offset : base + offset + nbytes]) for offset, nbytes in places]
+    here = [view if isinstance(view, memoryview) else _buffer(len(view)) for view in views]
+    hasher, landed = BlockHasher(here), 0
+    for view, (held, offset) in zip(here, copy.blocks, strict=True):
+        copy_bytes(view, _host(reader, held[offset : offset + len(view)]))
         landed += len(view)
         hasher.landed(landed)  # while the bytes are in the cache
     digests, first = hasher.block_digests(), DIGEST_BYTES * grid.first_block[copy.index]
-    return digests == page[first : first + len(digests)]
+    right = digests == page[first : first + len(digests)]
+    for place, data in zip(views, here, strict=True):
+        if right and isinstance(place, DeviceView):
+            reader.write(place, data)
+    return right
+
+
+def _buffer(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def _host(reader: HostReader, view: View) -> memoryview:
+    return host_view(reader.whole(view))

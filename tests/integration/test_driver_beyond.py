@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -208,3 +209,102 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
         for child in children:
             child.close(terminate=True)
         cluster.close()
+
+
+@pytest.mark.long
+def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
+    """Every call fails from some moment on: a typed error, and others go on."""
+    checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
+    cluster = Cluster()
+    base = ["--transport", "tcp", "--coordinator", cluster.coordinator, "--json"]
+
+    def serve(model: str, **settings: object) -> None:
+        env = environment(major, settings)
+        at = ("--coordinator", cluster.coordinator, "--json")
+        what = ("serve", str(checkpoint), "--model", model, "--device", "cuda:0")
+        assert cluster.start("-m", "mx", *what, *at, env=env).hear()
+
+    def pull(model: str, **settings: object) -> tuple[int, str]:
+        command = [sys.executable, "-m", "mx", "pull", model, "--device", "cuda:1", *base]
+        env = environment(major, settings)
+        ended = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=60
+        )
+        return ended.returncode, ended.stdout
+
+    try:
+        serve("m")
+        for where in ("cuMemcpyHtoDAsync:3", "work:3"):
+            code, said = pull("m", FAIL=f"{where}:CUDA_ERROR_ILLEGAL_ADDRESS")
+            assert code == 6 and "CUDA_ERROR_ILLEGAL_ADDRESS" in said, where
+        code, said = pull("m", FAIL="cuMemHostAlloc:1:CUDA_ERROR_OUT_OF_MEMORY")
+        assert code == 1 and "CudaMemoryError" in said
+        code, said = pull("m", MEMORY_BYTES=16 << 20)
+        assert code == 1 and "CapacityError" in said  # before anything is allocated
+        # A source that loses its GPU, and another one: what was written is not pulled again.
+        serve("lost", FAIL="cuMemcpyDtoHAsync:14:CUDA_ERROR_ILLEGAL_ADDRESS")
+        base += ["--out", str(tmp_path / "out")]
+        code, said = pull("lost")
+        assert code == 6 and "IncompleteError" in said
+        serve("lost")
+        code, said = pull("lost")
+        assert code == 0
+        found = {path["transport"]: path["bytes"] for path in json.loads(said)["paths"]}
+        assert found["resume"] and found["resume"] + found["tcp"] == nbytes
+        written = (tmp_path / "out" / "model.safetensors").read_bytes()
+        assert written == (checkpoint / "model.safetensors").read_bytes()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.long
+def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
+    """Two pulls into GPUs at the same time: each gives from its GPU what it has."""
+    checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint", mib=48)
+    names = ("origin", "one", "other")
+    links = hosts.star(names, up_mbit_per_s=200, down_mbit_per_s=200)
+    origin, *targets = (
+        _Host(hosts, name, links[name].address(name), major, tmp_path) for name in names
+    )
+    cluster = Cluster(origin.address, origin.prefix)
+    serving = ["serve", str(checkpoint), "--model", "m", "--device", "cuda:0"]
+    child, _ = origin.serve(serving, cluster.coordinator)
+    try:
+        before = hosts.sent_nbytes(links["origin"], "origin")
+        with ThreadPoolExecutor(2) as pool:
+            pulls = [
+                pool.submit(
+                    host.pull, cluster.coordinator, "m", "--device", "cuda:1", "--transport", "tcp"
+                )
+                for host in targets
+            ]
+            logs = [pull.result()[1] for pull in pulls]
+        assert hosts.sent_nbytes(links["origin"], "origin") - before < 1.6 * nbytes
+        for log in logs:
+            assert copied(log, "cuMemcpyHtoDAsync") >= nbytes
+            assert copied(log, "cuMemcpyDtoHAsync")  # what it gave
+    finally:
+        child.close(terminate=True)
+        cluster.close()
+
+
+_REUSES = """
+import mx, subprocess
+from benchmarks.processes import Cluster
+cluster = Cluster()
+options = {{"coordinator": cluster.coordinator, "transport": "tcp"}}
+try:
+    cluster.serve({checkpoint!r}, "m", "--device", "cuda:0")
+    with mx.pull("m", device="cuda:1", **options) as on_gpu, mx.pull("m", **options) as in_host:
+        in_host.wait()
+        for held, device in ((on_gpu, "cuda:0"), (on_gpu, "cpu"), (in_host, "cuda:1")):
+            with mx.pull("m", device=device, reuse=held, verify="strong", **options) as again:
+                print(*(path.transport for path in again.wait().paths))
+finally:
+    cluster.close()
+"""
+
+
+def test_weights_are_reused_wherever_they_are(major: int, tmp_path: Path) -> None:
+    checkpoint, _ = _checkpoint(tmp_path / "checkpoint", mib=4)
+    assert passes(major, _REUSES.format(checkpoint=str(checkpoint))) == ["reuse"] * 3

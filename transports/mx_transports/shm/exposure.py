@@ -19,7 +19,7 @@ from itertools import chain
 from mx import forks
 from mx.buffers import address_of
 from mx.errors import LocalError
-from mx.transport import ExposedRegion, ExposeOptions, ScatteredView, host_view
+from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView, host_view
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.exposure import GrantState
 from mx_transports.toolkit.local import BATCH, LocalExposure
@@ -46,10 +46,13 @@ class ShmExposure(LocalExposure):
     """Regions of this process's memory for other processes of its uid on its kernel."""
 
     def __init__(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> None:
-        """Raises LocalError for too many regions or digests, and where this process has no socket,
-        no descriptor or no memory left."""
+        """Raises LocalError for too many regions or digests, for memory of a GPU, and where this
+        process has no socket, no descriptor or no memory left."""
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"shm exposes at most {MAX_REGIONS} regions, not {len(regions)}")
+        for region in regions:
+            if isinstance(region.view, DeviceView):
+                raise LocalError(f"shm does not expose the memory of {region.device}")
         digests = memoryview(options.block_digests or b"").cast("B")
         if len(digests) > MAX_DIGESTS_BYTES:
             raise LocalError(f"shm hands out at most {MAX_DIGESTS_BYTES} bytes of digests")
