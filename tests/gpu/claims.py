@@ -19,6 +19,7 @@ CLAIMS = {
     "streams wait for verified layers": ["test_signals.py", "test_readiness.py"],
     "arenas and pinned rings": ["test_arena.py", "test_ring.py"],
     "the driver does what mx relies on": ["test_driver.py"],
+    "GPUs and their links, as NVML says": ["test_nvml.py"],
     "as fast as the bars say (0.9 of a bare copy, attach in 60 ms)": ["test_speed.py"],
     "the benchmark runs": ["test_benchmark.py"],
 }
