@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ClosedError, ConfigError
 
 _PREFIX = "cuda:"
+_log = logging.getLogger(__name__)
 
 
 def device_key(uuid: str) -> str:
@@ -147,12 +149,12 @@ class _ContextHold:
             self._holders -= 1
             last = not self._holders
         if last:
-            with _gone_is_freed():
+            with _giving_back():
                 self._driver.context_release(self._ordinal)
 
     def free(self, context: int, free: Callable[[], None]) -> None:
         try:
-            with _gone_is_freed():
+            with _giving_back():
                 self._driver.context_push(context)
                 try:
                     free()
@@ -163,13 +165,14 @@ class _ContextHold:
 
 
 @contextlib.contextmanager
-def _gone_is_freed() -> Iterator[None]:
-    """Ignore errors that say that the context or the driver ended, which frees everything."""
+def _giving_back() -> Iterator[None]:
+    """Log errors of giving something back, which is of no more use and goes with the process; not
+    those that say that the context or the driver ended, which frees everything."""
     try:
         yield
     except CudaError as error:
         if error.code not in GONE_CODES:
-            raise
+            _log.warning("a GPU's resource was not given back: %s", error)
 
 
 class Owned:
@@ -196,10 +199,7 @@ class Owned:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Free the resource. Idempotent.
-
-        Raises CudaError if the driver refuses, unless the context or the driver has ended.
-        """
+        """Free the resource. Idempotent; if the driver refuses, that is logged."""
         self._finalizer()
 
     def __enter__(self) -> Self:

@@ -39,7 +39,6 @@ CODES = [
 TYPED = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 #: So long no pull of this size takes.
 _HANG_S = 60
-#: Calls that a program makes to end: what they were to give back goes with its process.
 MODEL = "m"
 
 
@@ -182,10 +181,11 @@ class Pull:
 
 
 def failure(rng: random.Random, made: Counter[str]) -> str:
-    """Draw a call of those that a process makes, and how it fails."""
+    """Draw a call of those that a process makes, and how it fails; now and then two of them."""
     name = rng.choice([*sorted(made), "work"])
     often = made[name] or sum(made[each] for each in made if "Async" in each or "Launch" in each)
-    return f"{name}:{rng.randint(1, max(often, 1))}:CUDA_ERROR_{rng.choice(CODES)}"
+    drawn = f"{name}:{rng.randint(1, max(often, 1))}:CUDA_ERROR_{rng.choice(CODES)}"
+    return drawn if rng.random() < 0.8 else f"{drawn},{failure(rng, made)}"
 
 
 def play(world: World, seed: int, tally: Counter[str]) -> str:
@@ -225,14 +225,12 @@ def source_round(world: World, model: str, target: str, fail: str, tally: Counte
         stderr=subprocess.PIPE,
         text=True,
     )
-    code = errors.EXIT_OK
+    code: int | None = None
     assert source.stdout is not None
     try:
-        if source.stdout.readline():
+        if "error" not in json.loads(source.stdout.readline() or '{"error": ""}'):
             code = world.pull(model, target, "")
             source.terminate()
-        else:
-            tally["no source"] += 1
         _, text = source.communicate(timeout=_HANG_S)
     except subprocess.TimeoutExpired:
         raise Broken("the source hangs") from None
@@ -241,7 +239,11 @@ def source_round(world: World, model: str, target: str, fail: str, tally: Counte
         source.communicate()
     check(source.returncode in TYPED, f"the source ends with {source.returncode}:\n{text}")
     check("Traceback" not in text, f"a traceback:\n{text}")
-    return code
+    if code is not None:
+        return code
+    check(source.returncode != errors.EXIT_OK and "error" in text, f"no source, no error:\n{text}")
+    tally["sources that did not start"] += 1
+    return source.returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
