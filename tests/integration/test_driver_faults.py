@@ -33,4 +33,4 @@ def test_a_call_that_fails_is_a_typed_error_or_none(rounds: int, seed: int, majo
     )
     assert played.returncode == 0, played.stdout + played.stderr
     # Rounds that all end alike would show nothing.
-    assert "'whole': " in played.stdout and "'exit 6': " in played.stdout
+    assert "'whole': " in played.stdout and "'exit " in played.stdout
