@@ -121,13 +121,14 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the claims, and on a real GPU the figures; not in a run of the project's other tests."""
+    """Print the claims, and on a real GPU the figures; not in a run of the other tests too."""
     if config.inipath != HERE / "pytest.ini":
         return
     outcomes = []
     for outcome in ("passed", "failed", "skipped", "error"):
         for report in terminalreporter.getreports(outcome):
-            name = report.nodeid.rpartition("/")[2]
+            file, _, test = report.nodeid.partition("::")
+            name = f"{Path(file).name}::{test}"
             outcomes.append((name, "failed" if outcome == "error" else outcome))
     terminalreporter.section("claims")
     for line in table(outcomes):
