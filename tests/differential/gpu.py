@@ -3,7 +3,8 @@
 Over the stand-in driver. A round draws from its seed which process has the failure (a target or a
 source), which call fails, the how many-th, and with which error. A pull then ends whole, with the
 checkpoint's bytes, or with a typed error and nothing written; no process prints a traceback, dies
-of a signal or hangs. Other readers go on, and a source keeps nothing of a reader that has ended.
+of a signal or hangs. Other readers go on, the next pull into the same folder is whole, and a source
+keeps nothing of a reader that has ended.
 """
 
 from __future__ import annotations
@@ -103,12 +104,12 @@ class World:
         """Pull, hold the end against the rules, and return the exit code."""
         return self.finish(self.start(model, target, fail))
 
-    def start(self, model: str, target: str, fail: str) -> Pull:
-        """Start a pull of which a call fails."""
+    def start(self, model: str, target: str, fail: str, out: Path | None = None) -> Pull:
+        """Start a pull of which a call fails, into a new folder unless one is given."""
         self._count += 1
         for log in (self.folder / "last").glob("*.log"):
             log.unlink()
-        return Pull(self, model, target, fail, self.folder / f"out{self._count}")
+        return Pull(self, model, target, fail, out or self.folder / f"out{self._count}")
 
     def finish(self, pull: Pull) -> int:
         code = pull.finish()
@@ -204,10 +205,15 @@ def play(world: World, seed: int, tally: Counter[str]) -> str:
         what = f"a pull to {target}: {fail}"
         try:
             beside = world.start(MODEL, rng.choice(TARGETS), "") if rng.random() < 0.25 else None
-            code = world.pull(MODEL, target, fail)
+            pull = world.start(MODEL, target, fail)
+            code = world.finish(pull)
             if beside is not None:
                 check(world.finish(beside) == errors.EXIT_OK, f"beside it: {beside.stderr}")
             world.source_is_as_before()
+            if code != errors.EXIT_OK and rng.random() < 0.5:
+                again = world.start(MODEL, rng.choice(TARGETS), "", pull.out)
+                check(world.finish(again) == errors.EXIT_OK, f"the next one fails: {again.stderr}")
+                tally["resumed"] += 1
         except Broken as error:
             raise Broken(f"{what}: {error}") from None
     tally["whole" if code == errors.EXIT_OK else f"exit {code}"] += 1
