@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ _PREFIX = "cuda:"
 #: The UUIDs of each driver's GPUs by ordinal, which stay as they are: they are asked for by the
 #: tensor.
 _uuids: weakref.WeakKeyDictionary[Driver, list[str]] = weakref.WeakKeyDictionary()
+_log = logging.getLogger(__name__)
 
 
 def device_key(uuid: str) -> str:
@@ -169,25 +171,26 @@ class _ContextHold:
             self._holders -= 1
             last = not self._holders
         if last:
-            with _gone_is_freed(), relaxed(self._driver):
+            with _giving_back(), relaxed(self._driver):
                 self._driver.context_release(self._ordinal)
 
     def free(self, context: int, free: Callable[[], None]) -> None:
         try:
-            with _gone_is_freed(), _in_context(self._driver, context):
+            with _giving_back(), _in_context(self._driver, context):
                 free()
         finally:
             self.drop()
 
 
 @contextlib.contextmanager
-def _gone_is_freed() -> Iterator[None]:
-    """Ignore errors that say that the context or the driver ended, which frees everything."""
+def _giving_back() -> Iterator[None]:
+    """Log errors of giving something back, which is of no more use and goes with the process; not
+    those that say that the context or the driver ended, which frees everything."""
     try:
         yield
     except CudaError as error:
         if error.code not in GONE_CODES:
-            raise
+            _log.warning("a GPU's resource was not given back: %s", error)
 
 
 class Owned:
@@ -214,10 +217,7 @@ class Owned:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Free the resource. Idempotent.
-
-        Raises CudaError if the driver refuses, unless the context or the driver has ended.
-        """
+        """Free the resource. Idempotent; if the driver refuses, that is logged."""
         self._finalizer()
 
     def __enter__(self) -> Self:

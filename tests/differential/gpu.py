@@ -3,7 +3,8 @@
 Over the stand-in driver. A round draws from its seed which process has the failure (a target or a
 source), which call fails, the how many-th, and with which error. A pull then ends whole, with the
 checkpoint's bytes, or with a typed error and nothing written; no process prints a traceback, dies
-of a signal or hangs. Other readers go on, and a source keeps nothing of a reader that has ended.
+of a signal or hangs. Other readers go on, the next pull into the same folder is whole, and a source
+keeps nothing of a reader that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ CODES = [
 TYPED = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 #: So long no pull of this size takes.
 _HANG_S = 60
-#: Calls that a program makes to end: what they were to give back goes with its process.
 MODEL = "m"
 
 
@@ -104,12 +104,12 @@ class World:
         """Pull, hold the end against the rules, and return the exit code."""
         return self.finish(self.start(model, target, fail))
 
-    def start(self, model: str, target: str, fail: str) -> Pull:
-        """Start a pull of which a call fails."""
+    def start(self, model: str, target: str, fail: str, out: Path | None = None) -> Pull:
+        """Start a pull of which a call fails, into a new folder unless one is given."""
         self._count += 1
         for log in (self.folder / "last").glob("*.log"):
             log.unlink()
-        return Pull(self, model, target, fail, self.folder / f"out{self._count}")
+        return Pull(self, model, target, fail, out or self.folder / f"out{self._count}")
 
     def finish(self, pull: Pull) -> int:
         code = pull.finish()
@@ -182,10 +182,11 @@ class Pull:
 
 
 def failure(rng: random.Random, made: Counter[str]) -> str:
-    """Draw a call of those that a process makes, and how it fails."""
+    """Draw a call of those that a process makes, and how it fails; now and then two of them."""
     name = rng.choice([*sorted(made), "work"])
     often = made[name] or sum(made[each] for each in made if "Async" in each or "Launch" in each)
-    return f"{name}:{rng.randint(1, max(often, 1))}:CUDA_ERROR_{rng.choice(CODES)}"
+    drawn = f"{name}:{rng.randint(1, max(often, 1))}:CUDA_ERROR_{rng.choice(CODES)}"
+    return drawn if rng.random() < 0.8 else f"{drawn},{failure(rng, made)}"
 
 
 def play(world: World, seed: int, tally: Counter[str]) -> str:
@@ -204,10 +205,15 @@ def play(world: World, seed: int, tally: Counter[str]) -> str:
         what = f"a pull to {target}: {fail}"
         try:
             beside = world.start(MODEL, rng.choice(TARGETS), "") if rng.random() < 0.25 else None
-            code = world.pull(MODEL, target, fail)
+            pull = world.start(MODEL, target, fail)
+            code = world.finish(pull)
             if beside is not None:
                 check(world.finish(beside) == errors.EXIT_OK, f"beside it: {beside.stderr}")
             world.source_is_as_before()
+            if code != errors.EXIT_OK and rng.random() < 0.5:
+                again = world.start(MODEL, rng.choice(TARGETS), "", pull.out)
+                check(world.finish(again) == errors.EXIT_OK, f"the next one fails: {again.stderr}")
+                tally["resumed"] += 1
         except Broken as error:
             raise Broken(f"{what}: {error}") from None
     tally["whole" if code == errors.EXIT_OK else f"exit {code}"] += 1
@@ -225,14 +231,12 @@ def source_round(world: World, model: str, target: str, fail: str, tally: Counte
         stderr=subprocess.PIPE,
         text=True,
     )
-    code = errors.EXIT_OK
+    code: int | None = None
     assert source.stdout is not None
     try:
-        if source.stdout.readline():
+        if "error" not in json.loads(source.stdout.readline() or '{"error": ""}'):
             code = world.pull(model, target, "")
             source.terminate()
-        else:
-            tally["no source"] += 1
         _, text = source.communicate(timeout=_HANG_S)
     except subprocess.TimeoutExpired:
         raise Broken("the source hangs") from None
@@ -241,7 +245,11 @@ def source_round(world: World, model: str, target: str, fail: str, tally: Counte
         source.communicate()
     check(source.returncode in TYPED, f"the source ends with {source.returncode}:\n{text}")
     check("Traceback" not in text, f"a traceback:\n{text}")
-    return code
+    if code is not None:
+        return code
+    check(source.returncode != errors.EXIT_OK and "error" in text, f"no source, no error:\n{text}")
+    tally["sources that did not start"] += 1
+    return source.returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,7 +40,13 @@ def main(arguments: list[str]) -> int:
         metavar="NAME=VALUE",
         help="a setting of the stand-in, see tests/support/driver/standin.h",
     )
+    parser.add_argument("--wheels", action="store_true", help="print which wheels it needs")
     own, pytests = parser.parse_known_args(arguments)
+    if own.wheels:
+        from tests.gpu.wheels import text
+
+        print(text())
+        return 0
     if own.standin:
         return _over_the_standin(own.standin, dict(each.split("=", 1) for each in own.set), pytests)
     import pytest

@@ -7,6 +7,7 @@ memory, maps, streams, events, and what the process itself holds.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import time
 from collections.abc import Generator, Iterator
@@ -14,17 +15,28 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import harness
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, PinnedMemory, Stream
 from mx.transport import Unavailable
+from tests.gpu.claims import table
 from tests.gpu.rig import Spy
 from tests.support.driver.logs import OwnLog, kept
 from tests.support.leftovers import Holdings
 
 HERE = Path(__file__).parent
+#: What needs torch is left out where there is none.
+_NEED_TORCH = ["test_pulls.py", "test_end_to_end.py"]
+collect_ignore = [] if importlib.util.find_spec("torch") else _NEED_TORCH
 #: How long what is left of a test may take to go.
 _SETTLE_S = 5.0
 _failed = pytest.StashKey[bool]()
+#: The rows of test_speed.py.
+FIGURES = pytest.StashKey[list[harness.Row]]()
+
+
+def pytest_report_header() -> list[str]:
+    return [f"left out without torch: {', '.join(collect_ignore)}"] if collect_ignore else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -104,3 +116,23 @@ def pytest_runtest_makereport(
     if call.when in ("setup", "call") and report.failed:
         item.stash[_failed] = True
     return report
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the claims, and on a real GPU the figures; not in a run of the other tests too."""
+    if config.inipath != HERE / "pytest.ini":
+        return
+    outcomes = []
+    for outcome in ("passed", "failed", "skipped", "error"):
+        for report in terminalreporter.getreports(outcome):
+            file, _, test = report.nodeid.partition("::")
+            name = f"{Path(file).name}::{test}"
+            outcomes.append((name, "failed" if outcome == "error" else outcome))
+    terminalreporter.section("claims")
+    for line in table(outcomes):
+        terminalreporter.write_line(line)
+    for row in config.stash.get(FIGURES, []):
+        verdict = "" if row.bar == "none" else f"{row.bar} {'met' if row.ok else 'MISSED'}"
+        terminalreporter.write_line(f"{row.work}: {row.value:g} {row.unit} {verdict} {row.detail}")

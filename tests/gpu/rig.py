@@ -28,7 +28,7 @@ def bench(target: str, kind: Kind, there: str = "0", here: str = "0") -> Bench:
 
 
 class Spy:
-    """Stands for cuda-bindings before mx: counts calls, and makes some fail or do something else.
+    """Stands before mx for cuda-bindings or nvidia-ml-py: counts calls, and makes some fail.
 
     `calls` has the number of calls by name, "cuMemAlloc".
     """
@@ -40,7 +40,7 @@ class Spy:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
-        if not re.match("cu[A-Z]", name):
+        if not re.match("(cu|nvml)[A-Z]", name):
             return found
 
         def call(*arguments: Any) -> Any:

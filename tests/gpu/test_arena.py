@@ -23,7 +23,6 @@ from mx.testing import spans
 from mx.units import MIB
 from mx.views import host_view
 from tests.gpu.rig import Spy
-from tests.support.checkpoints import make_arena
 
 
 @pytest.fixture(params=[True, False], ids=["vmm", "cuMemAlloc"], autouse=True)
@@ -135,7 +134,7 @@ def test_kernels_that_can_t_be_compiled_leave_it_to_the_host(
 def test_attached_memory_is_hashed_where_it_is() -> None:
     sizes = {"model.layers.0.mlp.a": 5 * BLOCK_BYTES + 17, "model.layers.1.mlp.d": 2 * BLOCK_BYTES}
     layout = plan_layout([TensorSpec(name, "U8", (size,)) for name, size in sizes.items()])
-    host = make_arena(layout)
+    host = memoryview(bytearray(layout.arena_nbytes))
     tensors = {name: memoryview(b"x" * size) for name, size in sizes.items()}
     manifest = encode(layout, Packaging(), fill_from_tensors(tensors, layout, host).roots)
     arena = DeviceArena(len(host), "cuda:0")

@@ -110,6 +110,23 @@ def test_what_is_dropped_is_given_back(driver: Driver, spy: Spy) -> None:
     assert spy.calls["cuMemFreeHost"] == spy.calls["cuDevicePrimaryCtxRelease"] == 1
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_the_driver_does_not_take_back_is_logged(
+    gpu: Device, spy: Spy, caplog: pytest.LogCaptureFixture, dropped: bool
+) -> None:
+    event, freed = Event(gpu), spy.calls["cuEventDestroy"]
+    spy.replace(
+        "cuEventDestroy", lambda real, handle: (real(handle), real(handle))[1]
+    )  # twice: the second is refused
+    if dropped:
+        del event
+        gc.collect()
+    else:
+        event.close()
+    assert spy.calls["cuEventDestroy"] == freed + 1
+    assert "not given back: cuEventDestroy failed" in caplog.text
+
+
 def test_errors_name_the_call_and_the_code(gpu: Device, spy: Spy) -> None:
     with pytest.raises(CudaMemoryError, match=r"cuMemAlloc.*OUT_OF_MEMORY.*free memory") as caught:
         DeviceMemory(gpu, 1 << 40)

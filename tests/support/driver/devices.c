@@ -126,20 +126,17 @@ CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     CALL(NEEDS_DRIVER, "%d, %d", attribute, device);
     REQUIRE_DEVICE(device);
+    *value = 0;
+#define ATTRIBUTE(name, says)                                                                      \
+    case CU_DEVICE_ATTRIBUTE_##name: *value = says; break
     switch ((int)attribute) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-        *value = settings.compute_capability / 10;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-        *value = settings.compute_capability % 10;
-        break;
-    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-        *value = settings.vmm;
-        break;
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: *value = 1; break;
-    default: *value = 0;
+        ATTRIBUTE(COMPUTE_CAPABILITY_MAJOR, settings.compute_capability / 10);
+        ATTRIBUTE(COMPUTE_CAPABILITY_MINOR, settings.compute_capability % 10);
+        ATTRIBUTE(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, settings.vmm);
+        ATTRIBUTE(HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, settings.vmm);
+        ATTRIBUTE(UNIFIED_ADDRESSING, 1);
     }
+#undef ATTRIBUTE
     return call_end(CUDA_SUCCESS);
 }
 

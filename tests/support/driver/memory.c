@@ -38,12 +38,7 @@ static struct backing *backing_make(int fd, int gpu, size_t nbytes, bool counted
         return NULL;
     }
     struct backing *made = calloc(1, sizeof *made);
-    *made = (struct backing){.next = backings,
-                             .fd = fd,
-                             .gpu = gpu,
-                             .device = device_of_gpu(gpu),
-                             .nbytes = nbytes,
-                             .alias = alias,
+    *made = (struct backing){backings, fd, gpu, device_of_gpu(gpu), nbytes, alias,
                              .counted = counted,
                              .exporter = -1};
     return backings = made;
@@ -81,11 +76,10 @@ struct backing *backing_adopt(int fd, const char *purpose) {
 
 void backing_drop(struct backing *backing) {
     if (--backing->uses > 0) return;
-    for (struct backing **at = &backings; *at; at = &(*at)->next)
-        if (*at == backing) {
-            *at = backing->next;
-            break;
-        }
+    struct backing **at = &backings;
+    while (*at != backing)
+        at = &(*at)->next;
+    *at = backing->next;
     munmap(backing->alias, backing->nbytes);
     close(backing->fd);
     if (backing->exporter >= 0) close(backing->exporter);
@@ -103,12 +97,7 @@ struct backing *backing_find(CUmemGenericAllocationHandle handle) {
 
 struct range *range_add(enum kind kind, uintptr_t address, size_t nbytes, int device) {
     struct range *made = calloc(1, sizeof *made);
-    *made = (struct range){.next = ranges,
-                           .kind = kind,
-                           .address = address,
-                           .nbytes = nbytes,
-                           .device = device,
-                           .owner = context_current(),
+    *made = (struct range){ranges, kind, address, nbytes, device, .owner = context_current(),
                            .id = ++last_id};
     return ranges = made;
 }
@@ -130,11 +119,10 @@ bool range_overlaps(uintptr_t address, size_t nbytes) {
 
 void range_remove(struct range *range) {
     /* First, so that no further piece of a copy finds it. */
-    for (struct range **at = &ranges; *at; at = &(*at)->next)
-        if (*at == range) {
-            *at = range->next;
-            break;
-        }
+    struct range **at = &ranges;
+    while (*at != range)
+        at = &(*at)->next;
+    *at = range->next;
     while (range->busy)
         driver_wait();
     if (range->backing) backing_drop(range->backing);

@@ -47,7 +47,8 @@ typedef struct {
 enum { LANES_TO_SWITCHES = 18, LANES_TO_A_GPU = 4, ONE_HOST_BRIDGE = 30, SYSTEM = 50 };
 static int users;
 
-API nvmlInit_v2(void) {
+API nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
     settings_read();
     if (settings.root) {
         char path[4096];
@@ -57,11 +58,6 @@ API nvmlInit_v2(void) {
     }
     users++;
     return NVML_SUCCESS;
-}
-
-API nvmlInitWithFlags(unsigned flags) {
-    (void)flags;
-    return nvmlInit_v2();
 }
 
 API nvmlShutdown(void) {
@@ -132,11 +128,18 @@ API nvmlDeviceGetCudaComputeCapability(Device device, int *major, int *minor) {
     return NVML_SUCCESS;
 }
 
-API nvmlDeviceGetMemoryInfo(Device device, Memory *memory) {
-    KNOWN(device);
-    *memory = (Memory){settings.memory_bytes, settings.memory_bytes, 0};
-    return NVML_SUCCESS;
-}
+/* A call that says one thing of a GPU. */
+#define SAYS(name, type, value)                                                                    \
+    API nvmlDevice##name(Device device, type *out) {                                               \
+        KNOWN(device);                                                                             \
+        *out = value;                                                                              \
+        return NVML_SUCCESS;                                                                       \
+    }
+
+SAYS(GetMemoryInfo, Memory, ((Memory){settings.memory_bytes, settings.memory_bytes, 0}))
+SAYS(GetMaxPcieLinkGeneration, unsigned, 5)
+SAYS(GetMaxPcieLinkWidth, unsigned, 16)
+SAYS(IsMigDeviceHandle, unsigned, INSTANCE(device) >= 0)
 
 static void pci_info(int gpu, PciInfo *info) {
     unsigned bus = 0x19u + (unsigned)gpu;
@@ -148,18 +151,6 @@ static void pci_info(int gpu, PciInfo *info) {
 API nvmlDeviceGetPciInfo_v3(Device device, PciInfo *info) {
     KNOWN(device);
     pci_info(GPU(device), info);
-    return NVML_SUCCESS;
-}
-
-API nvmlDeviceGetMaxPcieLinkGeneration(Device device, unsigned *generation) {
-    KNOWN(device);
-    *generation = 5;
-    return NVML_SUCCESS;
-}
-
-API nvmlDeviceGetMaxPcieLinkWidth(Device device, unsigned *width) {
-    KNOWN(device);
-    *width = 16;
     return NVML_SUCCESS;
 }
 
@@ -225,12 +216,6 @@ API nvmlDeviceGetTopologyCommonAncestor(Device device, Device other, unsigned *l
 API nvmlDeviceGetMigMode(Device device, unsigned *current, unsigned *pending) {
     KNOWN(device);
     *current = *pending = settings.mig_instances > 0;
-    return NVML_SUCCESS;
-}
-
-API nvmlDeviceIsMigDeviceHandle(Device device, unsigned *is) {
-    KNOWN(device);
-    *is = INSTANCE(device) >= 0;
     return NVML_SUCCESS;
 }
 

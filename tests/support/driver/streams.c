@@ -41,6 +41,7 @@ struct work {
     CUdeviceptr target, source;
     size_t nbytes;
     unsigned value;
+    bool sets;
     bool from_host, to_host; /* pageable memory, which no device knows */
     CUevent event;
     CUstream other;
@@ -364,36 +365,25 @@ static char *side(struct work *work, CUdeviceptr address, bool pageable, bool wr
     return at;
 }
 
+/* A copy, or a setting to the value. */
 static void run_copy(struct work *work) {
     for (size_t done = 0; done < work->nbytes;) {
         size_t run = work->nbytes - done < PIECE ? work->nbytes - done : PIECE;
-        struct range *target_range, *source_range;
-        char *source = side(work, work->source + done, work->from_host, false, &run, &source_range);
-        char *target =
-            source ? side(work, work->target + done, work->to_host, true, &run, &target_range)
-                   : NULL;
-        if (target) {
-            driver_unlock();
-            memmove(target, source, run);
-            driver_lock();
-            if (target_range) range_leave(target_range);
-        }
-        if (source && source_range) range_leave(source_range);
-        if (!target) break;
-        done += run;
-    }
-}
-
-static void run_set(struct work *work) {
-    for (size_t done = 0; done < work->nbytes;) {
-        size_t run = work->nbytes - done < PIECE ? work->nbytes - done : PIECE;
-        struct range *range;
-        char *target = side(work, work->target + done, false, true, &run, &range);
-        if (!target) return;
+        struct range *into = NULL, *from = NULL;
+        char *target = NULL, *source = NULL;
+        if (!work->sets)
+            source = side(work, work->source + done, work->from_host, false, &run, &from);
+        if (source || work->sets)
+            target = side(work, work->target + done, work->to_host, true, &run, &into);
         driver_unlock();
-        memset(target, (int)work->value, run);
+        if (target && source)
+            memmove(target, source, run);
+        else if (target)
+            memset(target, (int)work->value, run);
         driver_lock();
-        range_leave(range);
+        if (into) range_leave(into);
+        if (from) range_leave(from);
+        if (!target) break;
         done += run;
     }
 }
@@ -424,11 +414,7 @@ static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
 enum host { NO_HOST, FROM_HOST, TO_HOST };
 
 static struct work copy(CUdeviceptr to, CUdeviceptr from, size_t nbytes, enum host host) {
-    return (struct work){.run = run_copy,
-                         .target = to,
-                         .source = from,
-                         .nbytes = nbytes,
-                         .from_host = host == FROM_HOST,
+    return (struct work){.run = run_copy, to, from, nbytes, .from_host = host == FROM_HOST,
                          .to_host = host == TO_HOST};
 }
 
@@ -461,6 +447,6 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUst
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%#llx, %u, %zu, %p", (unsigned long long)to, value, nbytes,
          (void *)stream);
-    struct work work = {.run = run_set, .target = to, .value = value, .nbytes = nbytes};
+    struct work work = {.run = run_copy, to, 0, nbytes, value, .sets = true};
     return call_end(queue_copy(stream, work, false));
 }
