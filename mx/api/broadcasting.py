@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: What the first numbers of a broadcast are: that it is one, and of which version.
-_MAGIC, PROTOCOL = 0x6D78_6263_6173_7431, 1
+#: The version of what ranks tell each other.
+PROTOCOL = 1
 _NOT_BEGUN = "nothing was broadcast, and no tensor was written to"
 _FAILED = "the broadcast failed, and no rank has taken over the weights"
 _FORMS = "give the tensors of one model on all ranks; where a source lends them, give that source"
@@ -81,9 +81,9 @@ def broadcast(
     all of them have all of it. A failure after the first byte leaves receivers with parts of both
     weights, and its error says so: load them again, as with `mx.pull(NAME, into=tensors)`.
 
-    Nothing outlives the call, on the process group's threads neither, and no other collective may
-    run on the group meanwhile. A rank that dies or stops breaks the group: the others get an error
-    within the group's timeout.
+    No other collective may run on the group meanwhile, and nothing may write to the tensors. A rank
+    that dies, stops or is interrupted breaks the group: the others get an error within the group's
+    timeout.
 
     Args:
         tensors: A `torch.nn.Module`, a mapping of names to tensors, or what `serve(copy=False)`
@@ -212,23 +212,20 @@ def _facts(src: object, given: _Given | None) -> list[int]:
         ref = given.manifest.ref
         pages_nbytes = sum(map(len, given.pages))
         sizes = [ref.layout_version, ref.sizes[0], ref.sizes[1], pages_nbytes]
-    return [_MAGIC, PROTOCOL, src if isinstance(src, int) else -1, *sizes]
+    return [PROTOCOL, src if isinstance(src, int) else -1, *sizes]
 
 
 def _sizes(ranks: Group, facts: Sequence[Sequence[int]]) -> list[int]:
     """Return the layout version, and the sizes of the identity, the layout and the pages, from what
     all ranks have told. All ranks raise the same error, if any."""
-    magics, versions, srcs = (
-        dict(zip(ranks.ranks, (each[n] for each in facts), strict=True)) for n in range(3)
+    versions, srcs = (
+        dict(zip(ranks.ranks, (each[n] for each in facts), strict=True)) for n in range(2)
     )
-    strange = [f"rank {rank}" for rank, magic in magics.items() if magic != _MAGIC]
-    if strange:
-        raise PeerProtocolError(f"{listed(strange)}: not in a broadcast at the same time")
     if set(versions.values()) != {PROTOCOL}:
         raise PeerVersionError(f"releases of mx that broadcast differently, by rank: {versions}")
     if len(set(srcs.values())) > 1:
         raise ConfigError(f"ranks name different `src`, by rank: {srcs}")
-    sizes = list(facts[ranks.ranks.index(ranks.src)][3:])
+    sizes = list(facts[ranks.ranks.index(ranks.src)][2:])
     if not all(0 < nbytes <= MAX_DOCUMENT_BYTES for nbytes in sizes[1:3]) or not (
         0 <= sizes[3] <= MAX_DOCUMENT_BYTES
     ):

@@ -6,9 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from mx.api.process_group import Group, Step
+from mx.api.process_group import Group, Step, settle
 from mx.core.buckets import BUCKET_BYTES, Bucket, Part, cut_buckets
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES, block_count
@@ -16,11 +14,17 @@ from mx.core.types import Layer, Manifest
 from mx.cuda.device import find_ordinal
 from mx.cuda.driver import load
 from mx.errors import DigestError, LocalError
+from mx.memory.extras import torch_missing
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.verify import check_overlapping
 from mx.text import listed
 from mx.threads import Threads
 from mx.views import ScatteredView, Span, contiguous
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise torch_missing(error) from None
 
 #: Buckets that are on the wire while another one is hashed.
 _AHEAD = 2
@@ -84,6 +88,7 @@ class Mover:
 
         Raises:
             PeerLostError, PeerTimeoutError: The group broke.
+            LocalError: This rank can't go on, which breaks the group.
         """
         # All ranks use one back-end: that of their memory, if it is of one kind.
         kind = {1: "cpu", 2: "cuda"}.get(set(kinds).pop() if len(set(kinds)) == 1 else 0, "cpu")
@@ -98,8 +103,10 @@ class Mover:
                         self._finish(*under_way.popleft(), threads)
                 while under_way:
                     self._finish(*under_way.popleft(), threads)
-        except BaseException:
+        except BaseException as error:
             self._ranks.drain()
+            if isinstance(error, RuntimeError):  # torch's, of a GPU's memory for instance
+                raise LocalError(f"this rank can't go on: {error}") from error
             raise
         finally:
             self._staging.clear()
@@ -143,7 +150,7 @@ class Mover:
         step.wait()
         if not self._gives:
             if staged is not None:
-                self._copy(spans, staged)
+                self._try(self._copy, spans, staged)
             self._try(self._check, bucket.parts, spans, threads)
         self._try(self._report, bucket.layers)
 
@@ -157,6 +164,7 @@ class Mover:
                 there.copy_(here)
             else:
                 here.copy_(there)
+        settle(staged.device)
 
     def _tensor(self, span: Span) -> torch.Tensor:
         """Return bytes as a tensor of bytes, which keeps their memory."""

@@ -14,11 +14,12 @@ from mx.errors import (
     LocalError,
     MxError,
     PeerLostError,
+    PeerProtocolError,
     PeerTimeoutError,
     SourceError,
 )
 from mx.memory.extras import torch_missing
-from mx.text import plain
+from mx.text import listed, plain
 
 try:
     import torch
@@ -29,6 +30,8 @@ except ModuleNotFoundError as error:
 #: The error that all ranks raise is of the first of these families that the first error of any
 #: rank belongs to. Their order is part of the protocol.
 _FAMILIES = (LocalError, ConfigError, IntegrityError, CoordinatorError, SourceError)
+#: What the numbers that ranks tell each other begin with: they are a broadcast's.
+_MAGIC = 0x6D78_6263_6173_7431
 #: What one rank tells the others of its error, in bytes.
 _MOST_TEXT_BYTES = 64 << 10
 #: How often a wait looks whether it is over, in case nothing tells it.
@@ -48,6 +51,12 @@ def broken() -> Iterator[None]:
             f"the process group broke, as a rank {what}: {text}",
             hint="no rank can use this group any more: make a new one",
         ) from error
+
+
+def settle(device: torch.device) -> None:
+    """Wait until what torch has queued on a GPU is done: others than torch read the memory."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Step:
@@ -76,8 +85,7 @@ class Step:
             pass
         with broken():
             self._work.wait()
-        if self._device.type == "cuda":  # the work was queued; here others read the memory
-            torch.cuda.current_stream(self._device).synchronize()
+        settle(self._device)
 
 
 class Group:
@@ -155,12 +163,6 @@ class Group:
         self.start(there).wait()
         return there.cpu().numpy().tobytes()
 
-    def gather(self, facts: Sequence[int]) -> list[list[int]]:
-        """Return every rank's numbers, in the order of `ranks`: as many as this one's. Raises
-        PeerLostError, PeerTimeoutError."""
-        mine = torch.tensor(facts, dtype=torch.int64)
-        return [each.tolist() for each in self._gathered(mine)]
-
     def agree(
         self, error: Exception | None, what: str, facts: Sequence[int] = ()
     ) -> list[list[int]]:
@@ -177,6 +179,7 @@ class Group:
         Raises:
             MxError: A rank has an error. All raise the same one, which names each such rank.
             PeerLostError, PeerTimeoutError: The group broke.
+            PeerProtocolError: A rank is not in this call.
         """
         text, family = b"", 0
         if error is not None:
@@ -184,7 +187,17 @@ class Group:
             text = said.encode(errors="replace")[:_MOST_TEXT_BYTES]
             which = (n for n, kind in enumerate(_FAMILIES, 1) if isinstance(error, kind))
             family = next(which, 1)
-        found = self.gather([family, len(text), *facts])
+        mine = torch.tensor([_MAGIC, family, len(text), *facts], dtype=torch.int64)
+        found = [each.tolist() for each in self._gathered(mine)]
+        strange = [
+            f"rank {r}" for r, each in zip(self.ranks, found, strict=True) if each[0] != _MAGIC
+        ]
+        if strange:
+            raise PeerProtocolError(
+                f"{listed(strange)}: in another collective than this one, which is a broadcast's",
+                hint="ranks use a group in the same order; no rank can use this one any more",
+            ) from error
+        found = [each[1:] for each in found]
         if any(each[0] for each in found):
             self._refuse(found, text, what, error)
         return [each[2:] for each in found]

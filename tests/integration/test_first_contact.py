@@ -201,6 +201,7 @@ def test_without_torch_files_are_served_and_written(
     asks = (
         f"mx.load('m', coordinator='{address}')",
         "mx.serve({}, model='x')",
+        "mx.broadcast({})",
         f"mx.pull('m', coordinator='{address}').state_dict()",
     )
     for ask in asks:
