@@ -95,7 +95,8 @@ def here(
             known_names = {nic.name for nic in registered}
             chosen = [each for each in chosen if each.name in known_names]
         addresses = [address for each in chosen for address in _plain(each)[:_MAX_ADDRESSES]]
-    return at_device(_place("cpu", addresses, registered, (), ""), device)
+    place = _place("cpu", addresses, registered, (), "")
+    return place if device == "cpu" else at_device(place, device)
 
 
 def at_device(place: Place, device: str) -> Place:

@@ -66,7 +66,8 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
     into = destination(asked.get("into"))
-    device = _device_of(into, device)
+    if into is not None:
+        device = _device_of(into, device)
     reuse = held_by(asked.get("reuse", ()))
     variant = variant_text(asked.get("variant", ""))
     files_only, files = _files(asked.get("files_only", False))
@@ -132,11 +133,8 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     return replace(options, cache=_cache(options, settings))
 
 
-def _device_of(into: memoryview | InPlace | None, device: str) -> str:
-    """Return the device that a pull fills. Raises ConfigError: `into` is on another one than
-    `device`."""
-    if into is None:
-        return device
+def _device_of(into: memoryview | InPlace, device: str) -> str:
+    """Return the device of what a pull fills. Raises ConfigError: `device` is another one."""
     there = into.device if isinstance(into, InPlace) else "cpu"
     if device not in ("cpu", there):
         where = "host memory" if there == "cpu" else f"memory of {there}"

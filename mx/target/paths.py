@@ -29,9 +29,12 @@ def path_between(transport: Transport, here: Place, there: Place) -> Path | None
         path = transport.reach(near, far)
     if path is None:
         return None
+    # Any path is better than none, but within the GPU there is a better one.
+    not_beside = "the bytes are on this GPU" if here.device == there.device else ""
     return replace(
         path,
         attach=False,
+        not_beside=not_beside,
         staged=here.device != "cpu",
         detail=", ".join(filter(None, [path.detail, "staged through host memory"])),
         # Within a machine the way to the GPU is the narrowest part.

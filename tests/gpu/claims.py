@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import pytest
+
+from benchmarks import harness
+
+#: The rows of test_speed.py.
+FIGURES = pytest.StashKey[list[harness.Row]]()
+
 #: Claims, and how the names of their tests begin; a test is of the first that fits.
 CLAIMS = {
     "torch's own allocations, expandable segments too": ["test_transports.py::test_torch"],
     "cuda_ipc: within a GPU, and to another one": ["test_cuda_ipc.py"],
     "pcie_p2p: host to GPU, GPU to host, GPU to GPU": ["test_pcie_p2p.py"],
-    "tcp into a GPU, through pinned memory": ["test_staged.py"],
+    "tcp from a GPU and into one, through pinned memory": ["test_tcp.py", "test_staged.py"],
     "attach and copy between processes; deaths, lies, leaks": [
         *("test_transports.py", "test_ends.py", "test_labels.py"),
     ],
