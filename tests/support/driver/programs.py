@@ -11,15 +11,16 @@ import pytest
 
 from tests.support.driver.build import MAJORS, environment, why_not
 
+
+def _marks(major: int) -> list[pytest.MarkDecorator]:
+    """What differs between the majors is the bindings: the quick tests take the newer ones."""
+    older = [pytest.mark.long] if major != MAJORS[-1] else []
+    return [pytest.mark.skipif(bool(why_not(major)), reason=why_not(major)), *older]
+
+
 #: Runs a test for each major; skipped with the reason where the stand-in can't be built.
 each_major = pytest.mark.parametrize(
-    "major",
-    [
-        pytest.param(
-            m, marks=pytest.mark.skipif(bool(why_not(m)), reason=why_not(m)), id=f"cuda{m}"
-        )
-        for m in MAJORS
-    ],
+    "major", [pytest.param(m, marks=_marks(m), id=f"cuda{m}") for m in MAJORS]
 )
 _PRELUDE = "import os, sys, threading, time\nfrom tests.support.driver.calling import *\n"
 _PATIENCE_S = 60
