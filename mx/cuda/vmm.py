@@ -71,41 +71,15 @@ class VmmMemory(Mapping):
         memory.lend()
         return memory
 
-    @classmethod
-    def from_fds(
-        cls, device: Device, descriptors: Sequence[int], sizes: Sequence[int]
-    ) -> VmmMemory:
-        """Import allocations of another process, mapped one behind the other.
-
-        Args:
-            device: The GPU that they are on.
-            descriptors: Their descriptors, which the caller keeps and may close at once.
-            sizes: Their sizes in bytes.
-
-        Raises:
-            CudaError: The driver fails.
-        """
-        driver = device.driver
-        handles: list[int] = []
-        with device.current():
-            try:
-                for descriptor in descriptors:
-                    handles.append(driver.vmm_import_fd(descriptor))
-            except BaseException:
-                for handle in handles:
-                    driver.vmm_release(handle)
-                raise
-        return cls(device, handles, sizes)
-
 
 def _map(driver: Driver, ordinal: int, handles: Sequence[int], sizes: Sequence[int]) -> int:
     nbytes = sum(sizes)
     base = driver.vmm_reserve(nbytes)
-    mapped = 0
+    at, mapped = base, 0
     try:
         for handle, size in zip(handles, sizes, strict=True):
-            driver.vmm_map(base + sum(sizes[:mapped]), size, handle)
-            mapped += 1
+            driver.vmm_map(at, size, handle)
+            at, mapped = at + size, mapped + 1
         driver.vmm_set_access(base, nbytes, ordinal)
     except CudaError:
         _unmap(driver, base, sizes[:mapped])

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -35,6 +36,12 @@ def put(memory: DeviceMemory | VmmMemory | IpcMemory, data: bytes, at: int = 0) 
 
 def get(memory: DeviceMemory | VmmMemory | IpcMemory, nbytes: int, at: int = 0) -> bytes:
     return spans.peek(DeviceView(memory.device.key, memory.address + at, nbytes, memory))
+
+
+def opened(gpu: Device, descriptors: Sequence[int], sizes: Sequence[int]) -> VmmMemory:
+    with gpu.current():
+        handles = [gpu.driver.vmm_import_fd(descriptor) for descriptor in descriptors]
+    return VmmMemory(gpu, handles, sizes)
 
 
 def exported(device: Device, address: int) -> int:
@@ -175,11 +182,11 @@ class TestVmm:
         memory = VmmMemory.allocate(gpu, 10)
         descriptor = exported(gpu, memory.address)
         put(memory, b"shared")
-        opened = VmmMemory.from_fds(gpu, [descriptor], [memory.nbytes])
+        there = opened(gpu, [descriptor], [memory.nbytes])
         os.close(descriptor)
         memory.close()
-        assert get(opened, 6) == b"shared"
-        opened.close()
+        assert get(there, 6) == b"shared"
+        there.close()
 
     def test_several_allocations_in_one_range(self, gpu: Device) -> None:
         parts = [VmmMemory.allocate(gpu, 1) for _ in range(3)]
@@ -191,7 +198,7 @@ class TestVmm:
             assert (found.base, found.nbytes) == (part.address, part.nbytes)
             descriptors.append(exported(gpu, part.address + 100))
             sizes.append(found.nbytes)
-        with VmmMemory.from_fds(gpu, descriptors, sizes) as whole:
+        with opened(gpu, descriptors, sizes) as whole:
             assert whole.nbytes == sum(sizes)
             for index, size in enumerate(sizes):
                 assert get(whole, size, index * size) == bytes([index]) * size
@@ -210,7 +217,7 @@ class TestVmm:
 
     def test_a_descriptor_of_something_else_is_refused(self, gpu: Device) -> None:
         with open("/dev/null") as file, pytest.raises(CudaError):
-            VmmMemory.from_fds(gpu, [file.fileno()], [gpu.driver.vmm_granularity(0)])
+            opened(gpu, [file.fileno()], [gpu.driver.vmm_granularity(0)])
 
 
 #: Opens a handle twice; prints what it reads, writes, closes one and reads through the other. A

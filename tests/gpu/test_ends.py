@@ -19,6 +19,7 @@ from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Grant, Piece, Read, Session
 from mx.units import MIB
 from mx_transports.toolkit.cuda import copier, wire
+from mx_transports.toolkit.local import BATCH
 from tests.gpu.rig import Spy
 from tests.support import gpu_rig
 
@@ -49,19 +50,20 @@ def open_altered(bench: Bench, source: Source, **changes: object) -> None:
 # --- what can be attached
 
 
-def test_allocations_in_a_row_are_one_piece_here_too() -> None:
+@pytest.mark.parametrize("count", [3, BATCH + 2])
+def test_allocations_in_a_row_are_one_piece_here_too(count: int) -> None:
     """As torch's expandable segments are: many handles, one range of addresses."""
     with rig(kind=Kind.GPU_VMM) as bench:
         driver = cuda.load()
         granularity = driver.vmm_granularity(0)
         with Device(driver, 0) as device:
-            base = driver.vmm_reserve(4 * granularity)
-            for number in range(3):
+            base = driver.vmm_reserve((count + 1) * granularity)
+            for number in range(count):
                 handle = driver.vmm_create(0, granularity)
                 driver.vmm_map(base + number * granularity, granularity, handle)
                 driver.vmm_release(handle)
-            driver.vmm_set_access(base, 3 * granularity, 0)
-            region = DeviceView(device.key, base + 100, 3 * granularity - 200)
+            driver.vmm_set_access(base, count * granularity, 0)
+            region = DeviceView(device.key, base + 100, count * granularity - 200)
             data = pattern(region.nbytes, 5)
             spans.poke(region, data)
             exposure = bench.transport.expose(
@@ -72,9 +74,9 @@ def test_allocations_in_a_row_are_one_piece_here_too() -> None:
             assert isinstance(view, DeviceView) and view.address != region.address
             assert bench.peek(view) == data
             # The source may even take its addresses down: the allocations are held by handles.
-            for number in range(3):
+            for number in range(count):
                 driver.vmm_unmap(base + number * granularity, granularity)
-            driver.vmm_unreserve(base, 4 * granularity)
+            driver.vmm_unreserve(base, (count + 1) * granularity)
             destination = bench.destination(region.nbytes)
             bench.succeed(bench.read(session, 0, 0, destination))
             assert bench.peek(destination) == data

@@ -138,7 +138,6 @@ class Copier:
 
     def _from_device(self, stage: _Stage, at: int, region: RemoteRegion, part: Slice[Span]) -> int:
         maps = self._remote.maps
-        assert maps is not None
         done = 0
         for run, source, nbytes in chain.from_iterable(
             maps.pieces(*place) for place in self._parts(region, part)

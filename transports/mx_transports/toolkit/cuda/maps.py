@@ -35,18 +35,33 @@ class Maps:
     def __init__(self, peer: str, device_for: DeviceFor) -> None:
         self._peer = peer
         self._device_for = device_for
+        self._taken: list[tuple[Allocation, int]] = []
         self._runs: list[Run] = []
         self._bases: list[int] = []
         self._memories: list[IpcMemory | VmmMemory] = []
 
-    def map(
-        self, allocations: Sequence[Allocation], descriptors: Sequence[int], *, own: bool
-    ) -> None:
-        """Open all allocations.
+    def take(self, allocation: Allocation, descriptor: int = -1) -> None:
+        """Take an allocation, to be opened by `open`.
 
         Args:
-            allocations: What the source exported.
-            descriptors: Those of the ones exported by descriptor, in order; the caller's to close.
+            allocation: What the source exported.
+            descriptor: Its descriptor, where it is exported by one: the caller's, to close at once.
+                A source may have more allocations than this process may have descriptors.
+
+        Raises:
+            CudaError: CUDA fails.
+        """
+        handle = 0
+        if allocation.export is Export.FD:
+            device = self._device_for(allocation.uuid)
+            with device.current():
+                handle = device.driver.vmm_import_fd(descriptor)
+        self._taken.append((allocation, handle))
+
+    def open(self, *, own: bool) -> None:
+        """Open all allocations that were taken.
+
+        Args:
             own: Whether the source is this process, where CUDA opens no legacy handle of it, and
                 its addresses are good as they are.
 
@@ -54,24 +69,23 @@ class Maps:
             CudaError: CUDA fails. `close` undoes what was done.
             PeerProtocolError: The source's memory is not what it said.
         """
-        left = list(descriptors)
-        pairs = [(a, left.pop(0) if a.export is Export.FD else -1) for a in allocations]
-        pairs.sort(key=lambda pair: pair[0].base)
-        for before, after in itertools.pairwise(pairs):
+        self._taken.sort(key=lambda pair: pair[0].base)
+        for before, after in itertools.pairwise(self._taken):
             if before[0].end > after[0].base:
                 raise PeerProtocolError(
                     f"{self._peer}: its list of allocations is malformed", peer=self._peer
                 )
-        for group in _groups(pairs):
-            self._open([a for a, _ in group], [descriptor for _, descriptor in group], own)
+        for group in list(_groups(self._taken)):
+            del self._taken[: len(group)]
+            self._open([a for a, _ in group], [handle for _, handle in group], own)
         self._bases = [run.base for run in self._runs]
 
-    def _open(self, group: list[Allocation], descriptors: list[int], own: bool) -> None:
+    def _open(self, group: list[Allocation], handles: list[int], own: bool) -> None:
         first = group[0]
         device = self._device_for(first.uuid)
         nbytes = group[-1].end - first.base
         if first.export is Export.FD:
-            vmm = VmmMemory.from_fds(device, descriptors, [a.nbytes for a in group])
+            vmm = VmmMemory(device, handles, [a.nbytes for a in group])
             self._memories.append(vmm)
             address = vmm.address
         elif own:
@@ -137,6 +151,12 @@ class Maps:
     def close(self) -> None:
         """Unmap everything. Idempotent. Raises CudaError."""
         memories, self._memories = self._memories, []
+        taken, self._taken = self._taken, []
+        for allocation, handle in taken:
+            if handle:
+                device = self._device_for(allocation.uuid)
+                with device.current():
+                    device.driver.vmm_release(handle)
         self._runs.clear()
         self._bases.clear()
         for memory in memories:

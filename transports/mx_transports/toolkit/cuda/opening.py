@@ -111,14 +111,15 @@ def open_session(
     """
     ticket = GpuTicket(grant.ticket, grant.peer)
     devices = Devices(path, grant.peer)
-    remote = RemoteMemory(path, magic, grant, ticket)
+    mappers: dict[str, Device] = {}
+    remote = RemoteMemory(path, magic, grant, ticket, Maps(grant.peer, mappers.__getitem__))
     try:
         target = None if grant.place.device == CPU else devices.open(grant.place.device)
-        mappers = {uuid: choose(devices, target, uuid) for uuid in sorted(ticket.gpus)}
+        mappers.update((uuid, choose(devices, target, uuid)) for uuid in sorted(ticket.gpus))
         if not devices.all():
             raise PathError(f"{grant.peer} by {path}: neither side is on a GPU", peer=grant.peer)
         remote.connect()
-        remote.map(Maps(grant.peer, lambda uuid: mappers[uuid]))
+        remote.map()
         direct = bool(mappers) and all(device is target for device in mappers.values())
         with translated(path, grant.peer):
             return GpuSession(grant, remote, target, devices.all(), step_nbytes(direct))

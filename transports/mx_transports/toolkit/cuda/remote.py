@@ -48,18 +48,21 @@ class GpuTicket(LocalTicket):
 
 
 class RemoteMemory(LocalSource):
-    """Made by `connect`, which raises SourceError; then `map` what it brought."""
+    """Made by `connect`, which raises SourceError; then `map` what it brought.
 
-    def __init__(self, path: str, magic: bytes, grant: Grant, ticket: GpuTicket) -> None:
+    `maps` are where it is mapped, and this object's.
+    """
+
+    def __init__(
+        self, path: str, magic: bytes, grant: Grant, ticket: GpuTicket, maps: Maps
+    ) -> None:
         super().__init__(path, magic, grant, ticket)
+        self.maps = maps
         self._gpus = ticket.gpus
         # Reentrant: a collection, and so the finalizer of a holder, can run inside any line.
         self._lock = threading.RLock()
         self._holders = 1
-        self._exported: list[int] = []
-        self.allocations: list[Allocation] = []
         self.regions: dict[int, RemoteRegion] = {}
-        self.maps: Maps | None = None
 
     def receive_greeting(self) -> None:
         allocations, regions = self.receive_control(wire.GREETING)
@@ -68,13 +71,19 @@ class RemoteMemory(LocalSource):
         for first in range(0, allocations, BATCH):
             batch = min(BATCH, allocations - first)
             data, descriptors = self.receive(wire.ALLOCATION.size * batch, batch)
-            self._exported += descriptors
             found = [Allocation.unpack(item) for item in wire.ALLOCATION.iter_unpack(data)]
-            self.allocations += found
-        if len(self._exported) != sum(a.export is wire.Export.FD for a in self.allocations):
-            raise self.wrong("descriptors of its memory are missing")
-        if not {found.uuid for found in self.allocations} <= self._gpus:
-            raise self.wrong("its memory is on other GPUs than its ticket says")
+            if len(descriptors) != sum(a.export is wire.Export.FD for a in found):
+                raise self.wrong("descriptors of its memory are missing")
+            if not {allocation.uuid for allocation in found} <= self._gpus:
+                raise self.wrong("its memory is on other GPUs than its ticket says")
+            left = iter(descriptors)
+            with translated(self.path, self.peer):
+                for allocation in found:
+                    by_descriptor = allocation.export is wire.Export.FD
+                    self.maps.take(allocation, next(left) if by_descriptor else -1)
+            self.descriptors = [each for each in self.descriptors if each not in descriptors]
+            for descriptor in descriptors:
+                os.close(descriptor)
         scattered: dict[int, int] = {}
         for first in range(0, regions, BATCH):
             batch = min(BATCH, regions - first)
@@ -96,19 +105,16 @@ class RemoteMemory(LocalSource):
             places = Places.unpack(memoryview(data), region.nbytes)
             self.regions[index] = replace(region, address=0, places=places)
 
-    def map(self, maps: Maps) -> None:
+    def map(self) -> None:
         """Map all allocations.
-
-        Args:
-            maps: Where they are mapped; this object's from here on.
 
         Raises:
             PathError: CUDA can't.
             PeerProtocolError: The source's memory is not as its ticket describes it.
         """
-        self.maps = maps
+        maps = self.maps
         with translated(self.path, self.peer):
-            maps.map(self.allocations, self._exported, own=self.ticket.is_own)
+            maps.open(own=self.ticket.is_own)
         for region in self.regions.values():
             if region.places is not None:
                 for address, nbytes in zip(
@@ -117,11 +123,6 @@ class RemoteMemory(LocalSource):
                     maps.check(address, nbytes)
             elif region.on_gpu and region.nbytes:
                 maps.check(region.address, region.nbytes)
-        # The maps keep the memory; the descriptors are no longer needed.
-        exported, self._exported = self._exported, []
-        self.descriptors = [each for each in self.descriptors if each not in exported]
-        for descriptor in exported:
-            os.close(descriptor)
 
     def hold(self) -> None:
         """Count another holder, who calls `drop`."""
@@ -136,9 +137,8 @@ class RemoteMemory(LocalSource):
                 return
         # Unmapped first: closing the connection reports it to the source.
         try:
-            if self.maps is not None:
-                # Where CUDA has broken there is nothing left to unmap.
-                with contextlib.suppress(CudaError):
-                    self.maps.close()
+            # Where CUDA has broken there is nothing left to unmap.
+            with contextlib.suppress(CudaError):
+                self.maps.close()
         finally:
             self.close()

@@ -109,7 +109,6 @@ class GpuSession(ThreadedSession):
             if self._detached is not None:
                 raise _again(self._detached)
             address = self._place_of(region)
-            assert self._remote.maps is not None
             self._remote.maps.lend()
             self._remote.hold()
         owner = Attachment(self._remote)
@@ -125,7 +124,6 @@ class GpuSession(ThreadedSession):
     def _place_of(self, region: int) -> int:
         found = self._remote.regions.get(region)
         if self._target is not None and found is not None and found.where is Where.DEVICE:
-            assert self._remote.maps is not None
             pieces = list(self._remote.maps.pieces(found.address, found.nbytes))
             if len(pieces) == 1 and pieces[0][0].uuid == self._target.uuid:
                 return pieces[0][1]
