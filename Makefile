@@ -9,7 +9,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-vllm chaos differential lint proto proto-check bench clean
+  test-vllm chaos differential differential-gpu lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -31,12 +31,13 @@ help:
 	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-long              the tests that go into breadth: liars, hogs, chaos, more links, bounds"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
-	@echo "make test-gpu-standin       GPU code over a stand-in for the driver, no GPU needed (needs cc)"
+	@echo "make test-gpu-standin       all GPU tests over a stand-in for the driver, no GPU needed (needs cc)"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
 	@echo "make differential [ROUNDS=N] [SEED=S]  random steps of all kinds, every byte compared"
+	@echo "make differential-gpu [ROUNDS=N] [SEED=S]  pulls in which a call of CUDA fails (stand-in)"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
 	@echo "make proto                  regenerate mx/wire/v1 from proto/"
 	@echo "make bench [ARGS=...]       measure against bare references (ARGS go to mx bench)"
@@ -103,7 +104,7 @@ test: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not long" $(ARGS)
 
 test-gpu-standin: setup-gpu
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/integration/test_driver_*.py $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" tests/integration/test_driver_*.py $(ARGS)
 
 test-long: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)
@@ -123,6 +124,9 @@ chaos: $(READY)
 
 differential: $(READY)
 	$(PY) -m tests.differential --rounds $(or $(ROUNDS),2000) --seed $(or $(SEED),1) --jobs 2 $(ARGS)
+
+differential-gpu: setup-gpu
+	$(PY) -m tests.differential.gpu --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1) $(ARGS)
 
 bench: $(READY)
 	$(PY) -m mx bench $(ARGS)

@@ -132,7 +132,12 @@ class Cluster:
         return self._children[-1]
 
     def source(
-        self, what: Path | str, model: str, *more: str, prefix: Sequence[str] | None = None
+        self,
+        what: Path | str,
+        model: str,
+        *more: str,
+        prefix: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Child:
         """Start `mx serve`. It prints a line of JSON once it is registered.
 
@@ -141,20 +146,26 @@ class Cluster:
             model: The model's name.
             more: Options.
             prefix: As for `start`.
+            env: As for `start`.
         """
         names = ("serve", str(what), "--model", model, "--coordinator", self.coordinator)
         options = (*self._listen, *self._insecure, "--json", *more)
-        return self.start("-m", "mx", *names, *options, prefix=prefix)
+        return self.start("-m", "mx", *names, *options, prefix=prefix, env=env)
 
     def serve(
-        self, what: Path | str, model: str, *more: str, prefix: Sequence[str] | None = None
+        self,
+        what: Path | str,
+        model: str,
+        *more: str,
+        prefix: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> tuple[Child, dict[str, Any]]:
         """Start `mx serve` and wait until it is registered; see `source`.
 
         Returns:
             The process, and what it said of itself.
         """
-        child = self.source(what, model, *more, prefix=prefix)
+        child = self.source(what, model, *more, prefix=prefix, env=env)
         return child, json.loads(child.hear())
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ from mx.api.closing import Step
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError, another, release_frames
-from mx.memory.readiness import LayerSignals
+from mx.memory.device import DeviceArena
+from mx.memory.readiness import PATIENCE_S, LayerSignals
 from mx.target.edition import Edition
 from mx.target.events import EventLog
 from mx.target.files_job import FilesJob
@@ -58,19 +59,22 @@ class FilledMemory:
         """Return all of the memory."""
         return self.edition().view()[1]
 
-    def signals(self) -> LayerSignals:
+    def signals(self, patience_s: float = PATIENCE_S) -> LayerSignals:
         """Return the signals by which CUDA streams wait for layers."""
         if self._options.device == "cpu":
             raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
         if self._options.stores and self._options.from_sources:
             raise ConfigError("a pull that may begin again from disk has no signals")
         layers = self._log.keep_memory()
+        arena = self._allocated().arena
+        if isinstance(arena, DeviceArena):
+            arena.finish_preparing()  # a module that is loaded later might wait for the streams
         with self.lock:
             if self.closed:
                 raise ClosedError("the pull was closed")
             if self._signals is None:
                 device = Device.open(load(), self._options.device)
-                self._signals = signals = LayerSignals(device, layers)
+                self._signals = signals = LayerSignals(device, layers, patience_s)
                 self._log.on_layer(lambda event: signals.verified(event.index))
                 self._log.on_failure(signals.failed)
             return self._signals
@@ -78,11 +82,15 @@ class FilledMemory:
     def early_tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors in a GPU's memory as soon as that is allocated."""
         self.signals()
+        return self._allocated().tensors()
+
+    def _allocated(self) -> Edition:
+        """Return the present edition once its memory is allocated."""
         while (edition := self.edition()).arena is None or edition.manifest is None:
             if self._log.ended:
                 self._log.wait_end()
             time.sleep(0.001)
-        return edition.tensors()
+        return edition
 
     # -- the end ----------------------------------------------------------------------------------
 

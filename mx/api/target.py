@@ -19,7 +19,7 @@ from mx.core.progress import Progress, summary
 from mx.core.selection import Subset
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, RevisionChangedError
-from mx.memory.readiness import LayerSignals
+from mx.memory.readiness import PATIENCE_S, LayerSignals
 from mx.target.events import EventLog
 from mx.target.files_job import FilesJob
 from mx.target.job import Job
@@ -294,11 +294,16 @@ class Pull(Described, Closable):
                 return event.tensors()
         raise IndexError(f"there is no layer {layer}")
 
-    def signals(self) -> LayerSignals:
+    def signals(self, patience_s: float = PATIENCE_S) -> LayerSignals:
         """Return the signals by which CUDA streams, instead of the CPU, wait for layers.
 
-        Blocks until the model's layers are known. `early_state_dict` gives the tensors to queue
-        work on.
+        Blocks until the model's layers are known, its memory is allocated and what hashes it is
+        loaded. `early_state_dict` gives the tensors to queue work on. `layers()`, by which the CPU
+        waits, is simpler, and can't be held up by the streams themselves.
+
+        Args:
+            patience_s: Seconds after which a stream that waits is let go with an error if no layer
+                became ready. The first call's counts.
 
         Returns:
             The same object at each call; the pull owns it and closes it. `LayerSignals` says how
@@ -309,7 +314,7 @@ class Pull(Described, Closable):
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
-        return self._filled.signals()
+        return self._filled.signals(patience_s)
 
     def early_state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors of a pull into a GPU as soon as their memory is allocated.

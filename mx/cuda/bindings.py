@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, final
 
 from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, Driver, PointerInfo
-from mx.cuda.errors import CudaError, CudaUnavailableError, cuda_error
+from mx.cuda.errors import CudaError, CudaForkError, CudaUnavailableError, cuda_error
 from mx.cuda.library import import_driver
 from mx.units import format_bytes
 
@@ -26,7 +26,8 @@ _OLDEST_DRIVER = 12000
 
 @final
 class BindingsDriver(Driver):
-    """Raises CudaUnavailableError if CUDA can't be used."""
+    """Raises CudaUnavailableError if CUDA can't be used, and CudaForkError where that is since this
+    process was forked from one that uses it."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
         self._d: Any = module or import_driver()
@@ -34,6 +35,8 @@ class BindingsDriver(Driver):
             self._call("cuInit", 0)
             self._version = int(self._call("cuDriverGetVersion"))
             count = self.device_count()
+        except CudaForkError:
+            raise
         except CudaError as error:
             raise CudaUnavailableError(
                 error.message, hint=error.hint, call=error.call, code=error.code
@@ -89,7 +92,9 @@ class BindingsDriver(Driver):
         # The first version names the whole GPU of a MIG instance; in 13 there is only the second.
         name = "cuDeviceGetUuid_v2" if hasattr(self._d, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         found = self._call(name, self._device(ordinal))
-        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+        # "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+        kind = "MIG" if " MIG " in self.device_name(ordinal) else "GPU"
+        return f"{kind}-{uuid.UUID(bytes=bytes(found.bytes))}"
 
     def device_name(self, ordinal: int) -> str:
         name: bytes = self._call("cuDeviceGetName", _NAME_BYTES, self._device(ordinal))
@@ -118,6 +123,10 @@ class BindingsDriver(Driver):
 
     def context_synchronize(self) -> None:
         self._call("cuCtxSynchronize")
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        known = self._d.CUstreamCaptureMode(mode)
+        return int(self._call("cuThreadExchangeStreamCaptureMode", known))
 
     def enable_peer_access(self, peer_context: int) -> None:
         try:

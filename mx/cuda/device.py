@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from mx.cuda.driver import DeviceAttribute, Driver
+from mx.cuda.driver import RELAXED_CAPTURE, DeviceAttribute, Driver
 from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ClosedError, ConfigError
 
@@ -50,6 +50,30 @@ def find_ordinal(driver: Driver, name: str) -> int:
     raise ConfigError(f"there is no device {name!r}", hint=f"GPUs of this process: {known}")
 
 
+@contextlib.contextmanager
+def relaxed(driver: Driver) -> Iterator[None]:
+    """Let an engine capture CUDA graphs on other threads while this one calls the driver inside.
+
+    Without this, most calls would fail during a capture and invalidate it (CUDA runtime API,
+    cudaThreadExchangeStreamCaptureMode). `Device.current` includes it.
+    """
+    before = driver.exchange_capture_mode(RELAXED_CAPTURE)
+    try:
+        yield
+    finally:
+        driver.exchange_capture_mode(before)
+
+
+@contextlib.contextmanager
+def _in_context(driver: Driver, context: int) -> Iterator[None]:
+    with relaxed(driver):
+        driver.context_push(context)
+        try:
+            yield
+        finally:
+            driver.context_pop()
+
+
 class Device:
     """A GPU whose primary context this object keeps alive.
 
@@ -62,7 +86,8 @@ class Device:
         self.ordinal = ordinal
         self.uuid = driver.device_uuid(ordinal)
         self.key = device_key(self.uuid)
-        self.context = driver.context_retain(ordinal)
+        with relaxed(driver):
+            self.context = driver.context_retain(ordinal)
         self._hold = _ContextHold(driver, ordinal)
         self._finalizer = weakref.finalize(self, self._hold.drop)
         self._finalizer.atexit = False
@@ -77,14 +102,10 @@ class Device:
         """
         return cls(driver, find_ordinal(driver, name))
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the device's context the thread's current one for the length of the block."""
-        self.driver.context_push(self.context)
-        try:
-            yield
-        finally:
-            self.driver.context_pop()
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Make the device's context the thread's current one for the length of the block, in which
+        the thread's calls and captures of other threads don't disturb each other."""
+        return _in_context(self.driver, self.context)
 
     @property
     def has_vmm(self) -> bool:
@@ -98,11 +119,6 @@ class Device:
         """Return the device's free and total memory in bytes."""
         with self.current():
             return self.driver.mem_info()
-
-    def synchronize(self) -> None:
-        """Wait for all work on the device that this process queued in its primary context."""
-        with self.current():
-            self.driver.context_synchronize()
 
     def own(self, owner: object, free: Callable[[], None]) -> weakref.finalize[..., object]:
         """Arrange for a resource to be freed once; the context stays until then.
@@ -153,17 +169,13 @@ class _ContextHold:
             self._holders -= 1
             last = not self._holders
         if last:
-            with _gone_is_freed():
+            with _gone_is_freed(), relaxed(self._driver):
                 self._driver.context_release(self._ordinal)
 
     def free(self, context: int, free: Callable[[], None]) -> None:
         try:
-            with _gone_is_freed():
-                self._driver.context_push(context)
-                try:
-                    free()
-                finally:
-                    self._driver.context_pop()
+            with _gone_is_freed(), _in_context(self._driver, context):
+                free()
         finally:
             self.drop()
 
@@ -286,17 +298,47 @@ class DeviceMemory(Owned):
             self._owns(device, lambda: driver.mem_free(address))
 
 
-class IpcMemory(Owned):
+class Mapping(Owned):
+    """Memory of which `close` takes the addresses away: work that still uses them would break the
+    context. mx waits for its own copies, one by one."""
+
+    def __init__(self) -> None:
+        self._last_work = _LastWork()
+
+    def lend(self) -> None:
+        """Wait in `close` for all work of the context: an engine computes with this memory from now
+        on. To wait so invalidates captures of graphs, so that memory which mx alone reads is not
+        lent."""
+        self._last_work.unknown = True
+
+
+class _LastWork:
+    """Whether work that mx did not queue may use some memory. Finalizers refer to it."""
+
+    unknown = False
+
+    def wait(self, driver: Driver) -> None:
+        if self.unknown:
+            driver.context_synchronize()
+
+
+class IpcMemory(Mapping):
     """An allocation of another process, opened by its 64-byte handle.
 
     `address` is its base in this process.
     """
 
     def __init__(self, device: Device, handle: bytes) -> None:
-        driver = device.driver
+        super().__init__()
+        driver, last_work = device.driver, self._last_work
+
+        def free() -> None:
+            last_work.wait(driver)
+            driver.ipc_close(address)
+
         with device.current():
             self.address = address = driver.ipc_open(handle)
-            self._owns(device, lambda: driver.ipc_close(address))
+            self._owns(device, free)
 
 
 class PinnedMemory(Owned):

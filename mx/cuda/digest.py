@@ -1,46 +1,104 @@
-"""blake3 of blocks of device memory, computed on the device.
+"""blake3 of blocks of device memory, computed on the device, or on the host where that can't be.
 
-`BlockDigester` hashes blocks of up to 1 MiB, many at a time. `DeviceHasher` uses it to hash the
-blocks of one read.
+`BlockDigester` hashes blocks of up to 1 MiB on the device, many at a time; `RingDigester` copies
+them to the host. `digester` returns one of them. `DeviceHasher` hashes the blocks of one read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from mx.core.digest import block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.cuda import blake3
 from mx.cuda.blake3 import CHAINS_BYTES, CHUNK_BYTES, DIGEST_BYTES, PROGRAM_CHUNKS, UNIT_BYTES
 from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
 from mx.cuda.driver import DeviceAttribute
+from mx.cuda.errors import GONE_CODES, CudaError
+from mx.cuda.ring import PinnedRing
+from mx.errors import LocalError
 from mx.transport import DeviceView
+
+log = logging.getLogger(__name__)
 
 #: Blocks in a batch: 8 MiB of chaining values on the device.
 _BATCH_BLOCKS = 128
 #: Bytes of the longest list of addresses and lengths; the digests follow it.
 _LIST_BYTES = _BATCH_BLOCKS * (8 + 8)
 
+#: A block of this many bytes of this value is hashed before all others: several chunks, and a part.
+_TRIAL_BYTES, _TRIAL_VALUE = 5000, 0x6D
+
 #: A block: its address, and its length in bytes.
 Block = tuple[int, int]
 
 
+class Digester(Protocol):
+    """Computes digests of blocks of one device's memory. Thread-safe."""
+
+    def digests(self, blocks: Sequence[Block]) -> list[bytes]:
+        """Return the blake3 digest of each block, as `BlockDigester.digests`."""
+
+    def close(self) -> None:
+        """Free what it owns. Idempotent. All calls must have returned."""
+
+
+def digester(device: Device, ring: Callable[[], PinnedRing]) -> Digester:
+    """Return a digester that works on the device, or one on the host where its kernels don't work:
+    there is no compiler, or the driver does not load what it made. The log says so.
+
+    Args:
+        device: The GPU, which the caller keeps open.
+        ring: Returns the ring for copies to the host, called only then; the caller's.
+
+    Raises:
+        CudaError: The device's context is broken.
+    """
+    try:
+        return BlockDigester(device)
+    except LocalError as error:
+        if isinstance(error, CudaError) and error.code in GONE_CODES:
+            raise
+        log.warning(
+            "%s is hashed on the host, which takes its bytes over PCIe: %s", device.key, error
+        )
+        return RingDigester(ring())
+
+
+class RingDigester:
+    """A `Digester` that copies the blocks to pinned memory, and hashes them there. The ring stays
+    the caller's."""
+
+    def __init__(self, ring: PinnedRing) -> None:
+        self._ring = ring
+
+    def digests(self, blocks: Sequence[Block]) -> list[bytes]:
+        return [block_digest(piece) for piece in self._ring.pieces(blocks)]
+
+    def close(self) -> None:
+        pass
+
+
 class BlockDigester:
-    """Computes digests of blocks of one device's memory. Thread-safe; simultaneous callers share a
-    batch.
+    """Computes digests of blocks on the device. Thread-safe; simultaneous callers share a batch.
 
     Owns a stream, 8 MiB of device memory and 6 KiB of pinned memory until `close`, before which all
     calls must have returned.
 
     Raises:
-        LocalError: The kernels can't be compiled.
+        LocalError: The kernels can't be compiled, or compute something else.
         CudaError: Memory is short, or the driver fails.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         driver = device.driver
+        self._ends = contextlib.ExitStack()
         major, minor = (
             driver.device_attribute(device.ordinal, attribute)
             for attribute in (
@@ -54,15 +112,33 @@ class BlockDigester:
             for kernel in (kernels.chain_chunks, kernels.hash_parents):
                 module = driver.module_load(kernel.cubin)
                 self._functions[kernel.name] = driver.module_function(module, kernel.name)
-        self._stream = Stream(device)
-        # Both on the host and on the device: addresses, lengths; and digests.
-        self._host = PinnedMemory(device, _LIST_BYTES + _BATCH_BLOCKS * DIGEST_BYTES)
-        self._lists = DeviceMemory(device, self._host.nbytes)
-        self._chains = DeviceMemory(device, _BATCH_BLOCKS * CHAINS_BYTES)
-        self._view = self._host.view()
+        self._view = memoryview(b"")
         self._queue_lock = threading.Lock()
         self._work_lock = threading.Lock()
         self._queue: list[_Request] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            own = self._ends.enter_context
+            # Both on the host and on the device: addresses, lengths; and digests.
+            nbytes = _LIST_BYTES + _BATCH_BLOCKS * DIGEST_BYTES
+            self._host = own(PinnedMemory(device, nbytes))
+            self._lists = own(DeviceMemory(device, nbytes))
+            self._chains = own(DeviceMemory(device, _BATCH_BLOCKS * CHAINS_BYTES))
+            self._stream = own(Stream(device))
+            self._view = self._host.view()
+            self._try()
+            undo.pop_all()
+
+    def _try(self) -> None:
+        """Raise LocalError unless the kernels compute blake3 on this device."""
+        with DeviceMemory(self._device, _TRIAL_BYTES + UNIT_BYTES) as trial:
+            with self._device.current():
+                self._device.driver.memset(
+                    trial.address, _TRIAL_VALUE, trial.nbytes, self._stream.handle
+                )
+            found = self.digests([(trial.address, _TRIAL_BYTES)])
+        if found != [block_digest(bytes([_TRIAL_VALUE]) * _TRIAL_BYTES)]:
+            raise LocalError(f"the kernels compute a wrong digest on {self._device.key}")
 
     def digests(self, blocks: Sequence[Block]) -> list[bytes]:
         """Return the blake3 digest of each block, 32 bytes.
@@ -133,9 +209,7 @@ class BlockDigester:
     def close(self) -> None:
         """Free the stream and the memory. Idempotent."""
         self._view = memoryview(b"")
-        self._stream.close()
-        for owned in (self._chains, self._lists, self._host):
-            owned.close()
+        self._ends.close()
 
 
 class _Request:

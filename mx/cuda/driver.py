@@ -13,18 +13,20 @@ Semantics are those of the functions named in each docstring (CUDA driver API re
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from mx.cuda.errors import CudaError, CudaUnavailableError
+from mx.cuda.library import why_missing
 from mx.transport import Unavailable, Viable
 
 #: Bytes of a legacy IPC handle (CU_IPC_HANDLE_SIZE).
 IPC_HANDLE_BYTES = 64
+#: CU_STREAM_CAPTURE_MODE_RELAXED: captures of other threads forbid this thread no call.
+RELAXED_CAPTURE = 2
 
 
 class DeviceAttribute(enum.Enum):
@@ -67,7 +69,8 @@ class Driver(Protocol):
         """cuDeviceGetCount."""
 
     def device_uuid(self, ordinal: int) -> str:
-        """Return the UUID as NVML writes it: "GPU-xxxxxxxx-xxxx-..." (cuDeviceGetUuid)."""
+        """Return the UUID as NVML writes it, "GPU-xxxxxxxx-xxxx-...", and "MIG-..." for an instance
+        of a GPU that is divided (cuDeviceGetUuid)."""
 
     def device_name(self, ordinal: int) -> str:
         """cuDeviceGetName."""
@@ -96,7 +99,12 @@ class Driver(Protocol):
         """Restore the thread's context before the last push (cuCtxPopCurrent)."""
 
     def context_synchronize(self) -> None:
-        """Wait for all work of the current context, of any thread (cuCtxSynchronize)."""
+        """Wait for all work of the current context, of any thread (cuCtxSynchronize). This
+        invalidates every stream capture in the context."""
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set how this thread heeds stream captures, RELAXED_CAPTURE or what this returned before,
+        and return the mode until now (cuThreadExchangeStreamCaptureMode)."""
 
     def enable_peer_access(self, peer_context: int) -> None:
         """Let the current context access memory of `peer_context` that cuMemAlloc made
@@ -277,6 +285,7 @@ def load() -> Driver:
     Raises:
         CudaUnavailableError: CUDA can't be used; the message says why: no bindings, no libcuda, no
             GPU, a driver that is too old or does not match.
+        CudaForkError: This process was forked from one that uses CUDA.
     """
     global _driver
     with _lock:
@@ -304,22 +313,16 @@ def probe() -> Viable | Unavailable:
     return Viable(f"CUDA {format_version(driver.version())}: {', '.join(names)}")
 
 
+def presence() -> Viable | Unavailable:
+    """Return whether CUDA may work here. Never raises, and never starts CUDA: a process that has
+    started it can't fork any more, nor choose its GPUs. Once CUDA is in use, `probe` answers.
+    """
+    if _driver is not None:
+        return probe()
+    reason = why_missing()
+    return Unavailable(reason) if reason else Viable("CUDA is here, and not in use so far")
+
+
 def format_version(version: int) -> str:
     """Return a CUDA version as text: "13.2" for 13020."""
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-@contextlib.contextmanager
-def installed(driver: Driver) -> Iterator[None]:
-    """Make `load` return `driver` for the length of the block.
-
-    Tests use it to run everything over `tests.support.fake_cuda`.
-    """
-    global _driver
-    with _lock:
-        before, _driver = _driver, driver
-    try:
-        yield
-    finally:
-        with _lock:
-            _driver = before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mx.errors import CapacityError, LocalError
+from mx.errors import CapacityError, ForkError, LocalError
 
 
 class CudaError(LocalError):
@@ -25,6 +25,10 @@ class CudaUnavailableError(CudaError):
     """CUDA can't be used in this process; the message says why."""
 
 
+class CudaForkError(CudaError, ForkError):
+    """This process was forked from one that used CUDA, and so can't use CUDA."""
+
+
 #: What a user can do, by CUDA's name of the error (CUresult of the driver API).
 _HINTS = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU, or use one with more",
@@ -44,12 +48,21 @@ _HINTS = {
     ),
     "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU to itself: see nvidia-smi -c",
     "CUDA_ERROR_DEVICES_UNAVAILABLE": "another process has the GPU to itself: see nvidia-smi -c",
-    "CUDA_ERROR_NOT_INITIALIZED": "CUDA does not survive a fork: start processes with spawn",
+    "CUDA_ERROR_NOT_INITIALIZED": (
+        "CUDA does not survive a fork: start processes with spawn or forkserver, or fork before "
+        "CUDA is first used"
+    ),
     "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these GPUs have no peer access",
     "CUDA_ERROR_TOO_MANY_PEERS": "the GPU has reached its limit of peers",
     "CUDA_ERROR_NOT_PERMITTED": "the driver does not allow it here, as in some containers",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory is faulty: see nvidia-smi -q -d ECC",
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "the memory is pinned already",
+}
+
+_KINDS: dict[str, type[CudaError]] = {
+    "CUDA_ERROR_OUT_OF_MEMORY": CudaMemoryError,
+    # Every call comes after cuInit, which only a fork undoes.
+    "CUDA_ERROR_NOT_INITIALIZED": CudaForkError,
 }
 
 #: Errors after which nothing in the context works: only a new process helps.
@@ -69,8 +82,13 @@ FATAL_CODES = frozenset(
         "CUDA_ERROR_CONTAINED",
     }
 )
-#: Errors after which nothing is left to free: the driver, or the context, ended.
-GONE_CODES = FATAL_CODES | {"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"}
+#: Errors after which nothing is left to free: the driver, or the context, ended, or they are those
+#: of the process that this one was forked from.
+GONE_CODES = FATAL_CODES | {
+    "CUDA_ERROR_DEINITIALIZED",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    "CUDA_ERROR_NOT_INITIALIZED",
+}
 
 
 def cuda_error(call: str, code: str, description: str = "", detail: str = "") -> CudaError:
@@ -82,7 +100,7 @@ def cuda_error(call: str, code: str, description: str = "", detail: str = "") ->
         description: CUDA's description of it.
         detail: What was requested ("16.8 MB").
     """
-    kind = CudaMemoryError if code == "CUDA_ERROR_OUT_OF_MEMORY" else CudaError
+    kind = _KINDS.get(code, CudaError)
     hint = _HINTS.get(code, "")
     if code in FATAL_CODES and not hint:
         hint = "the GPU's context is broken: start the process again"

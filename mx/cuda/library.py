@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 import os
 from types import ModuleType
 
 from mx.cuda.errors import CudaUnavailableError
+
+_BINDINGS = "cuda.bindings.driver"
+_NO_DRIVER = "there is no NVIDIA driver, and so no CUDA, here"
+_INSTALL = "in a clone of mx: pip install '.[cuda13]' ('.[cuda12]' for a driver of CUDA 12)"
+# WSL has only /dev/dxg; a container that has GPUs has one of these.
+_SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
 
 
 def import_driver() -> ModuleType:
@@ -16,12 +24,24 @@ def import_driver() -> ModuleType:
         CudaUnavailableError: It can't be imported, or there is no NVIDIA driver.
     """
     try:
-        return importlib.import_module("cuda.bindings.driver")
+        return importlib.import_module(_BINDINGS)
     except ImportError as error:
-        # WSL has only /dev/dxg; a container that has GPUs has one of these.
-        if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"))):
-            raise CudaUnavailableError("there is no NVIDIA driver, and so no CUDA, here") from None
+        if not any(map(os.path.exists, _SIGNS)):
+            raise CudaUnavailableError(_NO_DRIVER) from None
         raise CudaUnavailableError(
-            f"cuda-bindings can't be imported: {error}",
-            hint="in a clone of mx: pip install '.[cuda13]' ('.[cuda12]' for a driver of CUDA 12)",
+            f"cuda-bindings can't be imported: {error}", hint=_INSTALL
         ) from error
+
+
+def why_missing() -> str:
+    """Return why there is no CUDA here, "" if there may be. Starts nothing, and imports nothing."""
+    if not any(map(os.path.exists, _SIGNS)):
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return _NO_DRIVER
+    try:
+        found = importlib.util.find_spec(_BINDINGS)
+    except ImportError:  # of the package around it
+        found = None
+    return "" if found is not None else f"cuda-bindings is not installed: {_INSTALL}"

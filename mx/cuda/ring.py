@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 from mx.buffers import copy_bytes
 from mx.cuda.device import Device, Event, PinnedMemory, Stream
@@ -152,34 +152,37 @@ class PinnedRing:
             done += len(part)
 
     def read(self, source: int, nbytes: int) -> Generator[memoryview, None, None]:
-        """Yield device memory piece by piece, while the next pieces are copied.
+        """Yield `nbytes` of device memory from `source` in order, as `pieces` does."""
+        step = self.slot_nbytes
+        return self.pieces((source + at, min(step, nbytes - at)) for at in range(0, nbytes, step))
+
+    def pieces(self, parts: Iterable[tuple[int, int]]) -> Generator[memoryview, None, None]:
+        """Yield parts of device memory, one by one, while the next ones are copied.
 
         Each piece is valid until the next one is taken. Close the iterator if it is not used up.
 
         Args:
-            source: The device address.
-            nbytes: How many bytes to read.
+            parts: The address and the length of each, of which none is longer than a slot.
 
         Raises:
             ClosedError: The ring was closed.
             CudaError: A copy failed.
         """
         ahead: deque[tuple[Slot, int]] = deque()
-        start = 0
+        left = deque(parts)
         try:
-            while start < nbytes or ahead:
+            while left or ahead:
                 # Half of the ring at most: other threads need slots too.
-                while start < nbytes and len(ahead) < max(1, self._slots // 2):
+                while left and len(ahead) < max(1, self._slots // 2):
                     slot = self.take() if not ahead else self.try_take()
                     if slot is None:
                         break
-                    size = min(self.slot_nbytes, nbytes - start)
-                    ahead.append((slot, size))
-                    self.fetch(slot, source + start, size)
-                    start += size
-                slot, size = ahead[0]
+                    source, nbytes = left.popleft()
+                    ahead.append((slot, nbytes))
+                    self.fetch(slot, source, nbytes)
+                slot, nbytes = ahead[0]
                 slot.wait()
-                yield slot.view[:size]
+                yield slot.view[:nbytes]
                 ahead.popleft()
                 self.give(slot)
         finally:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mx.cuda.device import Device, Owned
+from mx.cuda.device import Device, Mapping
 from mx.cuda.driver import Driver
 from mx.cuda.errors import CudaError
 from mx.units import align_up
 
 
-class VmmMemory(Owned):
+class VmmMemory(Mapping):
     """Device memory in one range of addresses, backed by one or more allocations in order.
 
-    `address` and `nbytes` are the range; `device` may read and write all of it. `close` first waits
-    for the device's work, since a kernel that uses an unmapped page breaks the context. Exported
+    `address` and `nbytes` are the range; `device` may read and write all of it. Exported
     descriptors, and maps that other processes made of them, outlive it.
     """
 
@@ -34,7 +33,8 @@ class VmmMemory(Owned):
         Raises:
             CudaError: The driver fails.
         """
-        driver = device.driver
+        super().__init__()
+        driver, last_work = device.driver, self._last_work
         self.nbytes = nbytes = sum(sizes)
         self._handles = tuple(handles)
         with device.current():
@@ -46,7 +46,7 @@ class VmmMemory(Owned):
                 raise
 
             def free() -> None:
-                driver.context_synchronize()
+                last_work.wait(driver)
                 _unmap(driver, address, sizes)
                 for handle in handles:
                     driver.vmm_release(handle)
@@ -58,6 +58,8 @@ class VmmMemory(Owned):
     def allocate(cls, device: Device, nbytes: int) -> VmmMemory:
         """Return new memory of at least `nbytes` (> 0), rounded up to the device's granularity.
 
+        It is lent to the engine.
+
         Raises:
             CudaMemoryError: There is too little memory.
         """
@@ -65,7 +67,9 @@ class VmmMemory(Owned):
         with device.current():
             size = align_up(nbytes, driver.vmm_granularity(device.ordinal))
             handle = driver.vmm_create(device.ordinal, size)
-        return cls(device, [handle], [size])
+        memory = cls(device, [handle], [size])
+        memory.lend()
+        return memory
 
     @classmethod
     def from_fds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import mmap
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from mx.cuda.device import Device, DeviceMemory
-from mx.cuda.digest import BlockDigester, DeviceHasher
+from mx.cuda.digest import DeviceHasher, Digester, digester
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
@@ -63,7 +64,9 @@ class DeviceArena:
     def __init__(self, nbytes: int, device: str) -> None:
         self._ring: PinnedRing | None = None
         self._pool: Threads | None = None
-        self._digester: Future[BlockDigester] | None = None
+        self._lock = threading.Lock()
+        self._released = False
+        self._digester: Future[Digester] | None = None
         with contextlib.ExitStack() as undo:
             self.device = undo.enter_context(Device.open(load(), device))
             require_device(self.device, nbytes, "the model")
@@ -81,8 +84,7 @@ class DeviceArena:
         return self.view.address
 
     def seal(self) -> None:
-        """Wait for all work that still writes to the memory; device memory can't be sealed."""
-        self.device.synchronize()
+        """Do nothing: device memory can't be sealed, and what mx writes it has waited for."""
 
     def private_view(self) -> DeviceView:
         """Return the memory for tensors to be views of: here the arena itself."""
@@ -94,16 +96,25 @@ class DeviceArena:
 
         The arena owns it. Raises CudaMemoryError.
         """
-        if self._ring is None:
-            self._ring = PinnedRing(self.device)
-        return self._ring
+        with self._lock:
+            if self._ring is None:
+                self._ring = PinnedRing(self.device)
+            return self._ring
 
     def prepare_hashing(self) -> None:
         """Start to compile what `hasher` needs, on a thread: the first time takes a second or
         two."""
-        if self._digester is None:
+        with self._lock:
+            if self._digester is not None or self._released:
+                return
             self._pool = Threads(1, "mx-digest")
-            self._digester = self._pool.submit(BlockDigester, self.device)
+            self._digester = self._pool.submit(digester, self.device, lambda: self.ring)
+
+    def finish_preparing(self) -> None:
+        """Prepare hashing, and wait until that is done, or has failed."""
+        self.prepare_hashing()
+        if (made := self._digester) is not None:
+            concurrent.futures.wait([made])
 
     def hasher(self, blocks: Sequence[Span]) -> DeviceHasher:
         """Return a hasher for blocks that land in these views of the arena.
@@ -118,10 +129,10 @@ class DeviceArena:
         return DeviceHasher(there, self._digests)
 
     def _digests(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
-        digester = self._digester
-        if digester is None:
+        made = self._digester
+        if made is None:
             raise ClosedError("the arena was released")
-        return digester.result().digests(blocks)
+        return made.result().digests(blocks)
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[LayerWindow]:
@@ -137,11 +148,13 @@ class DeviceArena:
 
         Idempotent. The arena can hash and copy nothing afterwards.
         """
-        digester, self._digester = self._digester, None
+        with self._lock:
+            self._released = True
+            made, self._digester = self._digester, None
         if self._pool is not None:
             self._pool.shutdown()
-        if digester is not None and digester.exception() is None:
-            digester.result().close()
+        if made is not None and made.exception() is None:
+            made.result().close()
         if self._ring is not None:
             self._ring.close()
         self.view = DeviceView(self.device.key, 0, 0)

@@ -1,4 +1,4 @@
-"""The two signals of a layer on a GPU: *landed* (an event) and *verified* (a word to wait for).
+"""The signals of layers by which CUDA streams, in place of the CPU, wait for verified bytes.
 
 A consumer may queue work on a layer before its bytes arrive: its stream waits, the CPU does not.
 The word of each layer lies in pinned memory. A stream waits until it is at least 1
@@ -7,11 +7,14 @@ word that is still 0 becomes 2: the streams go on, since nothing may hang, but t
 *poisoned*. A consumer therefore calls `check` after waiting for its stream and before it returns
 anything that it computed.
 
-    state      landed   verified   failed
-    WAITING    LANDED   VERIFIED   POISONED
-    LANDED     LANDED   VERIFIED   POISONED
-    VERIFIED   VERIFIED VERIFIED   VERIFIED
-    POISONED   POISONED POISONED   POISONED
+    state      verified   failed, or nothing came for too long
+    WAITING    VERIFIED   POISONED
+    VERIFIED   VERIFIED   VERIFIED
+    POISONED   POISONED   POISONED
+
+A stream that waits may hold up what it waits for: where streams share one hardware queue, copies
+are queued behind it, and a driver call of another thread may wait for all work. So everything is
+loaded and allocated before the first stream waits, and a watchdog poisons what does not come.
 """
 
 from __future__ import annotations
@@ -19,21 +22,23 @@ from __future__ import annotations
 import ctypes
 import enum
 import threading
+import time
 from collections.abc import Sequence
 from typing import Self
 
-from mx.cuda.device import Device, Event, PinnedMemory, Stream
-from mx.errors import ClosedError, MxError
+from mx.cuda.device import Device, Event, PinnedMemory
+from mx.errors import ClosedError, LocalError, MxError, another
 
 _RELEASED = 1
 _POISON = 2
+#: How long no layer may become ready while a stream waits.
+PATIENCE_S = 60.0
 
 
 class Readiness(enum.Enum):
     """The state of a layer."""
 
     WAITING = "waiting"
-    LANDED = "landed"
     VERIFIED = "verified"
     POISONED = "poisoned"
 
@@ -42,17 +47,26 @@ class LayerSignals:
     """The signals of one pull on one device; thread-safe.
 
     Streams are driver handles of that device, such as `torch.cuda.Stream.cuda_stream`. The object
-    takes over `device`, and owns a word of pinned memory and an event for each layer until
-    `close`, which poisons layers that are not verified and waits for the device: no stream may
-    wait for a word that is freed. Raises CudaMemoryError.
+    takes over `device`, and owns a word of pinned memory for each layer, an event for each stream
+    that waits and, while one does, a thread, until `close`, which poisons layers that are not
+    verified and waits for the streams to pass their words. Raises CudaMemoryError.
     """
 
-    def __init__(self, device: Device, layers: int) -> None:
+    def __init__(self, device: Device, layers: int, patience_s: float = PATIENCE_S) -> None:
+        """
+        Args:
+            device: The GPU.
+            layers: How many layers there are.
+            patience_s: How long no layer may become ready while a stream waits.
+        """
         self.layers = layers
         self._device = device
-        self._lock = threading.Condition()
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
         self._states = [Readiness.WAITING] * layers
-        self._events: dict[int, Event] = {}
+        #: By stream: happens when the stream has passed the last word that it waits for.
+        self._passed: dict[int, Event] = {}
+        self._watchdog: threading.Thread | None = None
         self._error: MxError | None = None
         self._closed = False
         try:
@@ -67,39 +81,48 @@ class LayerSignals:
 
     def state(self, layer: int) -> Readiness:
         """Return the state of a layer."""
-        with self._lock:
+        with self._changed:
             return self._states[layer]
 
     # -- called by the pull ------------------------------------------------------------------------
 
-    def landed(self, layer: int, stream: Stream) -> None:
-        """Record that every byte of the layer is in place once `stream`'s present work is done."""
-        with self._lock:
-            if self._states[layer] is not Readiness.WAITING:
-                return
-            event = Event(self._device)
-            event.record(stream)
-            self._events[layer] = event
-            self._states[layer] = Readiness.LANDED
-            self._lock.notify_all()
-
     def verified(self, layer: int) -> None:
         """Record that the layer's digests hold, and release the streams that wait for it."""
-        with self._lock:
-            if self._states[layer] in (Readiness.WAITING, Readiness.LANDED):
+        with self._changed:
+            if self._states[layer] is Readiness.WAITING:
                 self._states[layer] = Readiness.VERIFIED
                 self._words[layer] = _RELEASED
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def failed(self, error: MxError) -> None:
         """Record that the pull failed: poison unverified layers and release their streams."""
-        with self._lock:
+        with self._changed:
             for layer, state in enumerate(self._states):
-                if state in (Readiness.WAITING, Readiness.LANDED):
-                    self._error = self._error or error.with_traceback(None)
+                if state is Readiness.WAITING:
+                    self._error = self._error or another(error).with_traceback(None)
                     self._states[layer] = Readiness.POISONED
                     self._words[layer] = _POISON
-            self._lock.notify_all()
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        with self._changed:
+            waiting, since_s = self._states.count(Readiness.WAITING), time.monotonic()
+            while waiting:
+                left_s = since_s + self._patience_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+                now = self._states.count(Readiness.WAITING)
+                if now != waiting:
+                    waiting, since_s = now, time.monotonic()
+        if waiting:
+            self.failed(
+                LocalError(
+                    f"no layer became ready in {self._patience_s:g} s while streams wait for some",
+                    hint="streams can't wait where CUDA_DEVICE_MAX_CONNECTIONS is small: use "
+                    "`layers()`; for a slow network, use `signals(patience_s=...)`",
+                )
+            )
 
     # -- called by consumers -----------------------------------------------------------------------
 
@@ -110,35 +133,29 @@ class LayerSignals:
 
         Args:
             layer: The layer's index.
-            stream: The driver's handle of the stream.
+            stream: The driver's handle of the stream, which captures no graph.
 
         Raises:
             ClosedError: The signals were closed before the layer was verified.
             MxError: The pull has failed; its error.
             CudaError: The driver fails.
         """
-        with self._lock:
+        with self._changed:
             self._raise(layer)
             if self._states[layer] is Readiness.VERIFIED:
                 return
+            if self._watchdog is None:
+                self._watchdog = threading.Thread(
+                    target=self._watch, name="mx-signals", daemon=True
+                )
+                self._watchdog.start()
+            passed = self._passed.get(stream)
+            if passed is None:
+                passed = self._passed[stream] = Event(self._device)
             address = self._memory.device_address + 4 * layer
             with self._device.current():
                 self._device.driver.stream_wait_value(stream, address, _RELEASED)
-
-    def wait_landed(self, layer: int, stream: int) -> None:
-        """Make later work on `stream` wait until the layer's bytes are in place, right or wrong.
-
-        Blocks the caller until the copies have been queued: before that there is no event to wait
-        for. Arguments and errors are those of `wait_verified`.
-        """
-        with self._lock:
-            while self._states[layer] is Readiness.WAITING and not self._closed:
-                self._lock.wait()
-            self._raise(layer)
-            event = self._events.get(layer)
-            if event is not None:
-                with self._device.current():
-                    self._device.driver.stream_wait_event(stream, event.handle)
+                self._device.driver.event_record(passed.handle, stream)
 
     def check(self, layers: Sequence[int] | None = None) -> None:
         """Check that layers are verified.
@@ -152,7 +169,7 @@ class LayerSignals:
             MxError: A layer is poisoned; the pull's error.
             ClosedError: A layer is not verified yet, or the signals were closed.
         """
-        with self._lock:
+        with self._changed:
             for layer in range(len(self._states)) if layers is None else layers:
                 self._raise(layer)
                 if self._states[layer] is not Readiness.VERIFIED:
@@ -160,22 +177,24 @@ class LayerSignals:
 
     def _raise(self, layer: int) -> None:
         if self._states[layer] is Readiness.POISONED and self._error is not None:
-            raise type(self._error)(self._error.message, hint=self._error.hint)
+            raise another(self._error)
         if self._closed and self._states[layer] is not Readiness.VERIFIED:
             raise ClosedError("the pull's signals were closed")
 
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Poison unverified layers, wait for the device and free the memory. Idempotent."""
+        """Poison unverified layers, wait for the streams, and free the memory. Idempotent."""
         self.failed(ClosedError("the pull was closed before the layer was verified"))
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
-            self._lock.notify_all()
-        self._device.synchronize()
-        for event in self._events.values():
+            watchdog, passed = self._watchdog, list(self._passed.values())
+        if watchdog is not None:
+            watchdog.join()
+        for event in passed:
+            event.synchronize()
             event.close()
         self._memory.close()
         self._device.close()

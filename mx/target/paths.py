@@ -17,9 +17,9 @@ from mx.transport import Transport, Unavailable
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
     """Return the transport's path; for a GPU that it can't reach, its path to this host's memory,
-    from which mx copies to the GPU. None if there is neither."""
+    from which mx copies to the GPU (unless it came from there). None if there is neither."""
     path = transport.reach(here, there)
-    if path is None and here.device != "cpu":
+    if path is None and here.device not in ("cpu", there.device):
         path = transport.reach(replace(here, device="cpu"), there)
         if path is not None:
             detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))

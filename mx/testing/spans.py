@@ -1,7 +1,6 @@
 """Bytes that a rule reads into, wherever they are: made, looked at and written by these three.
 
-Host memory is a memoryview; what is on a GPU is copied to and from the host with the driver that
-`mx.cuda.driver.load` gives, the real one or a fake.
+Host memory is a memoryview; what is on a GPU is copied to and from the host by the CUDA driver.
 """
 
 from __future__ import annotations

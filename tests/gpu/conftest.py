@@ -1,27 +1,39 @@
-"""Keeps the GPU's context for all tests, or skips them with the driver's reason."""
+"""What every test on GPUs is held to, and the GPUs; without any the tests are skipped.
 
-from collections.abc import Iterator
+Over the stand-in driver, whose log tells, a test that passes has given everything back: contexts,
+memory, maps, streams, events, and what the process itself holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, PinnedMemory, Stream
 from mx.transport import Unavailable
+from tests.gpu.rig import Spy
+from tests.support.driver.logs import OwnLog, kept
+from tests.support.leftovers import Holdings
+
+HERE = Path(__file__).parent
+#: How long what is left of a test may take to go.
+_SETTLE_S = 5.0
+_failed = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if item.get_closest_marker("gpu")]
+    here = [item for item in items if HERE in item.path.parents]
     found = cuda.probe() if here else None
-    if isinstance(found, Unavailable):
-        for item in here:
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        if isinstance(found, Unavailable):
             item.add_marker(pytest.mark.skip(reason=found.reason))
-
-
-@pytest.fixture(scope="session")
-def gpu() -> Iterator[Device]:
-    """Give GPU 0."""
-    with Device(cuda.load(), 0) as device:
-        yield device
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,3 +46,61 @@ def _warm() -> Iterator[None]:
         with Stream(device) as stream, PinnedMemory(device, 4096):
             stream.synchronize()
         yield
+
+
+@pytest.fixture
+def driver() -> cuda.Driver:
+    """Give the driver of this process."""
+    return cuda.load()
+
+
+@pytest.fixture
+def gpu(driver: cuda.Driver) -> Iterator[Device]:
+    """Give GPU 0."""
+    with Device(driver, 0) as device:
+        yield device
+
+
+@pytest.fixture
+def gpus(driver: cuda.Driver) -> int:
+    """Give the number of GPUs, which are two or more: else the test is skipped."""
+    if driver.device_count() < 2:
+        pytest.skip("one GPU only")
+    return driver.device_count()
+
+
+@pytest.fixture
+def spy(driver: cuda.Driver, monkeypatch: pytest.MonkeyPatch) -> Spy:
+    """Give what counts the calls of this process and makes some fail."""
+    found = Spy(driver._d)  # type: ignore[attr-defined]
+    monkeypatch.setattr(driver, "_d", found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(_warm: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test over the stand-in after which something was not given back."""
+    folder = os.environ.get("MX_STANDIN_LOG")
+    if not folder:
+        yield
+        return
+    log, before = OwnLog(Path(folder), os.getpid()), Holdings.now()
+    yield
+    if request.node.stash.get(_failed, False):
+        return
+    until = time.monotonic() + _SETTLE_S
+    while left := [*kept(log.calls()), *Holdings.now().beyond(before)]:
+        if time.monotonic() > until:
+            pytest.fail("not given back:\n  " + "\n  ".join(left), pytrace=False)
+        gc.collect()
+        time.sleep(0.02)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when in ("setup", "call") and report.failed:
+        item.stash[_failed] = True
+    return report

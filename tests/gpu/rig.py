@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from mx.cuda import driver as cuda
 from mx.testing.bench import Bench
@@ -22,6 +25,48 @@ PCIE_P2P = "mx_transports.pcie_p2p:PciePeerTransport"
 def bench(target: str, kind: Kind, there: str = "0", here: str = "0") -> Bench:
     driver = cuda.load()
     return Bench(Harness(target, kind=kind, here=place(driver, here), there=place(driver, there)))
+
+
+class Spy:
+    """Stands for cuda-bindings before mx: counts calls, and makes some fail or do something else.
+
+    `calls` has the number of calls by name, "cuMemAlloc".
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.calls: Counter[str] = Counter()
+        self._module = module
+        self._instead: dict[str, Callable[..., Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if not re.match("cu[A-Z]", name):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self.calls[name] += 1
+            instead = self._instead.get(name)
+            return found(*arguments) if instead is None else instead(found, *arguments)
+
+        return call
+
+    def replace(self, name: str, function: Callable[..., Any]) -> None:
+        """Call `function` with the real call and its arguments in place of the call."""
+        self._instead[name] = function
+
+    def fail(self, name: str, code: str, *, after: int = 0) -> None:
+        """Make a call fail once with CUDA's `code`, after `after` more that do not."""
+        left = after
+
+        def failing(real: Callable[..., Any], *arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                return real(*arguments)
+            del self._instead[name]
+            return (getattr(self._module.CUresult, code),)
+
+        self._instead[name] = failing
 
 
 class Child:

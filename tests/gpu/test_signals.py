@@ -2,14 +2,10 @@
 
 import ctypes
 
-import pytest
-
 from mx.cuda.device import Device, Event, PinnedMemory, Stream
 from mx.testing import spans
 from mx.transport import DeviceView
 from mx.units import MIB
-
-pytestmark = pytest.mark.gpu
 
 
 def test_a_stream_waits_for_the_verified_word(gpu: Device) -> None:

@@ -8,7 +8,7 @@ import xxhash
 
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device
-from mx.errors import PathError, PeerProtocolError, SourceError
+from mx.errors import PeerProtocolError, SourceError
 from mx.testing.child import GRANT_ID
 from mx.testing.harness import PEER
 from mx.testing.memory import Kind, pattern
@@ -17,7 +17,6 @@ from mx.units import MIB
 from tests.gpu import rig
 from tests.support.gpu_rig import place
 
-pytestmark = pytest.mark.gpu
 GPU_KINDS = [Kind.GPU, Kind.GPU_VMM]
 NBYTES = 96 * MIB + 4096
 
@@ -125,16 +124,18 @@ def test_another_gpu_in_the_ticket_is_refused() -> None:
         source = bench.source(4096)
         grant_id, ticket = source.grant()
         other = "GPU-00000000-0000-4000-8000-000000000000"
-        for gpus, kind in (([other], PathError), ([], PeerProtocolError)):
+        for gpus in ([other], []):
             wrong = json.dumps({**json.loads(ticket), "gpus": gpus}).encode()
-            with pytest.raises(kind) as caught:
+            with pytest.raises(PeerProtocolError) as caught:
                 bench.open_ticket(grant_id, wrong, source.sizes, tls=None)
-            assert isinstance(caught.value, SourceError) and caught.value.peer == PEER
+            assert caught.value.peer == PEER
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_torch_allocations(expandable: bool, gpu: Device) -> None:
     """Small tensors that share a block, and large ones; in expandable segments of many handles."""
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch is built for CPUs")
     sizes = [1000, 4096, 3 * MIB + 8, 100 * MIB]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     with (

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.driver.programs import calls, each_major, finish, passes
+from tests.support.driver.logs import calls
+from tests.support.driver.programs import each_major, finish, passes
 
 pytestmark = each_major
 

@@ -1,61 +1,28 @@
-"""GPUs for the transports' contract tests: real ones where there are any, else fake ones.
+"""GPUs for the transports' contract tests.
 
-The transports below are made in this process and, by name, in the children that are sources, which
-have the same GPUs. A child gets its fake driver here, at the first transport that it makes.
+The transports below are made in this process and, by name, in the children that are sources.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
-
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.cuda import driver as cuda
 from mx.testing.conformance import Harness, Kind
-from mx.transport import Viable
 from mx.units import MIB
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
-from tests.support.fake_cuda import FakeDriver
 
 HERE = "tests.support.gpu_rig"
 #: Small, so that what is read takes many.
 STEP_BYTES = MIB
-_child = contextlib.ExitStack()
 
 
-@contextlib.contextmanager
-def gpus(*, peers: bool = True) -> Iterator[cuda.Driver]:
-    """The driver for one test. A fake one must have got everything back at the end."""
-    if isinstance(cuda.probe(), Viable):
-        yield cuda.load()
-        return
-    fake = FakeDriver(gpus=2, peers=peers)
-    with cuda.installed(fake):
-        yield fake
-    # A sink may be in a cycle with what it looks at.
-    gc.collect()
-    assert fake.live() == []
-
-
-def cuda_ipc(*, peers: bool = True) -> CudaIpcTransport:
-    _ensure_driver(peers)
+def cuda_ipc() -> CudaIpcTransport:
     return CudaIpcTransport(STEP_BYTES)
 
 
-def pcie_p2p(*, peers: bool = True) -> PciePeerTransport:
-    _ensure_driver(peers)
+def pcie_p2p() -> PciePeerTransport:
     return PciePeerTransport(STEP_BYTES, STEP_BYTES)
-
-
-def pcie_without_peers() -> PciePeerTransport:
-    return pcie_p2p(peers=False)
-
-
-def _ensure_driver(peers: bool) -> None:
-    if not isinstance(cuda.probe(), Viable):
-        _child.enter_context(cuda.installed(FakeDriver(gpus=2, peers=peers)))
 
 
 def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:

@@ -1,10 +1,7 @@
-"""Memory that is attached is hashed where it is, in the host or on a GPU."""
+"""Memory that is attached is hashed where it is; tests/gpu/test_arena.py does so on a GPU."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -15,13 +12,11 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Manifest, Packaging
-from mx.cuda import driver as cuda
 from mx.errors import DigestError
-from mx.memory.device import DeviceArena, HostReader
+from mx.memory.device import HostReader
 from mx.memory.verify import check_layer, wrong_tensors
 from mx.storage.reader import fill_from_tensors
 from tests.support.checkpoints import make_arena
-from tests.support.fake_cuda import FakeDriver
 
 SIZES = {
     "model.layers.0.mlp.a": 5 * BLOCK_BYTES + 17,
@@ -41,15 +36,6 @@ def model() -> tuple[Manifest, memoryview]:
     }
     filled = fill_from_tensors(tensors, layout, arena)
     return encode(layout, Packaging(), filled.roots), arena
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDriver]:
-    driver = FakeDriver()
-    with cuda.installed(driver):
-        yield driver
-    gc.collect()
-    assert driver.live() == []
 
 
 MODEL, ARENA = model()
@@ -90,17 +76,3 @@ def test_the_first_wrong_tensor_is_named_and_all_are_found() -> None:
         ]
         with pytest.raises(DigestError, match=names[0]):
             check_layer(MODEL, spoilt, 0, reader)
-
-
-def test_memory_of_a_gpu(fake: FakeDriver) -> None:
-    arena = DeviceArena(len(ARENA), "cuda:0")
-    ctypes.memmove(arena.address, bytes(ARENA), len(ARENA))
-    with closing(HostReader()) as reader:
-        for layer in MODEL.layout.layers:
-            check_layer(MODEL, arena.view, layer.index, reader)
-        layer = MODEL.layout.layers[1]
-        ctypes.memset(arena.address + layer.arena_offset + BLOCK_BYTES, 0, 1)
-        check_layer(MODEL, arena.view, 0, reader)
-        with pytest.raises(DigestError, match=r"model\.layers\.1\.mlp\.d"):
-            check_layer(MODEL, arena.view, 1, reader)
-    arena.release()

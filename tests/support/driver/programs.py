@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -110,19 +109,3 @@ def program(major: int, code: str, **settings: object) -> Iterator[Program]:
             yield Program(process)
         finally:
             process.kill()
-
-
-def calls(folder: Path, process: int | None = None) -> list[tuple[str, str]]:
-    """Return the calls in the logs of a folder, in order, as names and results.
-
-    Args:
-        folder: The folder that the setting LOG named.
-        process: The only process to return calls of.
-    """
-    logs = sorted(folder.glob("*.log" if process is None else f"{process}.log"))
-    lines = [line for log in logs for line in log.read_text().splitlines()]
-    return [
-        (line.split(" ", 1)[1].split("(")[0], line.rsplit(" ", 1)[1])
-        for line in lines
-        if not line.startswith("#")
-    ]

@@ -48,7 +48,7 @@ class CudaIpcTransport:
         self._step_nbytes = step_nbytes
 
     def probe(self) -> Viable | Unavailable:
-        return cuda.probe()
+        return cuda.presence()
 
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path within one GPU, or between two of one host that may use NVLink."""

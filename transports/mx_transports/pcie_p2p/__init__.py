@@ -58,7 +58,7 @@ class PciePeerTransport:
         self._staged_step_nbytes = staged_step_nbytes
 
     def probe(self) -> Viable | Unavailable:
-        return cuda.probe()
+        return cuda.presence()
 
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path between two devices of one host, at least one of them a GPU."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from mx.cuda import driver as cuda
-from mx.cuda.device import Device
+from mx.cuda.device import Device, relaxed
 from mx.cuda.errors import CudaError
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView
@@ -83,18 +83,14 @@ class Exports:
     def descriptor(self, allocation: Allocation) -> int:
         """A new descriptor of an allocation exported so; the caller's to close."""
         assert self.driver is not None
-        return self.driver.vmm_export_fd(self._handles[allocation.base])
-
-    def synchronize(self) -> None:
-        """Wait for whatever writes to the memory now."""
-        for device in self._devices.values():
-            device.synchronize()
+        with relaxed(self.driver):
+            return self.driver.vmm_export_fd(self._handles[allocation.base])
 
     def close(self) -> None:
         for handle in self._handles.values():
             assert self.driver is not None
             # A context that has broken took it along.
-            with contextlib.suppress(CudaError):
+            with contextlib.suppress(CudaError), relaxed(self.driver):
                 self.driver.vmm_release(handle)
         self._handles.clear()
         for device in self._devices.values():
@@ -121,18 +117,12 @@ class GpuExposure(LocalExposure):
             [region.view for region in regions if isinstance(region.view, DeviceView)]
         )
         self._regions = [_described(region) for region in regions]
-        self._exports.synchronize()
         try:
             super().__init__(name=f"mx-{name}-source", magic=magic, options=options)
         except LocalError:
             self._exports.close()
             raise
         self.start()
-
-    def set_generation(self, generation: int) -> None:
-        # Copies of the new generation's bytes into the memory may still be under way.
-        self._exports.synchronize()
-        super().set_generation(generation)
 
     def ticket_fields(self) -> dict[str, object]:
         return {**super().ticket_fields(), "gpus": self._exports.uuids}

@@ -129,6 +129,11 @@ class Maps:
             yield run, run.address + address - run.base, take
             address += take
 
+    def lend(self) -> None:
+        """Let an engine compute with what is mapped: `close` waits for its work."""
+        for memory in self._memories:
+            memory.lend()
+
     def close(self) -> None:
         """Unmap everything. Idempotent. Raises CudaError."""
         memories, self._memories = self._memories, []

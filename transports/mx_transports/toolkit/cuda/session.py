@@ -109,6 +109,8 @@ class GpuSession(ThreadedSession):
             if self._detached is not None:
                 raise _again(self._detached)
             address = self._place_of(region)
+            assert self._remote.maps is not None
+            self._remote.maps.lend()
             self._remote.hold()
         owner = Attachment(self._remote)
         # After this message the source waits for the view's end, even if the grant has ended by

@@ -1,9 +1,8 @@
 """The cuda_ipc transport keeps the rules: within a GPU and between two, both kinds of memory."""
 
-from collections.abc import Iterator
-
 import pytest
 
+from mx.cuda.driver import Driver
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from tests.support import gpu_rig
 
@@ -12,8 +11,7 @@ from tests.support import gpu_rig
 @pytest.mark.parametrize("here", ["0", "1"], ids=["same GPU", "other GPU"])
 class TestCudaIpc(TransportSuite):
     @pytest.fixture
-    def harness(self, here: str, kind: Kind) -> Iterator[Harness]:
-        with gpu_rig.gpus() as driver:
-            if int(here) >= driver.device_count():
-                pytest.skip("one GPU only")
-            yield gpu_rig.harness("cuda_ipc", kind, driver, "0", here, nvlinks=4)
+    def harness(self, driver: Driver, here: str, kind: Kind) -> Harness:
+        if int(here) >= driver.device_count():
+            pytest.skip("one GPU only")
+        return gpu_rig.harness("cuda_ipc", kind, driver, "0", here, nvlinks=4)

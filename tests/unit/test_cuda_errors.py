@@ -1,0 +1,31 @@
+"""What is said where there is no CUDA, and of codes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mx import api
+from mx.cuda import driver as drivers
+from mx.cuda.errors import CudaUnavailableError, cuda_error
+from mx.errors import ConfigError
+
+
+def test_load_raises_a_fresh_error_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "_driver", CudaUnavailableError("no libcuda", hint="get one"))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(CudaUnavailableError, match="no libcuda") as caught:
+            drivers.load()
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+
+
+def test_codes_without_a_hint_still_say_what_failed() -> None:
+    error = cuda_error("cuCtxSynchronize", "CUDA_ERROR_UNKNOWN", "unknown error")
+    assert str(error) == "cuCtxSynchronize failed: CUDA_ERROR_UNKNOWN, unknown error"
+
+
+def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "_driver", CudaUnavailableError("no libcuda", hint="get one"))
+    with pytest.raises(ConfigError, match=r"no libcuda \(get one; or use `device=cpu`\)"):
+        api.pull("m", device="cuda:0")
