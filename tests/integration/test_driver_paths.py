@@ -190,3 +190,15 @@ found["killed"] = refused(reader)
         assert [path["transport"] for path in report["paths"]] == ["cuda_ipc-attach"]
         counts.append(Counter(name for name, _ in calls(log, process)))
     assert counts[0] == counts[1]
+
+
+def test_the_driver_is_asked_for_its_gpus_once(major: int, tmp_path: Path) -> None:
+    code = """
+from mx.cuda.device import find_ordinal
+from mx.cuda.driver import load
+for _ in range(1000):
+    print(find_ordinal(load(), "cuda:GPU-6d782073-7461-6e64-2d69-6e2047500001"))
+"""
+    assert set(passes(major, code, LOG=tmp_path)) == {"1"}
+    count = Counter(name for name, _ in calls(tmp_path))
+    assert count["cuDeviceGetUuid"] == 2
