@@ -4,6 +4,7 @@ reports, the bytes, and the log of each process's calls."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mx.units import MIB
-from tests.support.driver.logs import calls
+from tests.support.driver.logs import calls, kept
 from tests.support.driver.programs import each_major, passes
 
 pytestmark = each_major
@@ -22,21 +23,26 @@ _CLUSTER = """
 import json, subprocess
 from benchmarks.processes import Cluster
 cluster = Cluster()
-def environ(sees):
-    return {{}} if sees is None else {{"CUDA_VISIBLE_DEVICES": sees}}
+def environ(sees, **settings):
+    settings = {{f"MX_STANDIN_{{name}}": str(value) for name, value in settings.items()}}
+    return settings if sees is None else settings | {{"CUDA_VISIBLE_DEVICES": sees}}
 def serve(what, model, *more, sees=None):
     names = ("serve", what, "--model", model, "--coordinator", cluster.coordinator, "--json")
     child = cluster.start("-m", "mx", *names, *more, env=environ(sees))
     child.hear()
     return child
-def run(*command, sees=None, fails=False):
+def start(*command, sees=None, **settings):
     command = [sys.executable, "-m", "mx", *command, "--coordinator", cluster.coordinator, "--json"]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | environ(sees)
-    )
-    said = child.communicate()[0]
-    assert bool(child.returncode) == fails, command
-    return child.pid, None if fails else json.loads(said)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, env=os.environ | environ(sees, **settings))
+def run(*command, **how):
+    child = start(*command, **how)
+    said, errors = child.communicate()
+    assert not child.returncode, errors
+    return child.pid, json.loads(said)
+def refused(child):
+    errors = child.communicate(timeout=40)[1]
+    return child.pid, child.returncode, errors
 found = {{}}
 try:
     exec({body!r})
@@ -123,3 +129,76 @@ found["topo"] = run("topo", "--sources")[1]
     assert written.read_bytes() == small.read_bytes()
     retained = set(lines_of(log, found["source"], "cuDevicePrimaryCtxRetain"))
     assert retained == {"cuDevicePrimaryCtxRetain(0) CUDA_SUCCESS"}
+
+
+def test_each_model_of_a_process_names_its_gpu(major: int, tmp_path: Path) -> None:
+    there = checkpoint(tmp_path / "small", 1)
+    body = f"""
+import mx
+sources = [
+    mx.serve({str(there.parent)!r}, model=f"on-{{n}}", device=f"cuda:{{n}}",
+             coordinator=cluster.coordinator)
+    for n in (0, 1)
+]
+for model in (0, 1):
+    for target in (0, 1):
+        made = mx.plan(f"on-{{model}}", device=f"cuda:{{target}}", coordinator=cluster.coordinator)
+        found[f"{{model}}{{target}}"] = [(path.transport, path.attach) for path in made.plan.chosen]
+for source in sources:
+    source.close()
+"""
+    found = cluster(major, body, KERNELS=True)
+    assert found["00"] == found["11"] == [["cuda_ipc", True]]
+    assert found["01"] == found["10"] == [["cuda_ipc", False]]
+
+
+@pytest.mark.parametrize("settings", [{}, LEGACY], ids=["vmm", "legacy"])
+def test_bad_luck(major: int, tmp_path: Path, settings: dict[str, object]) -> None:
+    """A GPU that can't be mapped, one that is lost, a source that is killed: typed errors, and
+    nothing kept; other readers go on. To attach more takes no more calls."""
+    big, small = checkpoint(tmp_path / "big", 32), checkpoint(tmp_path / "small", 3)
+    log = tmp_path / "log"
+    log.mkdir()
+    body = f"""
+serve({str(small.parent)!r}, "small", "--device", "cuda:0")
+source = serve({str(big.parent)!r}, "big", "--device", "cuda:0")
+to = ("pull", "big", "--device", "cuda:1", "--transport", "cuda_ipc")
+hidden = ("pull", "big", "--device", "cuda:0", "--transport", "cuda_ipc")
+found["hidden"] = refused(start(*hidden, sees="1", HIDDEN_REFUSED=1))
+found["lost"] = refused(start(*to, FAIL="work:2:CUDA_ERROR_ILLEGAL_ADDRESS"))
+found["after"] = run(*to)[1]
+for model in ("big", "small"):
+    found[model] = run("pull", model, "--device", "cuda:0")
+reader = start(*to, LATE_US=1_000_000)
+log = {str(log)!r} + f"/{{reader.pid}}.log"
+while not os.path.exists(log) or "cuMemcpyDtoDAsync" not in open(log).read():
+    assert reader.poll() is None
+    time.sleep(0.01)
+os.kill(source.pid, 9)
+found["killed"] = refused(reader)
+"""
+    found = cluster(major, body, LOG=log, KERNELS=True, **settings)
+    for case, says in (("hidden", "cuda_ipc"), ("lost", "cuda_ipc"), ("killed", "Incomplete")):
+        process, code, errors = found[case]
+        assert code in (1, 3, 6) and says in errors and "Traceback" not in errors, (case, errors)
+        if case != "lost":  # where all ended with the context
+            assert kept(calls(log, process)) == [], case
+    assert found["after"]["verified"]
+    counts = []
+    for model in ("big", "small"):
+        process, report = found[model]
+        assert [path["transport"] for path in report["paths"]] == ["cuda_ipc-attach"]
+        counts.append(Counter(name for name, _ in calls(log, process)))
+    assert counts[0] == counts[1]
+
+
+def test_the_driver_is_asked_for_its_gpus_once(major: int, tmp_path: Path) -> None:
+    code = """
+from mx.cuda.device import find_ordinal
+from mx.cuda.driver import load
+for _ in range(1000):
+    print(find_ordinal(load(), "cuda:GPU-6d782073-7461-6e64-2d69-6e2047500001"))
+"""
+    assert set(passes(major, code, LOG=tmp_path)) == {"1"}
+    count = Counter(name for name, _ in calls(tmp_path))
+    assert count["cuDeviceGetUuid"] == 2
