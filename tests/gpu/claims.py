@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import pytest
+
+from benchmarks.harness import Row
+
+#: The rows of test_speed.py, for the end of the run.
+FIGURES = pytest.StashKey[list[Row]]()
+
 #: Claims, and how the names of their tests begin; a test is of the first that fits.
 CLAIMS = {
     "torch's own allocations, expandable segments too": ["test_transports.py::test_torch"],

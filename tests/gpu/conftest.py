@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, PinnedMemory, Stream
 from mx.transport import Unavailable
-from tests.gpu.claims import table
+from tests.gpu.claims import FIGURES, table
 from tests.gpu.rig import Spy
 from tests.support.driver.logs import OwnLog, kept
 from tests.support.leftovers import Holdings
@@ -31,8 +30,6 @@ collect_ignore = [] if importlib.util.find_spec("torch") else _NEED_TORCH
 #: How long what is left of a test may take to go.
 _SETTLE_S = 5.0
 _failed = pytest.StashKey[bool]()
-#: The rows of test_speed.py.
-FIGURES = pytest.StashKey[list[harness.Row]]()
 
 
 def pytest_report_header() -> list[str]:

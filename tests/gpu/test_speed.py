@@ -7,7 +7,7 @@ import pytest
 from benchmarks import gpu as rows
 from mx.cuda.device import Device
 from mx.units import GIB
-from tests.gpu.conftest import FIGURES
+from tests.gpu.claims import FIGURES
 
 
 def test_as_fast_as_the_bars_say(gpu: Device, request: pytest.FixtureRequest) -> None:
