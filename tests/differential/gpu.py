@@ -183,6 +183,8 @@ class Pull:
 
 def failure(rng: random.Random, made: Counter[str]) -> str:
     """Draw a call of those that a process makes, and how it fails; now and then two of them."""
+    if rng.random() < 0.1:  # a GPU that is lost
+        return f"*:-{rng.randint(1, made.total())}:CUDA_ERROR_{rng.choice(CODES)}"
     name = rng.choice([*sorted(made), "work"])
     often = made[name] or sum(made[each] for each in made if "Async" in each or "Launch" in each)
     drawn = f"{name}:{rng.randint(1, max(often, 1))}:CUDA_ERROR_{rng.choice(CODES)}"

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from benchmarks import harness
+from benchmarks.harness import Row
 
-#: The rows of test_speed.py.
-FIGURES = pytest.StashKey[list[harness.Row]]()
+#: The rows of test_speed.py, for the end of the run.
+FIGURES = pytest.StashKey[list[Row]]()
 
 #: Claims, and how the names of their tests begin; a test is of the first that fits.
 CLAIMS = {

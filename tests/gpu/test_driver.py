@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -122,9 +123,13 @@ def test_what_the_driver_does_not_take_back_is_logged(
     gpu: Device, spy: Spy, caplog: pytest.LogCaptureFixture, dropped: bool
 ) -> None:
     event, freed = Event(gpu), spy.calls["cuEventDestroy"]
-    spy.replace(
-        "cuEventDestroy", lambda real, handle: (real(handle), real(handle))[1]
-    )  # twice: the second is refused
+    refused = gpu.driver._d.CUresult.CUDA_ERROR_INVALID_HANDLE  # type: ignore[attr-defined]
+
+    def refuse(real: Any, handle: Any) -> Any:
+        real(handle)
+        return (refused,)
+
+    spy.replace("cuEventDestroy", refuse)
     if dropped:
         del event
         gc.collect()
@@ -238,6 +243,7 @@ with Device(drivers.load(), 0) as device:
     first.close()
     print(spans.peek(view).decode(), flush=True)
     second.close()
+    print("closed", flush=True)
     sys.stdin.readline()
     try:
         IpcMemory(device, handle).close()
@@ -262,6 +268,7 @@ class TestIpc:
             with Child(_IMPORTER, handle.hex()) as child:
                 assert child.receive_line() == "sent"
                 assert child.receive_line() == "back"
+                assert child.receive_line() == "closed"
                 assert get(memory, 4) == b"back"
                 memory.close()
                 child.send_line("it is freed")

@@ -23,6 +23,18 @@ print(attempt("cuMemAlloc", 8))
     assert lines == ["['', '', 'ILLEGAL_ADDRESS'] ILLEGAL_ADDRESS", "ILLEGAL_ADDRESS"]
 
 
+def test_a_gpu_is_lost(major: int) -> None:
+    code = """
+use()
+address, s = alloc(8), stream()
+print(attempt("cuMemAlloc", 8), attempt("cuMemcpyDtoDAsync", address, address, 8, s))
+print(attempt("cuStreamSynchronize", s), attempt("cuDeviceGetCount"), attempt("cuMemFree", address))
+"""
+    lost = "OPERATING_SYSTEM"
+    lines = passes(major, code, FAIL=f"*:-8:CUDA_ERROR_{lost}")
+    assert lines == [f" {lost}", f"{lost} {lost} {lost}"]
+
+
 def test_the_nth_operation_of_a_stream_fails(major: int) -> None:
     code = """
 use()

@@ -96,21 +96,23 @@ static CUresult error_by_name(const char *name) {
 CUresult call_injected(const char *name) {
     static struct {
         char call[64], error[64];
-        long left;
+        long nth, seen;
     } planned[16];
     static int count = -1;
     if (count < 0) {
         count = 0;
         for (const char *at = settings.fail; at && *at && count < 16; at = strchr(at, ',')) {
             at += *at == ',';
-            if (sscanf(at, "%63[^:]:%ld:%63[^,]", planned[count].call, &planned[count].left,
+            if (sscanf(at, "%63[^:]:%ld:%63[^,]", planned[count].call, &planned[count].nth,
                        planned[count].error) == 3)
                 count++;
         }
     }
-    for (int i = 0; i < count; i++)
-        if (!strcmp(planned[i].call, name) && !--planned[i].left)
-            return error_by_name(planned[i].error);
+    for (int i = 0; i < count; i++) {
+        if (strcmp(planned[i].call, name) && strcmp(planned[i].call, "*")) continue;
+        long seen = ++planned[i].seen, nth = planned[i].nth;
+        if (nth < 0 ? seen >= -nth : seen == nth) return error_by_name(planned[i].error);
+    }
     return CUDA_SUCCESS;
 }
 

@@ -36,9 +36,10 @@
  * Stricter, each by itself:
  *
  *   MX_STANDIN_FAIL                "CALL:N:ERROR,...": the N-th call of that name in a process
- *                                  fails with that error, a name or a number. CALL "work" counts
- *                                  the operations that streams run. ILLEGAL_ADDRESS breaks the
- *                                  context
+ *                                  fails with that error, a name or a number; all from the N-th
+ *                                  on if it is negative. CALL "work" counts the operations that
+ *                                  streams run, "*" all calls and operations: "*:-9:..." is a GPU
+ *                                  that is lost. ILLEGAL_ADDRESS breaks the context
  *   MX_STANDIN_LATE_US             each operation of a stream starts that many microseconds late
  *   MX_STANDIN_ONE_QUEUE           flag: all streams share one hardware queue, first come first run
  *   MX_STANDIN_CAPTURE             "global" or "thread_local": another thread captures all the time
