@@ -122,8 +122,10 @@ def broadcast(
         data = ranks.broadcast(given.data if given else None, sum(sizes[1:]) + 2 * DIGEST_BYTES)
 
         def fit() -> Mover:
-            found = _fitted(_read(sizes, data), side, ends)
-            return Mover(ranks, *found, on_layer)
+            if given is not None:
+                return Mover(ranks, given.manifest, given.pages, given.memory, on_layer)
+            manifest, pages = _read(sizes, data)
+            return Mover(ranks, manifest, pages, _memory(manifest, side, ends), on_layer)
 
         mover, error = _attempt(fit)
         kinds = ranks.agree(error, _NOT_BEGUN, [mover.kinds if mover else 0])
@@ -251,21 +253,16 @@ def _read(sizes: Sequence[int], data: bytes) -> tuple[Manifest, list[bytes]]:
     return manifest, pages
 
 
-def _fitted(
-    content: tuple[Manifest, list[bytes]], side: object, ends: ExitStack
-) -> tuple[Manifest, list[bytes], Memory]:
-    """Return the weights and this rank's memory of them, which nobody else uses.
+def _memory(manifest: Manifest, side: object, ends: ExitStack) -> Memory:
+    """Return this rank's memory of the weights, which nobody else uses.
 
     Raises:
         ConfigError: The tensors don't fit; the error has all differences.
         MxError: As `Source.changing`.
     """
-    manifest, pages = content
-    if isinstance(side, _Given):
-        return manifest, side.pages, side.memory
     if isinstance(side, InPlace):
         with _in_words(_FORMS):
-            return manifest, pages, side.arena(manifest.layout)
+            return side.arena(manifest.layout)
     assert isinstance(side, Source)
     differences = _differences(side.manifest.layout, manifest.layout)
     if differences:
@@ -276,7 +273,7 @@ def _fitted(
     moved = memory.changed()
     if moved:
         raise ConfigError(moved, hint="`changing()` lists them where they are; broadcast then")
-    return manifest, pages, memory
+    return memory
 
 
 def _differences(ours: Layout, theirs: Layout) -> list[str]:

@@ -19,7 +19,7 @@ from mx.memory.live import LiveMemory, Memory
 from mx.memory.verify import check_overlapping
 from mx.text import listed
 from mx.threads import Threads
-from mx.views import ScatteredView, Span, contiguous
+from mx.views import ScatteredView, Span, contiguous, cut
 
 try:
     import torch
@@ -123,7 +123,8 @@ class Mover:
     def _start(
         self, bucket: Bucket, wire: torch.device
     ) -> tuple[Step, Bucket, list[Span], torch.Tensor | None]:
-        spans = [contiguous(self._view[p.arena_offset :][: p.nbytes]) for p in bucket.parts]
+        places = [(part.arena_offset, part.nbytes) for part in bucket.parts]
+        spans = list(map(contiguous, cut(self._view, places)))
         if len(spans) == 1:
             alone = self._tensor(spans[0])
             if alone.device == wire:

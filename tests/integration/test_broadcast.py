@@ -21,7 +21,8 @@ from mx.core.types import ModelKey
 from tests.integration.lending import net
 from tests.support.commands import Run, environment, start_coordinator
 
-pytestmark = pytest.mark.integration
+# Four processes, and groups that notice a lost rank after seconds: on a busy machine it takes long.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 #: What every rank's program begins with.
 HEADER = """
@@ -46,6 +47,9 @@ def tried(work):
         return dict(error=type(error).__name__, text=error.message, hint=error.hint)
     return dict(identity=report.identity, model=report.model, layers=report.layers,
                 bytes=report.bytes)
+
+def held_by(tensors):
+    return sorted({int(end) for tensor in tensors.values() for end in tensor.aminmax()})
 
 def digest(tensors):
     found = hashlib.blake2b()
@@ -167,6 +171,35 @@ LIVING = """
             raise ValueError("of the caller's own")
     say(**tried(lambda: mx.broadcast(tensors, on_layer=fail)))
 
+    # Ranks that are elsewhere, or have other releases, or whose source describes nonsense.
+    from mx.api import broadcasting
+    if rank == 3:
+        every = [torch.zeros(9, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(every, torch.arange(9))
+        say(error="PeerProtocolError")
+    else:
+        say(**tried(lambda: mx.broadcast(tensors)))
+    def patched(name, make, on):
+        kept = getattr(broadcasting, name)
+        if rank == on:
+            setattr(broadcasting, name, make(kept))
+        say(kept=bool((tensors["a"] == 1).all()), **tried(lambda: mx.broadcast(tensors)))
+        setattr(broadcasting, name, kept)
+    def spoiled(at):
+        def make(kept):
+            def given(*arguments):
+                found = kept(*arguments)
+                data = bytearray(found.data)
+                data[at] ^= 1
+                found.data = bytes(data)
+                return found
+            return given
+        return make
+    patched("PROTOCOL", lambda kept: kept + 1, 2)
+    patched("_facts", lambda kept: lambda *each: [*kept(*each)[:-1], 1 << 40], 0)
+    for at in (0, 70, -33, -1):
+        patched("_given", spoiled(at), 0)
+
     # Global ranks 3 and 1 are ranks 0 and 1 of a group of their own.
     some = dist.new_group([3, 1], timeout=timedelta(seconds=timeout_s))
     tensors = model(rank)
@@ -179,7 +212,7 @@ LIVING = """
     # After all of this the group is in step, and nothing is left.
     tensors = model(rank)
     found = tried(lambda: mx.broadcast(tensors, src=1))
-    say(values=sorted(set(int(v) for t in tensors.values() for v in t.unique())), **found)
+    say(values=held_by(tensors), **found)
     say(left=leftovers() == before, now=str(leftovers()), before=str(before))
     dist.barrier()
     dist.destroy_process_group()
@@ -237,6 +270,19 @@ def test_a_group_that_lives(tmp_path: Path) -> None:
         assert text.endswith("taken over the weights: rank 2: ValueError: of the caller's own")
 
         found = lines(ranks)
+        assert [each["error"] for each in found] == ["PeerProtocolError"] * 4
+        assert found[0]["text"].startswith("rank 3: in another collective")
+        for error, words in (
+            ("PeerVersionError", "by rank: {0: 1, 1: 1, 2: 2, 3: 1}"),
+            ("PeerProtocolError", "rank 0 describes its weights in 1"),
+            *[("IntegrityError", "no tensor was written to: rank 1: ")] * 4,
+        ):
+            found = lines(ranks)
+            text = _same(found, error)
+            assert words in text and all(each["kept"] for each in found), text
+            assert error != "IntegrityError" or ("; rank 2: " in text and "rank 0: " not in text)
+
+        found = lines(ranks)
         assert [each.get("error") for each in found] == ["ConfigError", None, "ConfigError", None]
         assert found[0]["text"] == "rank 0 is not in the group"
         assert [each["values"] for each in lines(ranks)] == [[0], [3], [2], [3]]
@@ -266,7 +312,7 @@ LENDING = """
                 say(layer=layer.name)
                 sys.stdin.readline()
         found = tried(lambda: mx.broadcast(source, on_layer=on_layer))
-        values = sorted(set(int(v) for t in tensors.values() for v in t.unique()))
+        values = held_by(tensors)
         say(values=values, withdrawn=source.withdrawn, listed=str(source.model), **found)
         if rank == 0 and value < 4:
             sys.stdin.readline()
@@ -292,14 +338,14 @@ def _pulled(coordinator: str) -> tuple[str, set[int], int]:
     with api.pull("m", coordinator=coordinator, into=own) as pull:
         model = pull.wait(60).model
     sources = [s for s in api.list_sources(coordinator=coordinator) if str(s.record.model) == model]
-    return model, {int(v) for tensor in own.values() for v in torch.unique(tensor)}, len(sources)
+    return model, {int(end) for tensor in own.values() for end in tensor.aminmax()}, len(sources)
 
 
 def test_lent_tensors_change_as_one_revision_or_none_and_a_rank_is_killed(
     run: Run, tmp_path: Path
 ) -> None:
     coordinator, _ = start_coordinator(run)
-    with group(LENDING, tmp_path, timeout_s=10, coordinator=coordinator) as ranks:
+    with group(LENDING, tmp_path, timeout_s=15, coordinator=coordinator) as ranks:
         found = lines(ranks)
         assert [(each["values"], each["listed"]) for each in found] == [([1], "m:main.2")] * 4
         assert {each["model"] for each in found} == {"m:main.2"}
@@ -340,6 +386,65 @@ def test_lent_tensors_change_as_one_revision_or_none_and_a_rank_is_killed(
         for rank in ranks[:3]:
             rank.tell()
             assert rank.process.wait(60) == 0
+
+
+#: The first rank stops in the middle. The second one is interrupted, and again while it waits for
+#: the buckets that may still land in its tensors.
+LATE = """
+    import time
+    value = torch.full((3 << 20,), rank, dtype=torch.uint8)
+    tensors = {"layers.%d.w" % i: value.clone() for i in range(12)}
+    from mx.api.process_group import Group
+    wait = Group.drain
+    def drain(group):
+        say(waits=True)
+        wait(group)
+    Group.drain = drain
+    def on_layer(layer):
+        if layer.index == (6 if rank else 4):
+            say(layer=layer.name)
+            if not rank:
+                sys.stdin.readline()
+    def lent():
+        with mx.serve(tensors, model="m", coordinator=coordinator, copy=False):
+            return True
+    try:
+        found = tried(lambda: mx.broadcast(tensors, on_layer=on_layer))
+    except KeyboardInterrupt:
+        try:
+            found = dict(lent=lent())
+        except MxError as error:
+            found = dict(error=type(error).__name__, text=error.message)
+    say(**found)
+    if rank:
+        sys.stdin.readline()
+        while True:
+            try:
+                lent()
+                break
+            except MxError:
+                time.sleep(0.05)
+        say(values=[int(t[-1]) for t in tensors.values()])
+"""
+
+
+def test_tensors_that_may_still_be_written_to_are_not_given_away(run: Run, tmp_path: Path) -> None:
+    coordinator, _ = start_coordinator(run)
+    with group(LATE, tmp_path, size=2, timeout_s=20, coordinator=coordinator) as ranks:
+        assert lines(ranks) == [{"layer": "layers.4"}, {"layer": "layers.6"}]
+        ranks[1].process.send_signal(signal.SIGINT)
+        assert ranks[1].line() == {"waits": True}
+        ranks[1].process.send_signal(signal.SIGINT)
+        found = ranks[1].line()
+        assert found["error"] == "ConfigError" and "in use" in found["text"], found
+        for rank in reversed(ranks):
+            rank.tell()
+        values = ranks[1].line()["values"]
+        assert values[:9] == [0] * 9 and values[10:] == [1, 1], (
+            values
+        )  # some came after it had left
+        assert ranks[0].line() == {"waits": True}
+        assert ranks[0].line()["error"] in ("PeerLostError", "PeerTimeoutError")
 
 
 #: The second rank is interrupted in the middle. The first one gets on once that one has left.
