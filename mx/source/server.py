@@ -415,9 +415,9 @@ class SourceServer:
         held = served.held
         if served.newer or self._servicer.models.get(held.source_id) is not served:
             return False
-        if served.watchman is not None:
-            return await served.watchman.doubt(lambda: looked_at(held, chunk))
         try:
+            if served.watchman is not None:
+                return await served.watchman.doubt(lambda: looked_at(held, chunk))
             found = await uncut(in_thread(looked_at, held, chunk))
         except MxError as error:  # such as a GPU's
             log.warning("%s could not be hashed again: %s", held.key, error)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mx import api
 from tests.support.driver.programs import Program, each_major, passes, program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -206,6 +207,12 @@ def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) 
     settings = {"LOG": tmp_path, "KERNELS": True}
     with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
+        # The coordinator's table has the device and the address of each.
+        (table,) = api.list_tables("m", coordinator=coordinator)
+        places = {each.name: each.address for each in table.tensors}
+        assert str(places) == lender.ask("{n: held[n].address for n in " + str(list(places)) + "}")
+        assert len(places) == 7 and len({each.device for each in table.tensors}) == 1
+        assert table.tensors[0].device.startswith("cuda:GPU-")
         # Nothing but digests comes to the host, and the tensor that no kernel can hash.
         assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
         assert one.ask('pull("cuda:0")') == "['cuda_ipc']"  # copied: what is lent may change
