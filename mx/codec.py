@@ -230,6 +230,7 @@ def table_to_wire(table: AddressTable) -> pb.AddressTable:
         rows_digest=table.rows_digest,
         layers=table.layer_count,
         payload_bytes=table.payload_nbytes,
+        frozen=table.frozen,
     )
 
 
@@ -276,6 +277,7 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         payload_nbytes=message.payload_bytes,
         row_count=message.rows,
         rows_digest=message.rows_digest,
+        frozen=message.frozen,
     )
     if message.layers > MAX_LAYERS:
         raise _refuse(f"{message.layers} layers are more than any model has")

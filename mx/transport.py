@@ -434,12 +434,13 @@ class Session(Protocol):
             ClosedError: The session is closed. No sink is called.
         """
 
-    def attach(self, region: int) -> Span:
+    def attach(self, region: int) -> View:
         """Map a whole region without a copy. Called only where the path has `attach`.
 
         Returns:
             Host memory as a private, writable view (writes stay in this process); device memory as
-            it is shared, which must not be written to. It lives as long as references to it do,
+            it is shared, which must not be written to, a scattered region in its several places. It
+            lives as long as references to it do,
             beyond the session's end.
 
         Raises:

@@ -83,6 +83,7 @@ def lend(
     layout_version: int | None = None,
     files: Path | None = None,
     non_persistent: bool = False,
+    frozen: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
     """Hash the tensors of a module or a state dict where they are. Nothing is copied.
@@ -93,6 +94,7 @@ def lend(
         layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel along; None: no files do.
         non_persistent: Whether to lend the buffers that a state dict leaves out, too.
+        frozen: As for `serve`.
         cancelled: As for `serve`.
 
     Returns:
@@ -115,6 +117,7 @@ def lend(
             key,
             files=files,
             layout_version=layout_version,
+            frozen=frozen,
             cancelled=cancelled,
         )
 

@@ -208,6 +208,7 @@ def serve(
     embed: bool = True,
     device: str = "cpu",
     copy: bool = True,
+    frozen: bool = False,
     update: bool = False,
     non_persistent_buffers: bool = False,
     files: str | Path | None = None,
@@ -238,6 +239,10 @@ def serve(
         embed: False never embeds a coordinator.
         device: Where to hold the model: "cpu", or "cuda:N" for a copy in that GPU's memory.
         copy: False lends the tensors where they are.
+        frozen: With `copy=False` and tensors in GPU memory, whether readers on the same GPU may
+            attach to them, without a copy. What was attached can't be taken back: entering
+            `changing` waits for such readers for its `grace_s`, and then raises LocalError ("in
+            use"), as `close` does after a second. Then nothing may be written or freed.
         update: Whether the name may stand for other weights: then these are an update of it, a new
             revision, if this process holds the name's key (`name_key` in the settings).
         non_persistent_buffers: With `copy=False`, whether to lend the buffers of a module that its
@@ -275,6 +280,8 @@ def serve(
     )
     if not copy and where != "cpu":
         raise ConfigError("tensors are lent where they are", hint="leave out `device`")
+    if copy and frozen:
+        raise ConfigError("only tensors that are lent can be frozen", hint="give `copy=False`")
     if files is not None and isinstance(what, str | Path):
         raise ConfigError(
             "a checkpoint's files travel with it", hint="leave out `files`, or serve tensors"
@@ -301,6 +308,7 @@ def serve(
             layout_version=layout_version,
             files=folder,
             non_persistent=non_persistent_buffers,
+            frozen=frozen,
             cancelled=stopped,
         )
 

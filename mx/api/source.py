@@ -295,6 +295,8 @@ class Source(Closable):
                 before, is gone, or its memory is in use.
             BindingError: Another source bound the name, and none has registered these weights.
             ClosedError: The source was closed.
+            LocalError: "In use": readers are attached to frozen tensors, and were so after
+                `grace_s`. The tensors stay withdrawn, and must not be written to.
             MxError: The tensors could not be withdrawn from their readers, or not be listed again.
         """
 

@@ -26,7 +26,7 @@ from mx.target.job import Job
 from mx.target.options import PullOptions
 from mx.target.progress import ProgressReporter
 from mx.target.report import LayerEvent, PullReport
-from mx.transport import DeviceView, View, host_view
+from mx.transport import DeviceView, ScatteredView, View, host_view
 
 if TYPE_CHECKING:
     import torch
@@ -242,12 +242,15 @@ class Pull(Described, Closable):
             A view of device memory. Attached memory belongs to the source: do not write to it.
 
         Raises:
-            ConfigError: The pull is into host memory.
+            ConfigError: The pull is into host memory, into tensors of the caller's, or has attached
+                to tensors that were lent.
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
         view = self._filled.view()
+        if isinstance(view, ScatteredView):
+            raise ConfigError("the tensors are in several places", hint="memory() gives them")
         if not isinstance(view, DeviceView):
             raise ConfigError("the pull is into host memory", hint="buffer() gives it")
         return view

@@ -141,7 +141,7 @@ def plan(
         reach: Returns the path of a transport to a place, or why there is none.
         forced: The only transport to use.
         attach: False: a path that could attach is used to copy. So it is where the source's memory
-            is not what the target's would be.
+            is not what the target's would be, and may change.
     """
     paths: list[SourcePath] = []
     rejected: list[Rejected] = []
@@ -154,7 +154,7 @@ def plan(
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
             else:
-                paths += _paths(here, source, answer, attach and not source.table.scattered)
+                paths += _paths(here, source, answer, attach and source.table.attachable)
     paths.sort(key=_rank)
     chosen: list[SourcePath] = []
     spare: list[Spare] = []

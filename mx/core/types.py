@@ -324,9 +324,9 @@ class AddressTable:
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
     `row_count` is the number of rows, which are a document of their own (`mx.wire.rows`), and
-    `rows_digest` that one's digest. `layer_count` is the number of the model's layers, and
-    `payload_nbytes` that of its bytes, where rows describe the regions, which may span far more;
-    else 0.
+    `rows_digest` that one's digest. `frozen`: readers on the GPU that rows describe may attach to
+    its memory. `layer_count` is the number of the model's layers, and `payload_nbytes` that of its
+    bytes, where rows describe the regions, which may span far more; else 0.
     """
 
     layout_digest: bytes
@@ -337,6 +337,7 @@ class AddressTable:
     payload_nbytes: int = 0
     row_count: int = 0
     rows_digest: bytes = b""
+    frozen: bool = False
 
     @property
     def documents(self) -> list[tuple[bytes, int]]:
@@ -350,8 +351,13 @@ class AddressTable:
 
     @property
     def scattered(self) -> bool:
-        """True if rows say where layers are. Readers never attach to such memory."""
+        """True if rows say where layers are."""
         return any(region.layers is None for region in self.regions)
+
+    @property
+    def attachable(self) -> bool:
+        """True if readers may attach to the memory, where their path can."""
+        return self.frozen or not self.scattered
 
 
 class SourceRole(enum.Enum):

@@ -24,7 +24,7 @@ from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
 from mx.memory.device import DeviceArena
-from mx.transport import DeviceView, Span, host_view
+from mx.transport import DeviceView, Span, View, contiguous, host_view
 from mx.units import format_bytes
 
 #: Prefix of the names of memory files, whose descriptors other processes have received too.
@@ -253,20 +253,21 @@ class BorrowedArena(_HostMemory):
     """Memory with another owner.
 
     It is a source's sealed memfd mapped privately (writes stay in this process), a source's GPU
-    memory, or a buffer of the caller's to fill.
+    memory, which may be scattered, or a buffer of the caller's to fill.
     """
 
     memfd: int | None = None
 
-    def __init__(self, view: Span) -> None:
+    def __init__(self, view: View) -> None:
         self.view = view
 
     @property
     def address(self) -> int:
         """The address of the first byte, in the host or on the GPU."""
-        return self.view.address if isinstance(self.view, DeviceView) else address_of(self.view)
+        view = contiguous(self.view)
+        return view.address if isinstance(view, DeviceView) else address_of(view)
 
-    def private_view(self) -> Span:
+    def private_view(self) -> View:
         """Return the memory for tensors to be views of: here the arena itself."""
         return self.view
 

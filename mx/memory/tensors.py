@@ -9,7 +9,8 @@ from mx.core.types import DTYPE_BITS, Alias, Layout, Tensor
 from mx.cuda.device import find_ordinal
 from mx.cuda.driver import load
 from mx.memory.extras import torch_missing
-from mx.transport import DeviceView, Span
+from mx.transport import DeviceView, View, contiguous
+from mx.views import device_of
 
 try:
     import torch
@@ -61,21 +62,24 @@ def _on_device(array: _CudaArray, ordinal: int) -> torch.Tensor:
     return torch.as_tensor(array, device=f"cuda:{ordinal}")
 
 
-def _bytes_of(arena: Span, offset: int, nbytes: int) -> torch.Tensor:
+def _bytes_of(arena: View, offset: int, nbytes: int) -> torch.Tensor:
     """Return `nbytes` (> 0) of `arena` from `offset`, as a uint8 tensor with its own storage."""
     if isinstance(arena, memoryview):
         return torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=offset)
-    ordinal = find_ordinal(load(), arena.device)
-    return _on_device(_CudaArray(arena[offset : offset + nbytes]), ordinal)
+    span = contiguous(arena[offset : offset + nbytes])
+    if isinstance(span, memoryview):
+        return torch.frombuffer(span, dtype=torch.uint8)
+    return _on_device(_CudaArray(span), find_ordinal(load(), span.device))
 
 
-def _empty(arena: Span, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(arena, memoryview):
+def _empty(arena: View, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    device = device_of(arena)
+    if device == "cpu":
         return torch.empty(shape, dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device=f"cuda:{find_ordinal(load(), arena.device)}")
+    return torch.empty(shape, dtype=dtype, device=f"cuda:{find_ordinal(load(), device)}")
 
 
-def tensor_view(arena: Span, layout: Layout, tensor: Tensor) -> torch.Tensor:
+def tensor_view(arena: View, layout: Layout, tensor: Tensor) -> torch.Tensor:
     """Return `tensor` as a view of `arena` (writable host bytes, or a GPU's).
 
     The view keeps the arena's memory alive, and has the strides that the layout says. Sub-byte
@@ -106,7 +110,7 @@ def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
 
 
 def state_dict(
-    arena: Span, layout: Layout, names: Iterable[str] | None = None
+    arena: View, layout: Layout, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return tensors by name, aliases included, in execution order.
 

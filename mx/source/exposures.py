@@ -54,9 +54,12 @@ def expose(
     return exposures
 
 
-def withdraw(exposures: Sequence[Exposure], timeout_s: float) -> None:
-    """Close all exposures, and wait up to `timeout_s` for each to end. Blocks."""
+def withdraw(exposures: Sequence[Exposure], timeout_s: float) -> list[Exposure]:
+    """Close all exposures, and wait up to `timeout_s` for each to end. Blocks.
+
+    Returns:
+        Those that have not ended: readers still use their memory.
+    """
     for exposure in exposures:
         exposure.close()
-    for exposure in exposures:
-        exposure.join(timeout_s)
+    return [exposure for exposure in exposures if not exposure.join(timeout_s)]

@@ -245,10 +245,13 @@ class Lending:
         self._state.step(LentEvent.ENTER)
 
         async def retire() -> None:
+            until_s = time.monotonic() + change.grace_s
             async with self._busy:  # what hashes it has stopped then
                 await self._server.retire_memory(
                     self.held.arena, change.grace_s, lambda: change.gone or self._is_closed()
                 )
+                left_s = max(0.0, until_s - time.monotonic())
+                await self._server.let_go(self.held.key, left_s)
 
         self._retiring = retiring = asyncio.create_task(retire(), name="mx-withdraw")
         done, _ = await asyncio.wait((retiring,), timeout=change.grace_s + ENTER_S)

@@ -65,6 +65,8 @@ class HeldModel:
     layers: Sequence[tuple[int, int]] | None = None
     #: True while the arena is being filled. Readers may not attach to it then.
     growing: bool = False
+    #: Whether readers on the same GPU may attach to live memory. Its owner waits for them.
+    frozen: bool = False
     #: The stamps of the files that the weights were read from (`mx.storage.disk_file`); () if they
     #: were not read from files, or those may have changed meanwhile.
     stamps: tuple[Stamp, ...] = ()
@@ -165,6 +167,7 @@ class HeldModel:
                 payload_nbytes=self.manifest.layout.payload_nbytes if self.scattered else 0,
                 row_count=sum(map(len, self._rows.values())) // ROW_BYTES,
                 rows_digest=next(iter(self._rows), b""),
+                frozen=self.frozen,
             ),
             transports=tuple(transports),
             variant_fields=document_of(self.key.variant),
@@ -292,6 +295,7 @@ def lend_tensors(
     *,
     files: Path | None = None,
     layout_version: int | None = None,
+    frozen: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
     """Hash tensors where they are, and return them as a model to lend. Nothing is copied.
@@ -303,22 +307,30 @@ def lend_tensors(
         key: The key to serve them under.
         files: A folder whose side files travel along; None: no files do.
         layout_version: As for `plan_layout`.
+        frozen: Whether readers may attach to them.
         cancelled: Polled; if it returns True, hashing stops with an error.
 
     Raises:
+        ConfigError: They are frozen, and in host memory.
         MxError: As `plan_layout`, and as `read_side_files`.
     """
     packaging, documents = _packaged(files)
     layout = manifests.plan_layout(described.specs, described.aliases, layout_version)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     try:
+        if frozen and memory.device == "cpu":
+            raise ConfigError(
+                "only tensors in GPU memory can be attached to", hint="leave out `frozen`"
+            )
         memory.wait_for_owner()
         filled = hash_in_place(layout, memory.view, memory.hasher, cancelled=cancelled)
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
     except BaseException:
         memory.release()
         raise
-    return _lent(key, manifest, memory, filled)
+    held = _lent(key, manifest, memory, filled)
+    held.frozen = frozen
+    return held
 
 
 def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
@@ -388,6 +400,6 @@ def hashed_again(
     }
     manifest = manifests.encode(layout, packaging, filled.roots, side_documents)
     found = _lent(held.key, manifest, memory, filled)
-    found.role, found.borrowed = held.role, held.borrowed
+    found.role, found.borrowed, found.frozen = held.role, held.borrowed, held.frozen
     found.generation = held.generation + 1
     return found

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 #: The grace for calls that are about to end: gRPC's client logs an error for each that is cut.
 _LAST_WORDS_S = 0.2
+#: How long readers that copy from frozen memory have to let it go.
+_LET_GO_S = 1.0
 #: How long readers of a source that has another id by now have to finish.
 _RENAMED_GRACE_S = 3600.0
 
@@ -103,6 +105,8 @@ class SourceServer:
         self.requests_port = 0
         self._tasks: list[asyncio.Task[object]] = []
         self._closing = False
+        #: Exposures of frozen memory, withdrawn, to which readers are still attached.
+        self._attached: list[Exposure] = []
         # Found by `start`: this takes a millisecond, and most pulls' servers never start.
         self._place: Place  # that readers see
         self._expose_place: Place
@@ -411,9 +415,9 @@ class SourceServer:
         held = served.held
         if served.newer or self._servicer.models.get(held.source_id) is not served:
             return False
-        if served.watchman is not None:
-            return await served.watchman.doubt(lambda: looked_at(held, chunk))
         try:
+            if served.watchman is not None:
+                return await served.watchman.doubt(lambda: looked_at(held, chunk))
             found = await uncut(in_thread(looked_at, held, chunk))
         except MxError as error:  # such as a GPU's
             log.warning("%s could not be hashed again: %s", held.key, error)
@@ -445,8 +449,30 @@ class SourceServer:
 
     async def _withdraw(self, served: Served) -> None:
         served.participant.withdrawn()
-        timeout_s = 2 * self.options.stall_timeout_s
-        await in_thread(withdraw, served.all_exposures(), timeout_s)
+        frozen = served.held.frozen
+        # Readers that copy let go at once, and who has attached is waited for by `let_go`.
+        timeout_s = _LET_GO_S if frozen else 2 * self.options.stall_timeout_s
+        left = await in_thread(withdraw, served.all_exposures(), timeout_s)
+        if frozen:
+            self._attached += left
+
+    async def let_go(self, key: ModelKey, timeout_s: float) -> None:
+        """Wait until no reader is attached to frozen memory that was withdrawn.
+
+        Args:
+            key: The model, for the error.
+            timeout_s: How long to wait at most.
+
+        Raises:
+            LocalError: Some still are. Nothing was freed.
+        """
+        self._attached = await in_thread(withdraw, self._attached, timeout_s)
+        if self._attached:
+            raise LocalError(
+                f"{key} is in use: readers are attached to its memory, which must be neither "
+                "written to nor freed",
+                hint="close what has attached to it, and try again",
+            )
 
     # -------------------------------------------------------------------------------------------
 
@@ -554,3 +580,5 @@ class SourceServer:
                 await self._free(gone)
         if self.lending is not None and not self.lending.held.borrowed:
             self.lending.held.release()  # also where it is not lent at the moment
+        if self._attached and self.lending is not None:  # their exposures keep the memory
+            await self.let_go(self.lending.held.key, _LET_GO_S)

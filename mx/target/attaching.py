@@ -13,7 +13,7 @@ from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.reads import Connection
 from mx.target.report import LeftSource
-from mx.transport import Span
+from mx.transport import View
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Attacher:
     causes: list[MxError]
     left: list[LeftSource] = field(default_factory=list)
 
-    async def run(self) -> tuple[tuple[Connection, Span] | None, tuple[Connection, Entry] | None]:
+    async def run(self) -> tuple[tuple[Connection, View] | None, tuple[Connection, Entry] | None]:
         """Return a connection and the source's mapped memory, or None; and else, if there is one,
         an open connection to memory that can't be mapped but may be copied."""
         for entry in self.connections.attachable():
@@ -46,7 +46,7 @@ class Attacher:
                 return None, (connection, entry)
         return None, None
 
-    async def _attach(self, entry: Entry) -> tuple[Connection | None, Span | None]:
+    async def _attach(self, entry: Entry) -> tuple[Connection | None, View | None]:
         """Return a connection if one could be opened, and the source's memory if it could be
         mapped. The causes say why not."""
         self.connections.begin(entry)
@@ -68,7 +68,7 @@ class Attacher:
             self.connections.failed(entry, failure, time.monotonic())
         return connection, None
 
-    async def _check(self, connection: Connection, view: Span) -> DigestError | None:
+    async def _check(self, connection: Connection, view: View) -> DigestError | None:
         """With `strong`, hash all of a source's mapped memory before anything of it is delivered.
         Returns the error if it is wrong."""
         try:

@@ -22,7 +22,7 @@ from mx.errors import PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
-from mx.transport import Grant, Session, Span, Transport, Vouching
+from mx.transport import Grant, Session, Transport, View, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial
 from mx.wire.lease import Granted, Lease
@@ -213,7 +213,7 @@ class Connector:
         if self._users[lease] <= 0:
             lease.end()  # at once: a draining source would wait for it
 
-    async def attach(self, connection: Connection, nbytes: int) -> Span:
+    async def attach(self, connection: Connection, nbytes: int) -> View:
         """Map the source's memory, and return the first `nbytes` of it, which the model takes.
 
         Raises:

@@ -29,7 +29,7 @@ from mx.target.events import EventLog, Readiness
 from mx.target.files import SideFiles
 from mx.target.options import PullOptions
 from mx.target.report import LayerEvent, TensorsOf, VerifiedBy
-from mx.views import View, contiguous
+from mx.views import View
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,7 @@ class Edition:
             return self._into.tensors(name for name in every if name in names)
         from mx.memory.tensors import state_dict
 
-        return state_dict(contiguous(view), layout, names)
+        return state_dict(view, layout, names)
 
     def unseen(self, work: Callable[[], None]) -> None:
         """Do something to the memory while no view of it is made. Blocks."""

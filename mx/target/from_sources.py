@@ -40,7 +40,7 @@ from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
 from mx.target.resolver import Found, fetch_manifest, locate, retry_until_found
 from mx.target.transfer import Transfer
-from mx.transport import Span
+from mx.transport import View
 from mx.wire.locate import Locator
 
 log = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ class FromSources(Attempt):
         return report
 
     def _deliver_attached(
-        self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
+        self, manifest: Manifest, connection: Connection, view: View, delivery: Delivery
     ) -> PullReport:
         """Deliver every layer of the mapped memory, which outlives session, lease and source."""
         connection.session.close()

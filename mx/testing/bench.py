@@ -318,9 +318,9 @@ class Bench:
             begin += size
         return ScatteredView.over(begins, parts, begin), memory
 
-    def peek(self, span: Span) -> bytes:
-        """Return the bytes of a span."""
-        return spans.peek(span)
+    def peek(self, view: View) -> bytes:
+        """Return the bytes of a view, which is in one place."""
+        return spans.peek(view)
 
     def poke(self, span: Span, data: bytes) -> None:
         """Fill a span."""

@@ -9,7 +9,7 @@ import ctypes
 
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, DeviceMemory, Stream
-from mx.transport import DeviceView, Span
+from mx.transport import DeviceView, Span, View, contiguous
 
 HOST = "cpu"
 
@@ -23,8 +23,9 @@ def destination(nbytes: int, device: str = HOST) -> Span:
         return DeviceView(opened.key, memory.address, nbytes, memory)
 
 
-def peek(span: Span) -> bytes:
-    """Return what the span holds now. Waits for nothing but its own copy."""
+def peek(view: View) -> bytes:
+    """Return what a view, which is in one place, holds now. Waits for nothing but its own copy."""
+    span = contiguous(view)
     if isinstance(span, memoryview):
         return bytes(span)
     found = bytearray(span.nbytes)

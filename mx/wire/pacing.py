@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from mx.core.limits import LEAST_BYTES_PER_S, TokenBucket, slice_nbytes
 from mx.errors import ClosedError, MxError, PeerProtocolError
-from mx.transport import Read, ReportedErrors, Session, Sink, Span, slices
+from mx.transport import Read, ReportedErrors, Session, Sink, Span, View, slices
 
 
 class RateLimiter:
@@ -125,7 +125,7 @@ class PacedSession:
     def adopt(self, arena: Span) -> None:
         self._inner.adopt(arena)
 
-    def attach(self, region: int) -> Span:
+    def attach(self, region: int) -> View:
         """Attach through the inner session. It moves no bytes, so it is not paced."""
         return self._inner.attach(region)
 

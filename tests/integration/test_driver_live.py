@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mx import api
 from tests.support.driver.programs import Program, each_major, passes, program
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), each_major]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+#: What does not differ between the majors runs over one of them.
+one_major, other_major = (pytest.mark.parametrize("major", [each]) for each in each_major.args[1])
 
 #: Arrays of all kinds of memory, in one set; one begins where no kernel can hash it.
 _ARRAYS = """
@@ -53,10 +57,10 @@ held = arrays(["malloc", "vmm", "segment"])
 for name, array in held.items():
     array.set(WANTED[1][name])
 lent = held | {name: DlpackArray(held[name]) for name in ("model.layers.0.w", "lm_head.weight")}
-source = api.serve(lent, model="m", copy=False, coordinator="ADDRESS")
+source = api.serve(lent, model="m", copy=False, coordinator="ADDRESS", frozen=FROZEN)
 
-def change():
-    with source.changing(["model.layers.1.w"]):
+def change(grace_s=0):
+    with source.changing(["model.layers.1.w"], grace_s=grace_s):
         held["model.layers.1.w"].set(WANTED[2]["model.layers.1.w"])
     return source.model
 
@@ -76,10 +80,10 @@ def right(found, revision):
 
 def host(pull):
     layout, reader, found = pull.manifest.layout, HostReader(), {}
-    data = reader.whole(pull.memory())
+    memory = pull.memory()
     for tensor in layout.tensors:
         at = layout.layers[tensor.layer].arena_offset + tensor.offset
-        values = np.frombuffer(data[at : at + tensor.nbytes], np.float32)
+        values = np.frombuffer(reader.whole(memory[at : at + tensor.nbytes]), np.float32)
         found[tensor.name] = values.reshape(tensor.shape)
     reader.close()
     return found
@@ -132,6 +136,19 @@ def saved(folder):
     right({name: array.get() for name, array in into.items()}, 1)
     return cut(1, path=folder)
 
+def attach(revision=1):
+    global kept
+    kept = api.pull("m", coordinator="ADDRESS", device="cuda:0")
+    report = kept.wait()
+    right(host(kept), revision)
+    return [path.transport for path in report.paths if path.attached]
+
+def drop():
+    global kept
+    kept.close()
+    kept = None
+    return "dropped"
+
 def giving():
     into = arrays(["segment", "malloc", "vmm"], 1)
     pull = api.pull("m", coordinator="ADDRESS", into=into, hold=True)
@@ -183,11 +200,19 @@ def copied_bytes(log: Path, process: Program, call: str) -> int:
     return sum(map(int, found))
 
 
+@each_major
 def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) -> None:
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    lending = lending.replace("FROZEN", "False")
     settings = {"LOG": tmp_path, "KERNELS": True}
     with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
+        # The coordinator's table has the device and the address of each.
+        (table,) = api.list_tables("m", coordinator=coordinator)
+        places = {each.name: each.address for each in table.tensors}
+        assert str(places) == lender.ask("{n: held[n].address for n in " + str(list(places)) + "}")
+        assert len(places) == 7 and len({each.device for each in table.tensors}) == 1
+        assert table.tensors[0].device.startswith("cuda:GPU-")
         # Nothing but digests comes to the host, and the tensor that no kernel can hash.
         assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
         assert one.ask('pull("cuda:0")') == "['cuda_ipc']"  # copied: what is lent may change
@@ -204,8 +229,31 @@ def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) 
         assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
 
 
+@other_major
+def test_frozen_is_attached(major: int, tmp_path: Path, coordinator: str) -> None:
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    lending = lending.replace("FROZEN", "True")
+    settings = {"LOG": tmp_path, "KERNELS": True}
+    with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
+        assert (lender.read(), one.read()) == ("lent", "ready")
+        assert one.ask("attach()") == "['cuda_ipc']"
+        assert copied_bytes(tmp_path, one, "cuMemcpyDtoDAsync") == 0
+        said = lender.ask("change()")
+        assert said.startswith("LocalError") and "in use" in said
+        assert "in use" in lender.ask("source.withdrawn")
+        assert one.ask("right(host(kept), 1)") == "None"  # nothing was written
+        assert "in use" in lender.ask("change(0.5)")
+        assert one.ask("drop()") == "dropped"
+        assert lender.ask("change()") == "m:main.2"
+        assert one.ask("attach(2)") == "['cuda_ipc']"
+        assert "in use" in lender.ask("source.close()")
+        assert one.ask("right(host(kept), 2)") == "None"  # and nothing freed
+
+
+@one_major
 def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -> None:
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    lending = lending.replace("FROZEN", "False")
     saved = tmp_path / "saved"
     saved.mkdir()
     with (
@@ -227,6 +275,7 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert "Error" in one.ask(f"fill(0, peer={peer!r})")
 
 
+@one_major
 def test_engines_lend_and_fill_on_the_gpu(major: int) -> None:
     passes(major, "DEVICE = 'cuda:1'" + _ENGINE)
     passes(major, "DEVICE = ''" + _ENGINE, DEVICES=0)  # torch may have CUDA where mx has none

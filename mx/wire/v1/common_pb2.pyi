@@ -54,7 +54,7 @@ class FetchRequest(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AddressTable(_message.Message):
-    __slots__ = ("layout_digest", "regions", "held", "rows", "layers", "payload_bytes", "rows_digest")
+    __slots__ = ("layout_digest", "regions", "held", "rows", "layers", "payload_bytes", "rows_digest", "frozen")
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class AddressTable(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROWS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     layout_digest: bytes
     regions: _containers.RepeatedCompositeFieldContainer[Region]
     held: _containers.RepeatedCompositeFieldContainer[Range]
@@ -69,7 +70,8 @@ class AddressTable(_message.Message):
     layers: int
     payload_bytes: int
     rows_digest: bytes
-    def __init__(self, layout_digest: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., rows: _Optional[int] = ..., layers: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., rows_digest: _Optional[bytes] = ...) -> None: ...
+    frozen: bool
+    def __init__(self, layout_digest: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., rows: _Optional[int] = ..., layers: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., rows_digest: _Optional[bytes] = ..., frozen: bool = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("index", "device", "base", "nbytes", "layers")

@@ -23,7 +23,7 @@ from mx.errors import (
     StaleGenerationError,
     release_frames,
 )
-from mx.transport import Grant, Read, ReportedErrors, Span
+from mx.transport import Grant, Read, ReportedErrors, Span, View
 from mx_transports.toolkit import dial
 from mx_transports.toolkit.stream import SocketStream
 
@@ -136,7 +136,7 @@ class ThreadedSession:
         """Do nothing: threads write wherever a read says."""
         del arena
 
-    def attach(self, region: int) -> Span:
+    def attach(self, region: int) -> View:
         raise NotAllowedError(f"{self.peer}: region {region} can't be attached this way")
 
     # --- for the threads

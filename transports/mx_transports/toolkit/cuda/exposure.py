@@ -80,7 +80,8 @@ class Exports:
             return Allocation(Export.FD, device.uuid, info.base, info.nbytes)
         raise LocalError(
             f"the memory at {info.base:#x} of {device.key} can't be shared with other processes",
-            hint="memory of a stream-ordered pool (cudaMallocAsync) can't; torch's own can",
+            hint="memory of a stream-ordered pool (cudaMallocAsync), or made without an exportable "
+            "handle, can't; torch's own can",
         )
 
     @property

@@ -13,17 +13,16 @@ import select
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mx.cuda.device import Device
 from mx.cuda.errors import CudaError
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError, PeerLostError, SourceError
-from mx.transport import DeviceView, Grant, Read, Span, spans_of
+from mx.transport import DeviceView, Grant, Read, ScatteredView, Span, spans_of
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.copier import STAGES, Copier
 from mx_transports.toolkit.cuda.remote import RemoteMemory, path_error, translated
-from mx_transports.toolkit.cuda.wire import Where
 from mx_transports.toolkit.session import ThreadedSession
 from mx_transports.toolkit.slicing import Slice, steps
 
@@ -99,16 +98,16 @@ class GpuSession(ThreadedSession):
         )
         self.start()
 
-    def attach(self, region: int) -> DeviceView:
+    def attach(self, region: int) -> DeviceView | ScatteredView:
         """Return the region on this session's GPU, in place. Raises NotAllowedError where it is on
-        another one, in the host, or not in one piece here."""
+        another one, in the host, or a place of it not in one piece here."""
         with self.lock:
             if self.closed:
                 raise ClosedError(f"the session with {self.peer} is closed")
         with self._remote_lock:
             if self._detached is not None:
                 raise _again(self._detached)
-            address = self._place_of(region)
+            begins, places = self._places_of(region)
             self._remote.maps.lend()
             self._remote.hold()
         owner = Attachment(self._remote)
@@ -119,14 +118,25 @@ class GpuSession(ThreadedSession):
         self._remote.register(poll)
         self._remote.check(poll)
         assert self._target is not None
-        return DeviceView(self._target.key, address, self.sizes[region], owner)
+        key = self._target.key
+        views = [DeviceView(key, address, nbytes, owner) for address, nbytes in places]
+        if begins is None:
+            return views[0]
+        return ScatteredView.over(begins, views, self.sizes[region])
 
-    def _place_of(self, region: int) -> int:
+    def _places_of(self, region: int) -> tuple[Sequence[int] | None, list[tuple[int, int]]]:
+        """Return the addresses here and the lengths of a region's places, and where each begins in
+        the region; None for those of a region that is in one place."""
         found = self._remote.regions.get(region)
-        if self._target is not None and found is not None and found.where is Where.DEVICE:
-            pieces = list(self._remote.maps.pieces(found.address, found.nbytes))
-            if len(pieces) == 1 and pieces[0][0].uuid == self._target.uuid:
-                return pieces[0][1]
+        if self._target is not None and found is not None and found.on_gpu:
+            places, maps = found.places, self._remote.maps
+            begins = None if places is None else places.begins
+            there: Iterable[tuple[int, int]] = ((found.address, found.nbytes),)
+            if places is not None:
+                there = zip(places.addresses, places.lengths, strict=True)
+            pieces = [list(maps.pieces(address, nbytes)) for address, nbytes in there]
+            if all(len(one) == 1 and one[0][0].uuid == self._target.uuid for one in pieces):
+                return begins, [one[0][1:] for one in pieces]
         raise NotAllowedError(
             f"{self.peer}: region {region} is not in one piece on this GPU: it can be copied, "
             "not attached"
