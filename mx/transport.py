@@ -18,7 +18,7 @@ of the session is left. Destinations stay valid until then: that is the caller's
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from types import TracebackType
@@ -151,6 +151,8 @@ class ExposeOptions:
             them yet must have no label: readers may attach to what has one.
         background: Whether this process has work of its own that comes first: then the threads that
             serve readers run at low priority.
+        on_lost: Called on any thread, once or more, with the error for which a region's memory will
+            never be read any more, as on a lost GPU; it does not block.
         block_digests: The xxh3_128 of each of the weights' blocks in their order, which this
             process computed or checked itself; None or empty for none. See `Vouching`.
 
@@ -172,6 +174,7 @@ class ExposeOptions:
     content: bytes = b""
     background: bool = False
     block_digests: bytes | memoryview | None = field(default=None, repr=False)
+    on_lost: Callable[[MxError], None] = field(default=lambda _: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.content) > MAX_CONTENT_BYTES:

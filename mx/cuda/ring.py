@@ -51,6 +51,7 @@ class PinnedRing:
             self._up = undo.enter_context(Stream(device))
             self._down = undo.enter_context(Stream(device))
             events = [undo.enter_context(Event(device)) for _ in range(slots)]
+            self._uploaded = undo.enter_context(Event(device))
             self._ends = undo.pop_all()
         #: All of the slots' memory.
         self.view = self._memory.view()
@@ -151,8 +152,9 @@ class PinnedRing:
         self.flush()
 
     def flush(self) -> None:
-        """Wait for all queued uploads. Raises CudaError."""
-        self._up.synchronize()
+        """Wait, asleep, for all queued uploads. Raises CudaError."""
+        self._uploaded.record(self._up)
+        self._uploaded.synchronize()
 
     def download(self, source: int, target: memoryview) -> None:
         """Copy `len(target)` bytes from device address `source` to host bytes. Raises CudaError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
@@ -179,7 +180,7 @@ class SourceServer:
 
     async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
         with trace.span("serve.expose", model=str(held.key)):
-            exposures = await in_thread(self._expose, held)
+            exposures = await in_thread(self._expose, held, asyncio.get_running_loop())
             grid = held.manifest.grid
             served = Served(held, exposures, participant or Origin(len(grid), grid.chunk_nbytes))
             served.watchman = self._look_after(held)
@@ -218,7 +219,11 @@ class SourceServer:
             self._tasks.append(asyncio.create_task(watching, name="mx-lent-memory"))
         return self.lending
 
-    def _expose(self, held: HeldModel) -> dict[str, Exposure]:
+    def _expose(self, held: HeldModel, loop: asyncio.AbstractEventLoop) -> dict[str, Exposure]:
+        def on_lost(error: MxError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._lost, held, str(error))
+
         options = ExposeOptions(
             hosts=self._expose_place.addresses,
             tls=self.options.data_tls,
@@ -231,6 +236,7 @@ class SourceServer:
             content=held.content,
             background=held.live,
             block_digests=held.shortcuts or None,
+            on_lost=on_lost,
         )
         return expose(held, self._transports, options)
 
@@ -424,17 +430,28 @@ class SourceServer:
             return False
         wrong = found.moved or (found.wrong and f"{found.wrong}: written to while others read")
         if wrong and not served.newer:
-            self.withdrawn = wrong
-            event(
-                log,
-                "source.withdrawn",
-                level=logging.ERROR,
-                model=str(held.key),
-                source=held.source_id,
-                text=f"{self.withdrawn}; no reader gets anything of it here any more",
-            )
-            await uncut(self.retire_memory(held.arena, 0.0, changed=True))
+            await uncut(self._give_up(held, wrong))
         return not wrong
+
+    def _lost(self, held: HeldModel, why: str) -> None:
+        """Withdraw a source whose memory can't be read any more, as it is on a lost GPU."""
+        served = self._servicer.models.get(held.source_id)
+        if served is not None and not (served.newer or served.changed or self._closing):
+            served.changed = True
+            giving_up = self._give_up(held, why)
+            self._tasks.append(asyncio.create_task(giving_up, name="mx-lost"))
+
+    async def _give_up(self, held: HeldModel, why: str) -> None:
+        self.withdrawn = why
+        event(
+            log,
+            "source.withdrawn",
+            level=logging.ERROR,
+            model=str(held.key),
+            source=held.source_id,
+            text=f"{self.withdrawn}; no reader gets anything of it here any more",
+        )
+        await self.retire_memory(held.arena, 0.0, changed=True)
 
     async def _free(self, served: Served) -> None:
         await self._withdraw(served)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mx import codec
 from mx.core.types import SourceRecord, SourceState
-from mx.errors import PeerProtocolError, PeerRefusedError
+from mx.errors import MxError, PeerProtocolError, PeerRefusedError
 from mx.log import event
 from mx.source.doubts import Doubts
 from mx.source.grants import Grants
@@ -173,7 +173,11 @@ class PeerServicer:
         event = peer_pb2.OpenEvent(stale=_stale_of(served))
         self.grants.tell(event, source_id)
         for exposure in served.all_exposures():
-            exposure.set_generation(served.newer)
+            try:
+                exposure.set_generation(served.newer)
+            except MxError as error:  # such as a lost GPU's
+                log.warning("%s: %s", served.held.key, error)
+                exposure.close()
         served.participant.withdrawn()
 
     def remove(self, source_id: str) -> Served | None:

@@ -284,3 +284,20 @@ def test_where_nothing_reaches_every_transport_says_why() -> None:
     found = make(RAILS["rack4-a"].place(), [source(alone.place(0))])
     assert found.paths == ()
     assert len(found.rejected) == len(TRANSPORTS)
+
+
+def test_tcp_from_a_gpu_is_for_other_hosts() -> None:
+    """Within a host its bytes go over the PCIe link of the GPU, which `pcie_p2p` fills better."""
+    offered = ("cuda_ipc", "pcie_p2p", "tcp")
+    here, beside = (HOSTS["no RDMA"]["nvlink"].place(gpu, pid=2 + gpu) for gpu in (0, 1))
+    found = make(here, [replace(source(beside), transports=offered)])
+    assert [path.transport for path in found.chosen] == ["cuda_ipc", "pcie_p2p"]
+    (spare,) = found.spare
+    assert (spare.path.transport, spare.path.staged) == ("tcp", True)
+    assert spare.reason == "pcie_p2p is faster over the same pcie"
+    far = HOSTS["no RDMA"]["pcie"].place(1, pid=4)
+    found = make(here, [replace(source(far), transports=offered)])
+    assert {path.transport for path in found.chosen} == {"tcp"} and not found.spare
+    assert {rejected.transport for rejected in found.rejected} >= {"cuda_ipc", "pcie_p2p"}
+    to_host = make(replace(here, device="cpu"), [replace(source(far), transports=offered)])
+    assert {(path.transport, path.staged) for path in to_host.chosen} == {("tcp", False)}

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -381,3 +383,18 @@ def test_tls_files_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="PEM"):
             TcpTransport().expose([], ExposeOptions(tls=files))
+
+
+def test_host_memory_needs_no_cuda() -> None:
+    code = """
+import sys
+from mx.transport import ExposedRegion, ExposeOptions
+from mx_transports.tcp import TcpTransport
+region = ExposedRegion(0, memoryview(bytes(10)), 0)
+exposure = TcpTransport().expose([region], ExposeOptions())
+exposure.close()
+exposure.join()
+print([name for name in sys.modules if name.startswith(("mx.cuda", "cuda"))])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from mx.cuda.device import Device
 from mx.cuda.driver import load
-from mx.cuda.errors import CudaError
+from mx.cuda.errors import GONE_CODES, CudaError
 from mx.cuda.ring import PinnedRing, Slot
 from mx.transport import DeviceView
 from mx.units import KIB, MIB
@@ -39,8 +39,15 @@ class PinnedSender:
         ConfigError: This process does not see one of the GPUs.
     """
 
-    def __init__(self, devices: Collection[str]) -> None:
-        """Args: devices: The GPUs, as `DeviceView.device` names them."""
+    def __init__(
+        self, devices: Collection[str], on_lost: Callable[[CudaError], None] = lambda _: None
+    ) -> None:
+        """
+        Args:
+            devices: The GPUs, as `DeviceView.device` names them.
+            on_lost: See `mx.transport.ExposeOptions`.
+        """
+        self._on_lost = on_lost
         self._rings: dict[str, PinnedRing] = {}
         slots = max(LEAST_SLOTS, SLOTS // len(devices))
         with contextlib.ExitStack() as undo:
@@ -63,14 +70,20 @@ class PinnedSender:
 
         Raises:
             TimeoutError: Not one byte was taken for the stall timeout.
-            OSError: The connection is lost.
-            CudaError: The memory can't be copied.
+            OSError: The connection is lost, or the memory can't be copied: then it has to end, as
+                its bytes were announced.
         """
-        for device, run in groupby(spans, key=lambda span: span.device):
-            ring = self._rings[device]
-            with contextlib.closing(_Feed(ring, run)) as feed:
-                while feed.fill(stream.wait_to_send):
-                    feed.sent(stream.send_while(feed.bytes(), PATIENCE_S, feed.may_wait, on_sent))
+        try:
+            for device, run in groupby(spans, key=lambda span: span.device):
+                with contextlib.closing(_Feed(self._rings[device], run)) as feed:
+                    while feed.fill(stream.wait_to_send):
+                        feed.sent(
+                            stream.send_while(feed.bytes(), PATIENCE_S, feed.may_wait, on_sent)
+                        )
+        except CudaError as error:
+            if error.code in GONE_CODES:
+                self._on_lost(error)
+            raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
         """Free the rings, after the last `send` has returned. Idempotent."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
@@ -25,8 +24,6 @@ from mx_transports.toolkit.stream import SocketStream
 
 if TYPE_CHECKING:
     from mx_transports.toolkit.pinned import PinnedSender
-
-log = logging.getLogger("mx.transports.sending")
 
 
 class SendingExposure(SocketExposure):
@@ -62,11 +59,10 @@ class SendingExposure(SocketExposure):
             if devices:  # without any, nothing of CUDA is imported
                 from mx_transports.toolkit.pinned import PinnedSender
 
-                self._pinned = PinnedSender(devices)
+                self._pinned = PinnedSender(devices, options.on_lost)
                 undo.callback(self._pinned.close)
             super().__init__(name=name, magic=magic, options=options, listen=listen)
             undo.pop_all()
-        self._lost = False
         self._limiter = options.limiter
         self._sent_bytes = 0
 
@@ -157,14 +153,7 @@ class SendingExposure(SocketExposure):
                 stream.send_all(cast("list[memoryview]", list(run)), on_sent)
                 continue
             assert self._pinned is not None
-            try:
-                self._pinned.send(stream, cast("list[DeviceView]", list(run)), on_sent)
-            except LocalError as error:
-                if not self._lost:
-                    self._lost = True
-                    log.error("%s: %s", self.name, error)
-                # Its bytes were announced: only the connection's end says that they do not come.
-                raise ConnectionError(str(error)) from None
+            self._pinned.send(stream, cast("list[DeviceView]", list(run)), on_sent)
 
     def _count_sent(self, grant: GrantState, nbytes: int) -> None:
         with self.lock:
