@@ -180,7 +180,7 @@ class SourceServer:
 
     async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
         with trace.span("serve.expose", model=str(held.key)):
-            exposures = await in_thread(self._expose, held, asyncio.get_running_loop())
+            exposures = await self._exposed(held)
             grid = held.manifest.grid
             served = Served(held, exposures, participant or Origin(len(grid), grid.chunk_nbytes))
             served.watchman = self._look_after(held)
@@ -219,7 +219,9 @@ class SourceServer:
             self._tasks.append(asyncio.create_task(watching, name="mx-lent-memory"))
         return self.lending
 
-    def _expose(self, held: HeldModel, loop: asyncio.AbstractEventLoop) -> dict[str, Exposure]:
+    async def _exposed(self, held: HeldModel) -> dict[str, Exposure]:
+        loop = asyncio.get_running_loop()
+
         def on_lost(error: MxError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._lost, held, str(error))
@@ -238,7 +240,7 @@ class SourceServer:
             block_digests=held.shortcuts or None,
             on_lost=on_lost,
         )
-        return expose(held, self._transports, options)
+        return await in_thread(expose, held, self._transports, options)
 
     async def register(self, coordinator: str, *, update: bool = False) -> None:
         """Register every model and stay registered, even if the coordinator restarts.
@@ -521,7 +523,7 @@ class SourceServer:
         served.watchman = self._look_after(served.held)
 
         async def exposed() -> None:
-            exposures = await in_thread(self._expose, served.held)
+            exposures = await self._exposed(served.held)
             served.retired += served.exposures.values()
             served.exposures = exposures
 

@@ -68,7 +68,8 @@ class LabelRules:
 
     def test_a_ticket_of_another_process_for_another_model_is_refused(self, bench: Bench) -> None:
         with process(bench, OTHERS) as child:
-            assert "offers other weights" in str(refusal(bench, child.ticket, OURS))
+            said = str(refusal(bench, child.ticket, OURS))
+            assert "offers other weights" in said, said
             session = bench.open_ticket(GRANT_ID, child.ticket, [MIB], tls=None, content=OTHERS)
             assert copied(bench, session) == pattern(MIB, 5)
 

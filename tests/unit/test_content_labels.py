@@ -18,7 +18,7 @@ from tests.support.labels import OTHERS, OURS, LabelRules, copied, refusal
 
 
 def shm(kind: Kind) -> Bench:
-    return Bench(Harness("mx_transports.shm:ShmTransport", kind=kind))
+    return Bench(Harness("mx_transports.shm:ShmTransport", kind=kind, stall_timeout_s=30.0))
 
 
 @pytest.mark.parametrize("kind", [Kind.SEALED, Kind.ANONYMOUS], ids=["attached", "copied"])

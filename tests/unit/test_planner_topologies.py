@@ -291,9 +291,11 @@ def test_tcp_from_a_gpu_is_for_other_hosts() -> None:
     offered = ("cuda_ipc", "pcie_p2p", "tcp")
     here, beside = (HOSTS["no RDMA"]["nvlink"].place(gpu, pid=2 + gpu) for gpu in (0, 1))
     found = make(here, [replace(source(beside), transports=offered)])
-    assert [path.transport for path in found.chosen] == ["cuda_ipc", "pcie_p2p"]
-    (spare,) = found.spare
-    assert (spare.path.transport, spare.path.staged) == ("tcp", True)
+    assert [path.transport for path in found.chosen] == ["cuda_ipc"]
+    first, second = found.spare
+    # Through the host it would take a context on the source's GPU.
+    assert first.path.transport == "pcie_p2p" and "context" in first.reason
+    assert (second.path.transport, second.path.staged) == ("tcp", True)
     assert spare.reason == "pcie_p2p is faster over the same pcie"
     far = HOSTS["no RDMA"]["pcie"].place(1, pid=4)
     found = make(here, [replace(source(far), transports=offered)])
