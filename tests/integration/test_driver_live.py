@@ -187,6 +187,13 @@ if DEVICE:
     assert lender._lendable(model) is model
 assert tensors.common_device(model | {"c": torch.ones(3)}) == ""
 assert tensors.common_device({"c": torch.ones(3).as_subclass(OnAnother)}) == ""
+if DEVICE:
+    from mx.memory.arrays import Array, wait_for_owners
+    OnGpu.is_cuda = True
+    here = torch.nn.Parameter(model["a"]), model["b"].to(torch.float8_e4m3fn).as_subclass(OnGpu)
+    named = dict(zip("ab", here))
+    key = tensors.device_of(OnGpu.device)
+    wait_for_owners({name: Array("F32", (3,), (1,), key, 1, None) for name in named}, named)
 """
 
 _SET_BYTES = 4 * (3 * (1001 * 700 + 701) + 300 * 700)
