@@ -521,7 +521,8 @@ class SourceServer:
         served.watchman = self._look_after(served.held)
 
         async def exposed() -> None:
-            exposures = await in_thread(self._expose, served.held)
+            loop = asyncio.get_running_loop()
+            exposures = await in_thread(self._expose, served.held, loop)
             served.retired += served.exposures.values()
             served.exposures = exposures
 

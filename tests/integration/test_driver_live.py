@@ -89,7 +89,8 @@ def host(pull):
     return found
 
 def pull(device, revision=1, **options):
-    with api.pull("m", coordinator="ADDRESS", device=device, **options) as pull:
+    options = options if "peer" in options else options | {"coordinator": "ADDRESS"}
+    with api.pull("m", device=device, **options) as pull:
         report = pull.wait()
         right(host(pull), revision)
         return sorted(path.transport for path in report.paths)
@@ -156,6 +157,15 @@ def giving():
     kept = pull, pull.hold()
     globals()["kept"] = kept
     return kept[1].endpoint
+
+def giving_early():
+    options = {"coordinator": "ADDRESS", "transport": "tcp", "hold": True}
+    global kept
+    kept = [api.pull("m", device=device, **options) for device in ("cpu", "cuda:1")]
+    for pull in kept:
+        pull.wait()
+        right(host(pull), 1)
+    return [pull.hold().endpoint for pull in kept]
 
 def released():
     kept[0].release()
@@ -280,6 +290,20 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert one.ask(f"fill(0, peer={peer!r})") in ("['pcie_p2p']", "['cuda_ipc']")
         assert other.ask("released()") == "True"
         assert "Error" in one.ask(f"fill(0, peer={peer!r})")
+
+
+@one_major
+def test_pulls_that_give_what_arrives_are_held(major: int, coordinator: str) -> None:
+    """They go on as the sources that they were meanwhile, in a GPU's memory too."""
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    lending = lending.replace("FROZEN", "False, max_bandwidth='6MB/s'")
+    with program(major, lending, KERNELS=True) as lender, program(major, reading) as one:
+        assert (lender.read(), one.read()) == ("lent", "ready")
+        in_host, on_gpu = eval(one.ask("giving_early()"))
+        assert lender.ask("source.close()") == "None"
+        assert one.ask(f"pull('cpu', peer={on_gpu!r})") == "['pcie_p2p']"
+        assert one.ask(f"fill(0, peer={in_host!r})") == "['pcie_p2p']"
+        assert len(api.list_sources("m", coordinator=coordinator)) == 2
 
 
 @one_major
