@@ -74,6 +74,8 @@ source.close()
 _READER = (
     _ARRAYS
     + """
+from safetensors.numpy import load_file, save_file
+
 def right(found, revision):
     for name, values in WANTED[revision].items():
         assert (found[name] == values).all(), name
@@ -129,7 +131,6 @@ def differing():
         pull.wait()
 
 def saved(folder):
-    from safetensors.numpy import save_file
     save_file(WANTED[1], folder + "/model.safetensors")
     into = arrays(["segment", "malloc", "vmm"], 1)
     with api.pull("m", path=folder, into=into) as pull:
@@ -137,9 +138,15 @@ def saved(folder):
     right({name: array.get() for name, array in into.items()}, 1)
     return cut(1, path=folder)
 
-def attach(revision=1):
+def stopped(folder):
+    options = {"coordinator": "ADDRESS", "out": folder, "transport": "tcp"}
+    with api.pull("m", into=arrays(["segment"] * 3, 0), **options) as pull:
+        layers = pull.layers()
+        return len([next(layers) for _ in range(3)])
+
+def attach(revision=1, **options):
     global kept
-    kept = api.pull("m", coordinator="ADDRESS", device="cuda:0")
+    kept = api.pull("m", coordinator="ADDRESS", device="cuda:0", **options)
     report = kept.wait()
     right(host(kept), revision)
     return [path.transport for path in report.paths if path.attached]
@@ -253,6 +260,10 @@ def test_frozen_is_attached(major: int, tmp_path: Path, coordinator: str) -> Non
     settings = {"LOG": tmp_path, "KERNELS": True}
     with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
+        out = str(tmp_path / "out")
+        assert one.ask(f"attach(out={out!r})") == "['cuda_ipc']"
+        assert one.ask(f"right(load_file({out!r} + '/model.safetensors'), 1)") == "None"
+        assert one.ask("drop()") == "dropped"
         assert one.ask("attach()") == "['cuda_ipc']"
         assert copied_bytes(tmp_path, one, "cuMemcpyDtoDAsync") == 0
         said = lender.ask("change()")
@@ -293,12 +304,16 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
 
 
 @one_major
-def test_pulls_that_give_what_arrives_are_held(major: int, coordinator: str) -> None:
-    """They go on as the sources that they were meanwhile, in a GPU's memory too."""
+def test_pulls_from_a_slow_source(major: int, tmp_path: Path, coordinator: str) -> None:
+    """One that was stopped is gone on with from `out`, in live memory. Those that have given
+    meanwhile go on as the sources that they were, in a GPU's memory too."""
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
     lending = lending.replace("FROZEN", "False, max_bandwidth='6MB/s'")
     with program(major, lending, KERNELS=True) as lender, program(major, reading) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
+        out = str(tmp_path / "out")
+        assert one.ask(f"stopped({out!r})") == "3"
+        assert "'resume'" in one.ask(f"fill(0, coordinator={coordinator!r}, out={out!r})")
         in_host, on_gpu = eval(one.ask("giving_early()"))
         assert lender.ask("source.close()") == "None"
         assert one.ask(f"pull('cpu', peer={on_gpu!r})") == "['pcie_p2p']"
