@@ -81,7 +81,7 @@ class Giving:
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
         host = None if edition.sharing is None else edition.sharing.host
-        if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
+        if isinstance(host, Relay):
             return self._loop.run(self._settled(host, edition, arena))
         live = isinstance(arena, LiveMemory)
         self._loop.run(self._sealed(edition, arena))
@@ -104,7 +104,7 @@ class Giving:
             await uncut(in_thread(edition.unseen, arena.seal))
 
     async def _settled(
-        self, relay: Relay, edition: Edition, arena: MemfdArena | LiveMemory
+        self, relay: Relay, edition: Edition, arena: MemfdArena | DeviceArena | LiveMemory
     ) -> Source:
         """Turn the relay, which others read from without a break, into a source. It is the pull's
         at once: the relay can't be turned into another."""

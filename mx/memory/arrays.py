@@ -328,9 +328,10 @@ def wait_for_owners(arrays: Mapping[str, Array], tensors: Mapping[str, object]) 
             continue
         named = streams.setdefault(array.device, set())
         tensor: Any = tensors.get(name)
+        if _is_torch(tensor):  # even to ask for its interface raises, as where it requires grad
+            continue
         if hasattr(tensor, "__cuda_array_interface__"):
-            if not _is_torch(tensor):
-                named.update({tensor.__cuda_array_interface__.get("stream")} - {None})
+            named.update({tensor.__cuda_array_interface__.get("stream")} - {None})
         elif hasattr(tensor, "__dlpack__"):
             tensor.__dlpack__(stream=LEGACY_STREAM)  # which waits for the tensor's from now on
     for device, named in streams.items():
@@ -338,6 +339,7 @@ def wait_for_owners(arrays: Mapping[str, Array], tensors: Mapping[str, object]) 
 
 
 def _is_torch(tensor: object) -> bool:
-    """Return True for torch's tensors, whose interface names no stream, and takes long to make."""
+    """Return True for torch's tensors, whose interface names no stream, takes long to make, and
+    exists neither for those that require grad nor for those of float8."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)

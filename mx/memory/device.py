@@ -18,7 +18,7 @@ from mx.errors import CapacityError, ClosedError, LocalError
 from mx.threads import Threads
 from mx.transport import DeviceView, Span, View
 from mx.units import MIB, format_bytes
-from mx.views import HostView, ScatteredView
+from mx.views import HostView, ScatteredView, device_of, host_bytes
 
 #: Device memory that a pull needs besides the model: for digests, and for the driver.
 _SPARE_BYTES = 64 * MIB
@@ -189,10 +189,7 @@ class LayerWindow:
         Raises:
             CudaError: The copy fails.
         """
-        layer = self._arena[arena_offset : arena_offset + nbytes]
-        begins, spans = layer.located() if isinstance(layer, ScatteredView) else ([0], [layer])
-        for begin, span in zip(begins, spans, strict=True):
-            assert isinstance(span, DeviceView)
+        for begin, span in _parts(self._arena[arena_offset : arena_offset + nbytes]):
             at = arena_offset + begin
             with self.view[at : at + len(span)] as there:
                 self._ring.upload(span.address, there)
@@ -204,6 +201,15 @@ class LayerWindow:
         # The last view unmaps it: an error's traceback may still refer to one.
         self.view = memoryview(b"")
         self._mapping = None
+
+
+def _parts(view: View) -> Iterator[tuple[int, DeviceView]]:
+    """Yield the parts of a view of device memory that are not empty, and where each begins."""
+    begins, spans = view.located() if isinstance(view, ScatteredView) else ([0], [view])
+    for begin, span in zip(begins, spans, strict=True):
+        assert isinstance(span, DeviceView)
+        if len(span):
+            yield begin, span
 
 
 class HostReader:
@@ -229,20 +235,22 @@ class HostReader:
             yield from self._ring(span.device).read(span.address, len(span))
 
     def whole(self, span: View) -> HostView:
-        """Return a host view itself, or a copy of a device span in new host memory.
+        """Return a host view itself, or a copy of a device's in new host memory, in which holes are
+        zeros.
 
         Raises CudaError.
         """
-        if not isinstance(span, DeviceView):
-            return span
+        if device_of(span) == "cpu":
+            return host_bytes(span)
         copy = memoryview(mmap.mmap(-1, len(span))) if len(span) else memoryview(b"")
-        if len(span):
-            self._ring(span.device).download(span.address, copy)
+        for begin, part in _parts(span):
+            self._ring(part.device).download(part.address, copy[begin : begin + len(part)])
         return copy
 
-    def write(self, span: DeviceView, data: memoryview) -> None:
+    def write(self, span: View, data: memoryview) -> None:
         """Copy host bytes to a device; they are in place when this returns. Raises CudaError."""
-        self._ring(span.device).upload(span.address, data)
+        for begin, part in _parts(span):
+            self._ring(part.device).upload(part.address, data[begin : begin + len(part)])
 
     def _ring(self, device: str) -> PinnedRing:
         with self._lock:

@@ -13,8 +13,8 @@ from mx.memory.device import HostReader
 from mx.memory.verify import wrong_tensors
 from mx.storage.writer import CheckpointWriter
 from mx.threads import Threads
-from mx.transport import DeviceView, View
-from mx.views import HostView, host_bytes
+from mx.transport import View
+from mx.views import HostView, device_of, host_bytes
 
 
 class Output:
@@ -72,7 +72,7 @@ class Output:
             The layer's chunks all of whose tensors are right. A tensor that a chunk holds only in
             part counts as a whole: its root tells nothing about the parts.
         """
-        on_gpu = isinstance(view, DeviceView)
+        on_gpu = device_of(view) != "cpu"
         here: HostView = memoryview(mmap.mmap(-1, len(view))) if on_gpu else host_bytes(view)
         self._writer.read_layer(layer, here)
         grid, extents = self._manifest.grid, self._manifest.layout.layers[layer].extents
@@ -80,7 +80,7 @@ class Output:
         for number in wrong_tensors(self._manifest, layer, here, self._reader):
             offset, nbytes = extents[number]
             wrong.update(grid.chunks_of(layer, offset, offset + nbytes))
-        if isinstance(view, DeviceView):
+        if on_gpu:
             assert isinstance(here, memoryview)
             self._reader.write(view, here)
         self._writer.have_layer(layer, not wrong)

@@ -74,6 +74,8 @@ source.close()
 _READER = (
     _ARRAYS
     + """
+from safetensors.numpy import load_file, save_file
+
 def right(found, revision):
     for name, values in WANTED[revision].items():
         assert (found[name] == values).all(), name
@@ -89,7 +91,8 @@ def host(pull):
     return found
 
 def pull(device, revision=1, **options):
-    with api.pull("m", coordinator="ADDRESS", device=device, **options) as pull:
+    options = options if "peer" in options else options | {"coordinator": "ADDRESS"}
+    with api.pull("m", device=device, **options) as pull:
         report = pull.wait()
         right(host(pull), revision)
         return sorted(path.transport for path in report.paths)
@@ -128,7 +131,6 @@ def differing():
         pull.wait()
 
 def saved(folder):
-    from safetensors.numpy import save_file
     save_file(WANTED[1], folder + "/model.safetensors")
     into = arrays(["segment", "malloc", "vmm"], 1)
     with api.pull("m", path=folder, into=into) as pull:
@@ -136,9 +138,15 @@ def saved(folder):
     right({name: array.get() for name, array in into.items()}, 1)
     return cut(1, path=folder)
 
-def attach(revision=1):
+def stopped(folder):
+    options = {"coordinator": "ADDRESS", "out": folder, "transport": "tcp"}
+    with api.pull("m", into=arrays(["segment"] * 3, 0), **options) as pull:
+        layers = pull.layers()
+        return len([next(layers) for _ in range(3)])
+
+def attach(revision=1, **options):
     global kept
-    kept = api.pull("m", coordinator="ADDRESS", device="cuda:0")
+    kept = api.pull("m", coordinator="ADDRESS", device="cuda:0", **options)
     report = kept.wait()
     right(host(kept), revision)
     return [path.transport for path in report.paths if path.attached]
@@ -156,6 +164,15 @@ def giving():
     kept = pull, pull.hold()
     globals()["kept"] = kept
     return kept[1].endpoint
+
+def giving_early():
+    options = {"coordinator": "ADDRESS", "transport": "tcp", "hold": True}
+    global kept
+    kept = [api.pull("m", device=device, **options) for device in ("cpu", "cuda:1")]
+    for pull in kept:
+        pull.wait()
+        right(host(pull), 1)
+    return [pull.hold().endpoint for pull in kept]
 
 def released():
     kept[0].release()
@@ -187,6 +204,13 @@ if DEVICE:
     assert lender._lendable(model) is model
 assert tensors.common_device(model | {"c": torch.ones(3)}) == ""
 assert tensors.common_device({"c": torch.ones(3).as_subclass(OnAnother)}) == ""
+if DEVICE:
+    from mx.memory.arrays import Array, wait_for_owners
+    OnGpu.is_cuda = True
+    here = torch.nn.Parameter(model["a"]), model["b"].to(torch.float8_e4m3fn).as_subclass(OnGpu)
+    named = dict(zip("ab", here))
+    key = tensors.device_of(OnGpu.device)
+    wait_for_owners({name: Array("F32", (3,), (1,), key, 1, None) for name in named}, named)
 """
 
 _SET_BYTES = 4 * (3 * (1001 * 700 + 701) + 300 * 700)
@@ -236,6 +260,10 @@ def test_frozen_is_attached(major: int, tmp_path: Path, coordinator: str) -> Non
     settings = {"LOG": tmp_path, "KERNELS": True}
     with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
+        out = str(tmp_path / "out")
+        assert one.ask(f"attach(out={out!r})") == "['cuda_ipc']"
+        assert one.ask(f"right(load_file({out!r} + '/model.safetensors'), 1)") == "None"
+        assert one.ask("drop()") == "dropped"
         assert one.ask("attach()") == "['cuda_ipc']"
         assert copied_bytes(tmp_path, one, "cuMemcpyDtoDAsync") == 0
         said = lender.ask("change()")
@@ -273,6 +301,24 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert one.ask(f"fill(0, peer={peer!r})") in ("['pcie_p2p']", "['cuda_ipc']")
         assert other.ask("released()") == "True"
         assert "Error" in one.ask(f"fill(0, peer={peer!r})")
+
+
+@one_major
+def test_pulls_from_a_slow_source(major: int, tmp_path: Path, coordinator: str) -> None:
+    """One that was stopped is gone on with from `out`, in live memory. Those that have given
+    meanwhile go on as the sources that they were, in a GPU's memory too."""
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    lending = lending.replace("FROZEN", "False, max_bandwidth='6MB/s'")
+    with program(major, lending, KERNELS=True) as lender, program(major, reading) as one:
+        assert (lender.read(), one.read()) == ("lent", "ready")
+        out = str(tmp_path / "out")
+        assert one.ask(f"stopped({out!r})") == "3"
+        assert "'resume'" in one.ask(f"fill(0, coordinator={coordinator!r}, out={out!r})")
+        in_host, on_gpu = eval(one.ask("giving_early()"))
+        assert lender.ask("source.close()") == "None"
+        assert one.ask(f"pull('cpu', peer={on_gpu!r})") == "['pcie_p2p']"
+        assert one.ask(f"fill(0, peer={in_host!r})") == "['pcie_p2p']"
+        assert len(api.list_sources("m", coordinator=coordinator)) == 2
 
 
 @one_major
