@@ -215,6 +215,16 @@ class ScatteredView:
                 begins[0] = 0
         return begins, spans
 
+    @property
+    def device(self) -> str:
+        """The device of the first span with bytes of this view: "cpu" or "cuda:UUID". It is the
+        only one that is made, of maybe many."""
+        at = bisect_right(self._ends, self._begin)
+        if at == len(self._ends) or self._begins[at] >= self._end:
+            return "cpu"
+        first = self._spans[at]
+        return first.device if isinstance(first, DeviceView) else "cpu"
+
     def spans(self) -> list[Span]:
         """Return the bytes as contiguous spans, in order.
 
@@ -252,8 +262,7 @@ def located_spans(view: View) -> list[Span]:
 
 def device_of(view: View) -> str:
     """Return the device that a view, or the first of its spans, is on: "cpu" or "cuda:UUID"."""
-    first = next(iter(located_spans(view)), None)
-    return first.device if isinstance(first, DeviceView) else "cpu"
+    return "cpu" if isinstance(view, memoryview) else view.device
 
 
 def cut(view: View, extents: Iterable[tuple[int, int]], base: int = 0) -> list[View]:

@@ -62,6 +62,7 @@ _NEEDS = {
         "unit/test_arrays.py",
         "unit/test_converted.py",
         "unit/test_demo_models.py",
+        "unit/test_engine_fill.py",
         "unit/test_engine_registries.py",
         "unit/test_files_writer.py",
         "unit/test_describe.py",

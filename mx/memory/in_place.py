@@ -42,7 +42,9 @@ class InPlace:
     def device(self) -> str:
         """Where the tensors are: "cpu" or "cuda:UUID". Of tensors on several devices it is one:
         `arena` refuses those."""
-        devices = {array.device for array in self._arrays.values() if array.span_nbytes}
+        devices = set(map(attrgetter("device"), self._arrays.values()))
+        if devices != {"cpu"}:  # empty ones are nowhere
+            devices = {array.device for array in self._arrays.values() if array.span_nbytes}
         return min(devices, default="cpu")
 
     def tensors(self, names: Iterable[str]) -> dict[str, Any]:

@@ -75,13 +75,13 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
     """Return torch tensors as arrays; None if some are something else, or are refused."""
     if not all(map(_is_tensor, set(map(type, tensors)))):
         return None
-    kinds = set(
-        zip(map(_device, tensors), map(_layout, tensors), map(_is_neg, tensors), strict=True)
-    )
-    if len(kinds) != 1:
+    # Whether it is on the CPU takes less time to ask than its device.
+    devices = {_CPU} if all(map(_is_cpu, tensors)) else set(map(_device, tensors))
+    kinds = set(zip(map(_layout, tensors), map(_is_neg, tensors), strict=True))
+    if len(devices) != 1 or kinds != {_PLAIN}:
         return None
-    ((device, *plain),) = kinds
-    if device.type not in _DEVICES or plain != _PLAIN:
+    (device,) = devices
+    if device.type not in _DEVICES:
         return None
     forms = list(
         zip(map(_dtype, tensors), map(_shape, tensors), map(_stride, tensors), strict=True)
@@ -117,12 +117,14 @@ def _end(begin: int, nbytes: int) -> int:
 
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
-_device, _layout, _is_neg = attrgetter("device"), attrgetter("layout"), torch.Tensor.is_neg
+_is_cpu, _device = attrgetter("is_cpu"), attrgetter("device")
+_layout, _is_neg = attrgetter("layout"), torch.Tensor.is_neg
 _stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
 _nbytes, _offset = torch.UntypedStorage.nbytes, torch.Tensor.storage_offset
-#: [layout, is_neg()] of tensors whose values are in memory of their own, and where that may be.
-_PLAIN = [torch.strided, False]
+#: (layout, is_neg()) of tensors whose values are in memory of their own, and where that may be.
+_PLAIN = (torch.strided, False)
 _DEVICES = ("cpu", "cuda")
+_CPU = torch.device("cpu")
 
 
 @lru_cache(64)

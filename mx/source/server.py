@@ -485,7 +485,8 @@ class SourceServer:
         Raises:
             LocalError: Some still are. Nothing was freed.
         """
-        self._attached = await in_thread(withdraw, self._attached, timeout_s)
+        if self._attached:
+            self._attached = await in_thread(withdraw, self._attached, timeout_s)
         if self._attached:
             raise LocalError(
                 f"{key} is in use: readers are attached to its memory, which must be neither "

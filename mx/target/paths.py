@@ -20,7 +20,7 @@ def path_between(transport: Transport, here: Place, there: Place) -> Path | None
     which mx copies to the target's GPU, or between the memories of both hosts: a source that offers
     such a transport copies from its GPU. None if there is none of these."""
     path = transport.reach(here, there)
-    if path is not None:
+    if path is not None or here.device == there.device == "cpu":
         return path
     near, far = replace(here, device="cpu"), replace(there, device="cpu")
     if here.device != "cpu":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 
 from mx import api
@@ -29,3 +32,19 @@ def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drivers, "_driver", CudaUnavailableError("no libcuda", hint="get one"))
     with pytest.raises(ConfigError, match=r"no libcuda \(get one; or use `device=cpu`\)"):
         api.pull("m", device="cuda:0")
+
+
+def test_a_process_looks_for_cuda_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "_driver", None)
+    opened: list[Any] = []
+    counts = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:  # which stays for good
+        if counts and event == "ctypes.dlopen":
+            opened.append(arguments)
+
+    sys.addaudithook(hook)
+    answers = [drivers.presence() for _ in range(3)]
+    counts = False
+    assert answers[0] == answers[1] == answers[2]
+    assert len(opened) <= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 from typing import TypedDict
 
@@ -19,7 +19,7 @@ from mx.core.paths import Medium, Path, rails
 from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
-from mx.target.paths import path_or_reason
+from mx.target.paths import path_between, path_or_reason
 from tests.support.topologies import cluster, host, nvlink_gpus, rail_nics, source
 
 TRANSPORTS = plugins.transports()
@@ -303,3 +303,20 @@ def test_tcp_from_a_gpu_is_for_other_hosts() -> None:
     assert {rejected.transport for rejected in found.rejected} >= {"cuda_ipc", "pcie_p2p"}
     to_host = make(replace(here, device="cpu"), [replace(source(far), transports=offered)])
     assert {(path.transport, path.staged) for path in to_host.chosen} == {("tcp", False)}
+
+
+def test_between_host_memories_no_other_places_are_tried() -> None:
+    """A plan asks this of each transport and of each of maybe a thousand sources."""
+    made = 0
+
+    class Counted(Place):
+        def __new__(cls, *_: object, **__: object) -> Counted:
+            nonlocal made
+            made += 1
+            return object.__new__(cls)
+
+    places = [RAILS[name].place() for name in ("rack4-a", "rack4-b")]
+    one, other = (Counted(*(getattr(p, f.name) for f in fields(p))) for p in places)
+    ways = {name: path_between(transport, one, other) for name, transport in TRANSPORTS.items()}
+    assert ways["cuda_ipc"] is ways["pcie_p2p"] is ways["shm"] is None is not ways["tcp"]
+    assert made == 2

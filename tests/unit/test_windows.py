@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from mx.buffers import address_of
 from mx.errors import PeerProtocolError
-from mx.views import ScatteredView, Window, cut
+from mx.views import DeviceView, ScatteredView, Window, cut, device_of
 from mx_transports.toolkit import kernel
 
 
@@ -142,3 +144,29 @@ def test_a_memfd_fills_more_views_than_one_call_takes() -> None:
             kernel.read_descriptor_into(descriptor, 4999, [target[:2]], "peer")
     finally:
         os.close(descriptor)
+
+
+class _Counted(Sequence[Any]):
+    """Spans that count how many of them are made."""
+
+    def __init__(self, spans: Sequence[Any]) -> None:
+        self.spans, self.made = spans, 0
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, at: Any) -> Any:
+        self.made += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
+        return self.spans[at]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:GPU-1"])
+def test_the_device_of_many_spans_is_asked_of_one(device: str) -> None:
+    one = memoryview(bytearray(4)) if device == "cpu" else DeviceView(device, 4096, 4)
+    spans = _Counted([one] * 1000)
+    view = ScatteredView.over(range(8, 8008, 8), spans, 8008)
+    spans.made = 0
+    assert device_of(view) == device_of(view[14:7000]) == device_of(view[9:11]) == device
+    assert spans.made <= 4  # one of them is the part within a span
+    assert device_of(view[:8]) == device_of(view[12:16]) == device_of(view[8004:]) == "cpu"
+    assert device_of(view[4:5000]) == device

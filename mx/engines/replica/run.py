@@ -271,9 +271,10 @@ class Run:
             ConfigError: It does not fit the model, in which nothing was changed.
             MxError: The error that ended the pull.
         """
-        own = LiveTensors(slots)
-        if self.lends != LOADED and common_device(own).startswith("cuda"):
-            pull = self.pull(hold=False, into=own)
+        held = ((name, slot.get()) for name, slot in slots.items())
+        device = common_device({name: tensor for name, tensor in held if tensor is not None})
+        if self.lends != LOADED and device.startswith("cuda"):
+            pull = self.pull(hold=False, into=LiveTensors(slots))
             for layer in pull.layers():
                 for _ in self.compared(layer.tensors().items()):
                     pass
