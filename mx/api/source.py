@@ -336,11 +336,14 @@ class Source(Closable):
         """Deregister, cut the remaining readers and free the memory.
 
         Idempotent; an interrupted close goes on when it is called again. An update that runs on
-        another thread stops waiting for its readers.
+        another thread stops waiting for its readers. Where readers are attached to memory that was
+        lent with `frozen`, it raises LocalError ("in use") at each call, until they have left.
         """
         self._closing.set()
         with self._lock:
             super().close()
+            if not self._loop.inherited:
+                self._server.require_let_go()
 
     def keep(self, owner: Closable) -> bool:
         """Take over the owner of the memory that is served, to close it at the end; False if this

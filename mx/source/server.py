@@ -488,11 +488,13 @@ class SourceServer:
         if self._attached:
             self._attached = await in_thread(withdraw, self._attached, timeout_s)
         if self._attached:
-            raise LocalError(
-                f"{key} is in use: readers are attached to its memory, which must be neither "
-                "written to nor freed",
-                hint="close what has attached to it, and try again",
-            )
+            raise _in_use(key)
+
+    def require_let_go(self) -> None:
+        """Raise as `let_go` does, after `close`. Blocks, and needs no loop."""
+        self._attached = withdraw(self._attached, _LET_GO_S)
+        if self._attached and self.lending is not None:
+            raise _in_use(self.lending.held.key)
 
     # -------------------------------------------------------------------------------------------
 
@@ -602,3 +604,11 @@ class SourceServer:
             self.lending.held.release()  # also where it is not lent at the moment
         if self._attached and self.lending is not None:  # their exposures keep the memory
             await self.let_go(self.lending.held.key, _LET_GO_S)
+
+
+def _in_use(key: ModelKey) -> LocalError:
+    return LocalError(
+        f"{key} is in use: readers are attached to its memory, which must be neither written to "
+        "nor freed",
+        hint="close what has attached to it, and try again",
+    )

@@ -276,6 +276,9 @@ def test_frozen_is_attached(major: int, tmp_path: Path, coordinator: str) -> Non
         assert one.ask("attach(2)") == "['cuda_ipc']"
         assert "in use" in lender.ask("source.close()")
         assert one.ask("right(host(kept), 2)") == "None"  # and nothing freed
+        assert "in use" in lender.ask("source.close()")
+        assert one.ask("drop()") == "dropped"
+        assert lender.ask("source.close()") == "None"
 
 
 @one_major
