@@ -1,4 +1,4 @@
-"""Where a replica fills a model: in host memory it asks nothing more of each tensor."""
+"""Where a replica has weights pulled to: what it asks of a model's tensors, and of `mx.pull`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mx
+from mx.engines.replica.choice import CHECKPOINT, Choice
+from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.run import PROCESSED, Run
 from mx.engines.replica.tensors import slots_of
 
@@ -44,3 +47,26 @@ def test_no_tensor_is_made_of_those_of_a_model_in_host_memory() -> None:
         run.fill(slots)
     assert run.asked == {"hold": False}
     assert operations.made == 0
+
+
+def test_an_engine_attaches_to_no_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to its tensors, and what is attached there is the source's own."""
+    asked: list[dict[str, Any]] = []
+
+    def pull(model: str, **how: Any) -> None:
+        asked.append({name: how.get(name) for name in ("device", "attach", "into")})
+        raise _Pulled
+
+    monkeypatch.setattr(mx, "pull", pull)
+    run: Any = object.__new__(Run)
+    run.name, run.pin, run.keys = "m", "ab" * 32, {}
+    run.choice, run.options = Choice(CHECKPOINT), LoaderOptions()
+    into = {"a": torch.ones(1)}
+    for how in ({}, {"device": "cuda:1"}, {"into": into}):
+        with pytest.raises(_Pulled):
+            Run.pull(run, hold=False, **how)
+    assert asked == [
+        {"device": "cpu", "attach": True, "into": None},
+        {"device": "cuda:1", "attach": False, "into": None},
+        {"device": None, "attach": None, "into": into},
+    ]

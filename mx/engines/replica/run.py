@@ -202,6 +202,10 @@ class Run:
             into: The tensors to fill where they are, by name; None: new memory.
         """
         chosen = self.choice
+        # What is attached on a GPU is the source's own, and an engine writes to its tensors.
+        where: dict[str, Any] = {"device": device, "attach": device == "cpu"}
+        if into is not None:
+            where = {"into": into}
         model, variant, pin = self.name, CHECKPOINT, self.pin or chosen.identity
         if chosen.state == CHECKPOINT:
             model += f"@{pin}" if pin else ""
@@ -213,7 +217,7 @@ class Run:
             revision=chosen.revision,
             variant=variant,
             hold=hold,
-            **({"device": device} if into is None else {"into": into}),
+            **where,
             transport=self.options.transport or None,
             settings=self.options.settings,
         )
