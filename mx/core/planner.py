@@ -154,7 +154,9 @@ def plan(
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
             else:
-                paths += _paths(here, source, answer, attach and source.table.attachable)
+                table = source.table  # readers attach to scattered memory only if it is frozen
+                attaches = attach and (table.frozen or not table.scattered)
+                paths += _paths(here, source, answer, attaches)
     paths.sort(key=_rank)
     chosen: list[SourcePath] = []
     spare: list[Spare] = []

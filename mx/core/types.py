@@ -354,12 +354,6 @@ class AddressTable:
         """True if rows say where layers are."""
         return any(region.layers is None for region in self.regions)
 
-    @property
-    def attachable(self) -> bool:
-        """True if readers may attach to the memory, where their path can."""
-        return self.frozen or not self.scattered
-
-
 class SourceRole(enum.Enum):
     """An origin holds every layer; a relay holds the layers that it has received so far."""
 
