@@ -354,6 +354,7 @@ class AddressTable:
         """True if rows say where layers are."""
         return any(region.layers is None for region in self.regions)
 
+
 class SourceRole(enum.Enum):
     """An origin holds every layer; a relay holds the layers that it has received so far."""
 
