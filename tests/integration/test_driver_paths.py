@@ -41,7 +41,7 @@ def run(*command, **how):
     assert not child.returncode, errors
     return child.pid, json.loads(said)
 def refused(child):
-    errors = child.communicate(timeout=40)[1]
+    errors = child.communicate(timeout=120)[1]
     return child.pid, child.returncode, errors
 found = {{}}
 try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,11 +13,16 @@ import pytest
 
 from tests.support.driver.build import MAJORS, environment, why_not
 
+#: A program of several pulls takes some seconds, and many times as long on a machine that does
+#: other work.
+_PATIENCE_S = 270
+
 
 def _marks(major: int) -> list[pytest.MarkDecorator]:
     """What differs between the majors is the bindings: the quick tests take the newer ones."""
     older = [pytest.mark.long] if major != MAJORS[-1] else []
-    return [pytest.mark.skipif(bool(why_not(major)), reason=why_not(major)), *older]
+    absent = pytest.mark.skipif(bool(why_not(major)), reason=why_not(major))
+    return [absent, pytest.mark.timeout(_PATIENCE_S + 30), *older]
 
 
 #: Runs a test for each major; skipped with the reason where the stand-in can't be built.
@@ -23,7 +30,6 @@ each_major = pytest.mark.parametrize(
     "major", [pytest.param(m, marks=_marks(m), id=f"cuda{m}") for m in MAJORS]
 )
 _PRELUDE = "import os, sys, threading, time\nfrom tests.support.driver.calling import *\n"
-_PATIENCE_S = 60
 
 
 def finish(major: int, code: str, **settings: object) -> subprocess.CompletedProcess[str]:
@@ -37,14 +43,21 @@ def finish(major: int, code: str, **settings: object) -> subprocess.CompletedPro
     Returns:
         How it ended.
     """
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-c", _PRELUDE + code],
         env=environment(major, settings),
-        check=False,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=_PATIENCE_S,
+        start_new_session=True,
     )
+    with process:
+        try:
+            out, err = process.communicate(timeout=_PATIENCE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def passes(major: int, code: str, **settings: object) -> list[str]:
