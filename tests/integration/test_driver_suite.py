@@ -14,10 +14,9 @@ from tests.support.driver.build import MAJORS, why_not
 SETTINGS = {12: ["--set", "LATE_US=300"], 13: []}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "major", [pytest.param(m, marks=[] if m == MAJORS[-1] else pytest.mark.long) for m in MAJORS]
-)
+@pytest.mark.parametrize("major", MAJORS)
 def test_the_suite_passes(major: int) -> None:
     if reason := why_not(major):
         pytest.skip(reason)
