@@ -10,20 +10,28 @@ import pytest
 
 from tests.support.driver.build import MAJORS, why_not
 
+_ROOT = Path(__file__).parents[2]
 #: The second major's operations are late: work is done only well after it was queued.
 SETTINGS = {12: ["--set", "LATE_US=300"], 13: []}
 
 
+#: Run by themselves, since they take long; all others are the last part.
+_LONG = [["test_cuda_ipc.py"], ["test_pcie_p2p.py"], ["test_tcp.py"], ["test_staged.py"]]
+_FILES = {path.name for path in (_ROOT / "tests/gpu").glob("test_*.py")}
+PARTS = [*_LONG, sorted(_FILES - {name for part in _LONG for name in part})]
+
+
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(390)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part[0])
 @pytest.mark.parametrize("major", MAJORS)
-def test_the_suite_passes(major: int) -> None:
+def test_the_suite_passes(major: int, part: list[str]) -> None:
     if reason := why_not(major):
         pytest.skip(reason)
     pytest.importorskip("triton")
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.gpu", "--standin", str(major), *SETTINGS[major], "-q"],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.gpu", "--standin", str(major), *SETTINGS[major], "-q", *part],
+        cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
