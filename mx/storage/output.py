@@ -73,7 +73,11 @@ class Output:
             part counts as a whole: its root tells nothing about the parts.
         """
         on_gpu = device_of(view) != "cpu"
-        here: HostView = memoryview(mmap.mmap(-1, len(view))) if on_gpu else host_bytes(view)
+        here: HostView
+        if on_gpu:  # a layer may be empty, and a mapping not
+            here = memoryview(mmap.mmap(-1, max(1, len(view))))[: len(view)]
+        else:
+            here = host_bytes(view)
         self._writer.read_layer(layer, here)
         grid, extents = self._manifest.grid, self._manifest.layout.layers[layer].extents
         wrong: set[int] = set()
