@@ -480,13 +480,15 @@ class SourceServer:
 
         Args:
             key: The model, for the error.
-            timeout_s: How long to wait at most.
+            timeout_s: How long to wait at most, if it is longer than a message may take.
 
         Raises:
             LocalError: Some still are. Nothing was freed.
         """
         if self._attached:
-            self._attached = await in_thread(withdraw, self._attached, timeout_s)
+            # Who has closed just now is heard of a moment later.
+            waited_s = max(timeout_s, _LET_GO_S)
+            self._attached = await in_thread(withdraw, self._attached, waited_s)
         if self._attached:
             raise _in_use(key)
 
