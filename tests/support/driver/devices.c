@@ -15,6 +15,7 @@ static int gpus[MAX_DEVICES]; /* the machine's GPU behind each ordinal */
 static struct CUctx_st contexts[MAX_DEVICES];
 static __thread CUcontext stack[STACK];
 static __thread int depth;
+static unsigned long long last_id;
 
 CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
 CUcontext context_of(int device) { return &contexts[device]; }
@@ -112,6 +113,13 @@ CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
     return call_end(CUDA_SUCCESS);
 }
 
+CUresult cuDeviceTotalMem(size_t *nbytes, CUdevice device) {
+    CALL(NEEDS_DRIVER, "%d", device);
+    REQUIRE_DEVICE(device);
+    *nbytes = settings.memory_bytes;
+    return call_end(CUDA_SUCCESS);
+}
+
 CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     CALL(NEEDS_DRIVER, "%d", device);
     REQUIRE_DEVICE(device);
@@ -122,6 +130,13 @@ CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     memcpy(uuid->bytes, bytes, sizeof bytes);
     return call_end(CUDA_SUCCESS);
 }
+
+/* What was built for CUDA 12, as NIXL's UCX is, asks for the first version. */
+#ifdef cuDeviceGetUuid
+#undef cuDeviceGetUuid
+__attribute__((visibility("default"), alias("cuDeviceGetUuid_v2"))) CUresult
+cuDeviceGetUuid(CUuuid *uuid, CUdevice device);
+#endif
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     CALL(NEEDS_DRIVER, "%d, %d", attribute, device);
@@ -153,7 +168,7 @@ CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice other) {
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     CALL(NEEDS_DRIVER, "%d", device);
     REQUIRE_DEVICE(device);
-    contexts[device].retained++;
+    if (!contexts[device].retained++) contexts[device].id = ++last_id;
     *context = &contexts[device];
     return call_end(CUDA_SUCCESS);
 }
@@ -202,6 +217,32 @@ CUresult cuCtxPopCurrent(CUcontext *context) {
     REQUIRE(depth, CUDA_ERROR_INVALID_CONTEXT);
     depth--;
     if (context) *context = stack[depth];
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxGetCurrent(CUcontext *context) {
+    CALL(NEEDS_DRIVER, " ");
+    *context = context_current();
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxGetDevice(CUdevice *device) {
+    CALL(NEEDS_CONTEXT, " ");
+    *device = context_current()->device;
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxGetFlags(unsigned *flags) {
+    CALL(NEEDS_CONTEXT, " ");
+    *flags = 0;
+    return call_end(CUDA_SUCCESS);
+}
+
+CUresult cuCtxGetId(CUcontext context, unsigned long long *id) {
+    CALL(NEEDS_DRIVER, "%p", (void *)context);
+    context = context ? context : context_current();
+    REQUIRE(is_context(context), CUDA_ERROR_INVALID_CONTEXT);
+    *id = context->id;
     return call_end(CUDA_SUCCESS);
 }
 

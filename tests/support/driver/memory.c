@@ -293,7 +293,7 @@ static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_att
     bool host = range->kind & HOST_KINDS;
     bool exportable = range->kind == MAPPED && range->backing->exportable;
 #define ATTRIBUTE(name, type, value)                                                               \
-    case CU_POINTER_ATTRIBUTE_##name: *(type *)out = value; return true
+    case CU_POINTER_ATTRIBUTE_##name: *(type *)out = range->kind ? value : (type)0; return true
     switch ((int)attribute) {
         /* Memory of cuMemCreate belongs to no context. */
         ATTRIBUTE(CONTEXT, CUcontext, range->kind == MAPPED ? NULL : range->owner);
@@ -304,6 +304,7 @@ static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_att
         ATTRIBUTE(IS_MANAGED, bool, false);
         ATTRIBUTE(DEVICE_ORDINAL, int, range->device);
         ATTRIBUTE(IS_LEGACY_CUDA_IPC_CAPABLE, bool, range->kind == ALLOCATED);
+        ATTRIBUTE(MEMPOOL_HANDLE, CUmemoryPool, NULL);
         ATTRIBUTE(ALLOWED_HANDLE_TYPES, unsigned long long,
                   exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0);
     default: return false;
@@ -315,6 +316,29 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
     CALL(NEEDS_CONTEXT, "%d, %#llx", attribute, (unsigned long long)address);
     struct range *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
     REQUIRE(range && attribute_of(range, address, attribute, out), CUDA_ERROR_INVALID_VALUE);
+    return call_end(CUDA_SUCCESS);
+}
+
+/* "Unlike cuPointerGetAttribute, this function will not return an error when the ptr encountered is
+ * not a valid CUDA pointer. Instead, the attributes are assigned default NULL values". UCX relies on
+ * it in threads without a context. */
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes, void **out,
+                                CUdeviceptr address) {
+    CALL(NEEDS_DRIVER, "%d and %u more, %#llx", *attributes, count - 1, (unsigned long long)address);
+    struct range nothing = {0}, *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
+    for (unsigned i = 0; i < count; i++)
+        REQUIRE(attribute_of(range ? range : &nothing, address, attributes[i], out[i]),
+                CUDA_ERROR_INVALID_VALUE);
+    return call_end(CUDA_SUCCESS);
+}
+
+/* Synchronous copies of all memory are complete when they return, here. */
+CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
+                               CUdeviceptr address) {
+    CALL(NEEDS_CONTEXT, "%u, %d, %#llx", *(const unsigned *)value, attribute,
+         (unsigned long long)address);
+    REQUIRE(attribute == CU_POINTER_ATTRIBUTE_SYNC_MEMOPS && range_at(address, DEVICE_KINDS),
+            CUDA_ERROR_INVALID_VALUE);
     return call_end(CUDA_SUCCESS);
 }
 

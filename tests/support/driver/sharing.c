@@ -170,6 +170,19 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void 
     return call_end(CUDA_SUCCESS);
 }
 
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *properties,
+                                                CUmemGenericAllocationHandle handle) {
+    CALL(NEEDS_DRIVER, "%#llx", handle);
+    struct backing *backing = backing_find(handle);
+    REQUIRE(backing, CUDA_ERROR_INVALID_VALUE);
+    *properties = (CUmemAllocationProp){
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .requestedHandleTypes = backing->exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0,
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = backing->device},
+    };
+    return call_end(CUDA_SUCCESS);
+}
+
 CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle,
                                       CUmemAllocationHandleType type, unsigned long long flags) {
     CALL(NEEDS_DRIVER, "%#llx, %d", handle, type);

@@ -129,6 +129,7 @@ void driver_changed(void);
 struct CUctx_st {
     int device; /* its ordinal in this process */
     int retained;
+    unsigned long long id; /* another one after it was reset */
     unsigned peers;  /* bits of the ordinals that it may access */
     CUresult broken; /* the error that every call returns from now on */
     CUstream default_stream;

@@ -444,6 +444,16 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUst
     return call_end(queue_copy(stream, copy(to, from, nbytes, NO_HOST), false));
 }
 
+/* What is not known of an address is pageable. */
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
+    CALL(NEEDS_CONTEXT, "%#llx, %#llx, %zu, %p", (unsigned long long)to, (unsigned long long)from,
+         nbytes, (void *)stream);
+    struct work work = copy(to, from, nbytes, NO_HOST);
+    work.from_host = !range_at(from, DEVICE_KINDS | HOST_KINDS);
+    work.to_host = !range_at(to, DEVICE_KINDS | HOST_KINDS);
+    return call_end(queue_copy(stream, work, false));
+}
+
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
     CALL(NEEDS_CONTEXT, "%#llx, %u, %zu, %p", (unsigned long long)to, value, nbytes,
          (void *)stream);
