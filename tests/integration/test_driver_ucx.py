@@ -34,9 +34,9 @@ EXPECTED = (bytes(range(251)) * (NBYTES // 251 + 1))[:NBYTES]
 nixl = agents.load_bindings(installed.find().bindings)
 
 def start():
-    for name, value in {{"TLS": "{tls}", "MEMTYPE_CACHE": "n", "NET_DEVICES": "lo"}}.items():
-        os.environ["UCX_" + name] = value
     os.environ.update(installed.LIBRARY_SETTINGS)
+    ours = {{"TLS": "{tls}", "MEMTYPE_CACHE": "n", "MODULES": "all", "NET_DEVICES": "lo"}}
+    os.environ.update((f"UCX_{{name}}", value) for name, value in ours.items())
     return agents.new_agent(nixl, "TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k")
 
 def register(agent, backends, segment, address, ordinal=0):
