@@ -1,9 +1,9 @@
-"""GPU memory as readers of ucx get it: step by step, through slots of pinned memory.
+"""GPU memory for readers that read by themselves: step by step, through slots of pinned memory.
 
-The slots lie in a memfd that the agent's process maps to read, as it maps host memory: so no agent
-has a GPU, and none lives in a process with secrets. A reader names pieces of at most a slot; they
-are copied into one, which the reader reads by the agent and then gives back. Slots are few, and
-whoever holds one too long while others wait loses his connection, so that each gets his turn.
+The slots lie in a memfd that another process can map to read: the one of ucx's agent, which so
+needs no GPU and has no secrets. A reader names pieces of at most a slot; they are copied into one,
+which the reader reads and then gives back. Slots are few, and whoever holds one too long while
+others wait loses his connection, so that each gets his turn.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Slots:
     def __init__(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> None:
         devices = {device for each in regions for device in devices_of(each.view)}
         if len(devices) != 1:
-            raise LocalError("ucx exposes the memory of one GPU at a time")
+            raise LocalError("the memory of more than one GPU can't be exposed together")
         self._views = {region.index: region.view for region in regions}
         self._on_lost: Callable[[CudaError], None] = options.on_lost
         #: A slot may be held for so long while no other is free.
