@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mx import api
+from tests.support import families
 from tests.support.driver.programs import Program, each_major, passes, program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -184,10 +185,34 @@ for line in sys.stdin:
 """
 )
 
+#: A model of transformers that is loaded into device memory: torch's tensors are in it.
+_TRANSFORMERS = """
+import pathlib
+import torch
+from mx import api
+from mx.engines import transformers as engine
+from tests.support import families
+from tests.support.driver.torch_gpu import DEVICE, Gpu
+
+folder = pathlib.Path("FOLDER")
+gpu = Gpu()
+gpu.install()
+source = api.serve(folder, model="m", coordinator="ADDRESS")
+model = engine.load("m", coordinator="ADDRESS", device="cuda:1")
+assert model.device == DEVICE
+found = families.outputs(model)
+engine.loading(model).wait()
+held = [*model.parameters(), *model.buffers()]
+assert held and all(map(gpu.holds, held))
+assert torch.equal(found, families.outputs(families.reference(folder)))
+assert gpu.host_copies == []
+source.close()
+"""
+
 #: An engine's tensors on a GPU: torch is built for CPUs here, and they only say where they are.
 _ENGINE = """
 import torch
-from mx.engines.replica import lender, tensors
+from mx.engines.replica import tensors
 
 class OnGpu(torch.Tensor):
     device = torch.device("cuda:1")
@@ -200,8 +225,6 @@ class OnAnother(OnGpu):
 model = {name: torch.ones(3).as_subclass(OnGpu) for name in "ab"}
 assert tensors.common_device(model) == DEVICE
 assert tensors.device_of(torch.device("cuda:1")) == (DEVICE or "cpu")
-if DEVICE:
-    assert lender._lendable(model) is model
 assert tensors.common_device(model | {"c": torch.ones(3)}) == ""
 assert tensors.common_device({"c": torch.ones(3).as_subclass(OnAnother)}) == ""
 if DEVICE:
@@ -219,7 +242,12 @@ _ODD_BYTES = 4 * 300 * 700
 
 def copied_bytes(log: Path, process: Program, call: str) -> int:
     """Return how many bytes a process has copied by a call, as the driver has counted them."""
-    text = (log / f"{process.process.pid}.log").read_text()
+    return counted_bytes(log / f"{process.process.pid}.log", call)
+
+
+def counted_bytes(log: Path, call: str) -> int:
+    """Return how many bytes were copied by a call, as a log says."""
+    text = log.read_text()
     found = re.findall(rf" {call}\(\w+, \w+, (\d+), \w+\) CUDA_SUCCESS", text)
     return sum(map(int, found))
 
@@ -328,3 +356,22 @@ def test_pulls_from_a_slow_source(major: int, tmp_path: Path, coordinator: str) 
 def test_engines_lend_and_fill_on_the_gpu(major: int) -> None:
     passes(major, "DEVICE = 'cuda:1'" + _ENGINE)
     passes(major, "DEVICE = ''" + _ENGINE, DEVICES=0)  # torch may have CUDA where mx has none
+
+
+@one_major
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
+def test_a_model_of_transformers_is_built_on_the_gpu(
+    major: int, family: str, tmp_path: Path, coordinator: str
+) -> None:
+    folder, log = tmp_path / "model", tmp_path / "log"
+    log.mkdir()
+    families.save(families.FAMILIES[family], folder)
+    code = _TRANSFORMERS.replace("ADDRESS", coordinator).replace("FOLDER", str(folder))
+    passes(major, code, LOG=log, HOST_ACCESS=True, KERNELS=True)
+    (calls,) = log.iterdir()
+    weights = (folder / "model.safetensors").stat().st_size
+    assert (
+        counted_bytes(calls, "cuMemcpyHtoDAsync") + counted_bytes(calls, "cuMemcpyDtoDAsync")
+        >= weights - 4096
+    )
+    assert counted_bytes(calls, "cuMemcpyDtoHAsync") < 0.01 * weights  # digests
