@@ -185,6 +185,63 @@ for line in sys.stdin:
 """
 )
 
+#: An engine's tensors before it processes them, in the memory of a GPU.
+_BEFORE = """
+import torch
+import mx
+from mx import config
+from mx.engines.replica.lender import Lender
+from mx.engines.replica.options import LoaderOptions
+from mx.engines.replica.tensors import slots_of
+from tests.support.driver.torch_gpu import Gpu
+
+gpu = Gpu()
+gpu.install()
+settings = config.load({"coordinator": "ADDRESS"})
+
+def lend(name, process, copy=""):
+    model = torch.nn.Linear(64, 64)
+    for each in model.parameters():
+        each.data = gpu.moved(each.data)
+    slots, key = slots_of(model, non_persistent=False), mx.ProcessingKey(engine="test")
+    options = LoaderOptions(copy=copy, settings=settings)
+    lender = Lender(slots, name, key, options, before_processing=True)
+    before = model.weight.detach() + 0
+    process(model)
+    lender.processed()
+    while lender.state == "starting":
+        time.sleep(0.01)
+    return lender, model, before
+
+def same(name, before):
+    return torch.equal(mx.load(name, coordinator="ADDRESS")["weight"], before)
+
+def change(model):
+    model.weight.data.zero_()
+
+def replace(model):
+    model.weight = torch.nn.Parameter(gpu.moved(model.weight.data))
+
+for name, process in (("left", lambda model: None), ("replaced", replace)):
+    lender, model, before = lend(name, process)
+    assert lender.state == "lending" and same(name, before), lender.why
+    (table,) = mx.list_tables(name, coordinator="ADDRESS")
+    assert model.weight.data_ptr() in [each.address for each in table.tensors]
+    lender.withdraw("an update")
+    assert lender.state == "withdrawn" and "an update has changed it" in lender.why
+lender, *_ = lend("changed", change)
+assert lender.state == "withdrawn" and "processing has changed" in lender.why
+assert "changed" not in [each.model.name for each in mx.list_models(coordinator="ADDRESS")]
+lender, _, before = lend("kept", change, "device")
+assert lender.state == "lending" and same("kept", before), lender.why
+assert gpu.host_copies == []
+lender.close()
+lender, _, before = lend("host", change, "host")
+assert lender.state == "lending" and same("host", before), lender.why
+assert gpu.host_copies == ["cpu of [64, 64]"]
+lender.close()
+"""
+
 #: A model of transformers that is loaded into device memory: torch's tensors are in it.
 _TRANSFORMERS = """
 import pathlib
@@ -325,6 +382,11 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert one.ask("cut(0)") == "right"  # without kernels: hashed in pinned memory
         assert other.ask("cut(1)") == "right"
         assert other.ask(f"saved({str(saved)!r})") == "right"
+        asked = "model='n', coordinator=source.coordinator_address)"
+        said = lender.ask(f"api.serve(held, {asked}")
+        assert said.startswith("ConfigError") and "`copy=False`" in said
+        both = "held | empty({'x': (4, 4)}, 'malloc', 1)"
+        assert "not on one device" in lender.ask(f"api.serve({both}, copy=False, {asked}")
         said = one.ask("differing()")
         assert said.startswith("ConfigError") and "nothing was written" in said
         assert "lm_head.weight" in said and "model.layers.0.b is F32 [700] here" in said
@@ -375,3 +437,8 @@ def test_a_model_of_transformers_is_built_on_the_gpu(
         >= weights - 4096
     )
     assert counted_bytes(calls, "cuMemcpyDtoHAsync") < 0.01 * weights  # digests
+
+
+@one_major
+def test_the_state_before_processing(major: int, coordinator: str) -> None:
+    passes(major, _BEFORE.replace("ADDRESS", coordinator), HOST_ACCESS=True, KERNELS=True)
