@@ -454,12 +454,12 @@ def _copied(
     tensors: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return tensors with copies of those of devices; what is tied is one copy."""
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
         found[name] = tensor
         if tensor.device.type != "cpu":
-            place = tensor.data_ptr(), tensor.shape
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
             if place not in copies:
                 copies[place] = copy(plain(tensor))
             found[name] = copies[place]
