@@ -137,11 +137,14 @@ child = os.fork()
 if not child:
     import mx
     from mx.errors import ForkError
-    try:
-        mx.serve({}, model="m", device="cuda:0")
-    except ForkError as error:
-        os._exit(0 if "spawn" in error.hint else 2)
-    os._exit(1)
+    for use in (mx.serve, mx.pull):
+        try:
+            use(*([{}] if use is mx.serve else []), model="m", device="cuda:0")
+        except ForkError as error:
+            assert "spawn" in error.hint
+        else:
+            os._exit(1)
+    os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """
 
