@@ -185,3 +185,22 @@ def test_an_attach_of_100_gb_takes_a_call_of_each_kind_for_each_allocation(tmp_p
         assert one == counted[kind, 1, 100 * GIB]
         many = counted[kind, 64, 2 * MIB]
         assert many - one == Counter({name: 63 * one[name] for name in each})
+
+
+def test_a_call_that_is_refused_keeps_nothing_else(tmp_path: Path) -> None:
+    code = """
+from mx.cuda.device import Device
+from mx.cuda.driver import load
+from mx.cuda.vmm import VmmMemory
+device = Device(load(), 0)
+with device.current():
+    handles = [device.driver.vmm_create(0, 2 * MIB) for _ in range(3)]
+VmmMemory(device, handles, [2 * MIB] * 3).close()
+device.close()
+"""
+    passes(MAJOR, code, LOG=tmp_path, FAIL="cuMemUnmap:1:CUDA_ERROR_NOT_PERMITTED")
+    count = Counter(calls(tmp_path))
+    assert count["cuMemUnmap", "CUDA_ERROR_NOT_PERMITTED"] == 1
+    assert count["cuMemUnmap", "CUDA_SUCCESS"] == 2
+    assert count["cuMemRelease", "CUDA_SUCCESS"] == 3
+    assert count["cuDevicePrimaryCtxRelease", "CUDA_SUCCESS"] == 1

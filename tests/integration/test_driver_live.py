@@ -297,6 +297,8 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert one.ask("cut(0)") == "right"  # without kernels: hashed in pinned memory
         assert other.ask("cut(1)") == "right"
         assert other.ask(f"saved({str(saved)!r})") == "right"
+        said = one.ask('api.pull("m", coordinator="", follow=True, into=arrays(["vmm"] * 3))')
+        assert "ConfigError" in said and "`into`" in said and "device" not in said
         said = one.ask("differing()")
         assert said.startswith("ConfigError") and "nothing was written" in said
         assert "lm_head.weight" in said and "model.layers.0.b is F32 [700] here" in said
