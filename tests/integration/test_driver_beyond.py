@@ -1,4 +1,4 @@
-"""GPU memory beyond the host, over the stand-in driver: by tcp, through pinned rings."""
+"""GPU memory beyond the host, over the stand-in driver: by tcp and ucx, through pinned rings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.hosts import Hosts
 from benchmarks.processes import Child, Cluster
+from mx_transports.ucx import nixl
 from tests.support.driver.build import environment
 from tests.support.driver.logs import calls
 from tests.support.driver.programs import each_major, passes
@@ -130,6 +131,17 @@ def _log(folder: Path) -> str:
     return "".join(log.read_text() for log in folder.glob("*.log"))
 
 
+#: No TLS, and ucx between hosts.
+_OPEN = ("--insecure", "--trusted-fabric")
+by_each = pytest.mark.parametrize(
+    "transport",
+    [
+        "tcp",
+        pytest.param("ucx", marks=pytest.mark.skipif(nixl.find() is None, reason="no NIXL here")),
+    ],
+)
+
+
 class _Host:
     """A network namespace whose processes have GPUs, and a log for each of them that is started."""
 
@@ -147,7 +159,7 @@ class _Host:
         """Start `mx serve`, or `mx pull --hold`; return it once it is registered, and its log."""
         env, log = self.environment()
         base = ("--listen", f"{self.address}:0", "--coordinator", coordinator)
-        child = Child("-m", "mx", *what, *base, "--insecure", "--json", prefix=self.prefix, env=env)
+        child = Child("-m", "mx", *what, *base, *_OPEN, "--json", prefix=self.prefix, env=env)
         child.hear()
         return child, log
 
@@ -155,13 +167,14 @@ class _Host:
         """Pull, and return the transports that brought anything, and the log."""
         env, log = self.environment()
         command = [*self.prefix, sys.executable, "-m", "mx", "pull", model, *more, "--json"]
-        command += ["--listen", f"{self.address}:0", "--coordinator", coordinator, "--insecure"]
+        command += ["--listen", f"{self.address}:0", "--coordinator", coordinator, *_OPEN]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
         return [path["transport"] for path in json.loads(ended.stdout)["paths"]], log
 
 
-def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
+@by_each
+def test_another_host(major: int, tmp_path: Path, hosts: Hosts, transport: str) -> None:
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
     link = hosts.link("near", "far")
     near, far = (
@@ -177,10 +190,9 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
 
     def check(host: _Host, model: str, device: str) -> Path:
         out = tmp_path / f"{model}-{device}-{host.address}"
-        found, log = host.pull(
-            cluster.coordinator, model, "--device", device, "--transport", "tcp", "--out", str(out)
-        )
-        assert found == ["tcp"]
+        by = ("--device", device, "--transport", transport, "--out", str(out))
+        found, log = host.pull(cluster.coordinator, model, *by)
+        assert found == [transport]
         written = (out / "model.safetensors").read_bytes()
         assert written == (checkpoint / "model.safetensors").read_bytes()
         return log
@@ -198,7 +210,7 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
             assert "cuLaunchKernel" not in _log(log)
             assert ("cuInit" in _log(log)) is (device != "cpu")
         # And back: what was pulled into a GPU is given from there.
-        relay = serve(far, "pull", "g", "--device", "cuda:1", "--hold", "--transport", "tcp")
+        relay = serve(far, "pull", "g", "--device", "cuda:1", "--hold", "--transport", transport)
         children.pop(0).close(terminate=True)
         before = copied(relay, "cuMemcpyDtoHAsync")
         check(near, "g", "cuda:0")
@@ -258,7 +270,8 @@ def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
+@by_each
+def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts, transport: str) -> None:
     """Two pulls into GPUs at the same time: each gives from its GPU what it has."""
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint", mib=48)
     names = ("origin", "one", "other")
@@ -270,14 +283,10 @@ def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
     serving = ["serve", str(checkpoint), "--model", "m", "--device", "cuda:0"]
     child, _ = origin.serve(serving, cluster.coordinator)
     try:
+        by = ("--device", "cuda:1", "--transport", transport)
         before = hosts.sent_nbytes(links["origin"], "origin")
         with ThreadPoolExecutor(2) as pool:
-            pulls = [
-                pool.submit(
-                    host.pull, cluster.coordinator, "m", "--device", "cuda:1", "--transport", "tcp"
-                )
-                for host in targets
-            ]
+            pulls = [pool.submit(host.pull, cluster.coordinator, "m", *by) for host in targets]
             logs = [pull.result()[1] for pull in pulls]
         assert hosts.sent_nbytes(links["origin"], "origin") - before < 1.6 * nbytes
         for log in logs:
