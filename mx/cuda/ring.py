@@ -193,15 +193,20 @@ class PinnedRing:
     def gather(self, slot: Slot, spans: Iterable[DeviceView]) -> None:
         """Queue copies of device memory into the slot, one after the other, as `fetch` does;
         adjacent spans are copied as one."""
-        begin = address = run = 0
-        for span in spans:
-            if span.address != address + run:
+        copy, stream = self.device.driver.copy_dtoh, self._down.handle
+        into, address, run = slot.address, 0, 0
+        with self.device.current():
+            try:
+                for span in spans:
+                    if span.address != address + run:
+                        if run:
+                            copy(into, address, run, stream)
+                        into, address, run = into + run, span.address, 0
+                    run += len(span)
                 if run:
-                    self.fetch(slot, address, run, offset=begin)
-                begin, address, run = begin + run, span.address, 0
-            run += len(span)
-        if run:
-            self.fetch(slot, address, run, offset=begin)
+                    copy(into, address, run, stream)
+            finally:
+                slot.event.record(self._down)
 
     # -- whole ranges ------------------------------------------------------------------------------
 
