@@ -391,6 +391,8 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert said.startswith("ConfigError") and "`copy=False`" in said
         both = "held | empty({'x': (4, 4)}, 'malloc', 1)"
         assert "not on one device" in lender.ask(f"api.serve({both}, copy=False, {asked}")
+        said = one.ask('api.pull("m", coordinator="", follow=True, into=arrays(["vmm"] * 3))')
+        assert "ConfigError" in said and "`into`" in said and "device" not in said
         said = one.ask("differing()")
         assert said.startswith("ConfigError") and "nothing was written" in said
         assert "lm_head.weight" in said and "model.layers.0.b is F32 [700] here" in said

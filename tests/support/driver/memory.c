@@ -56,7 +56,7 @@ struct backing *backing_new(int device, size_t nbytes, const char *purpose) {
         return NULL;
     }
     struct backing *made = backing_make(fd, device_gpu(device), nbytes, true);
-    if (made) memset(made->alias, GARBAGE, nbytes);
+    if (made && nbytes < SPARSE) memset(made->alias, GARBAGE, nbytes);
     return made;
 }
 
