@@ -92,6 +92,10 @@ class CapacityError(LocalError):
     allocated if possible."""
 
 
+class UnsuitedError(LocalError):
+    """A transport is not for memory where this is, and others are."""
+
+
 class ForkError(LocalError):
     """This process was forked from one in which mx was running, so it cannot use mx."""
 
@@ -167,6 +171,12 @@ class PathSlowError(SourceError):
 class PathError(SourceError):
     """One path to the peer does not work here: a driver's call, peer access, a registration or an
     export failed. The message names the path; others to the same peer may work."""
+
+
+class LocalPathError(PathError, LocalError):
+    """A path does not work since this process or machine failed, such as its own GPU."""
+
+    exit_code = EXIT_OTHER
 
 
 class PeerProtocolError(SourceError):

@@ -94,3 +94,9 @@ def resolve_device(device: str) -> str:
         hint = f"{error.hint}; or use `device=cpu`" if error.hint else "use `device=cpu`"
         raise ConfigError(f"{device} can't be used: {error.message}", hint=hint) from error
     return device_key(driver.device_uuid(find_ordinal(driver, device)))
+
+
+def torch_device(device: str) -> str:
+    """Return the device as torch names it: "cpu" or "cuda:N". Raises as `resolve_device`."""
+    key = resolve_device(device)
+    return key if key == "cpu" else f"cuda:{find_ordinal(load(), key)}"

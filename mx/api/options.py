@@ -222,6 +222,11 @@ def _check_ranks(options: PullOptions) -> None:
 
 def _check_follow(reference: ModelReference, asked: PullArguments, device: str) -> None:
     """Raise ConfigError if a pull with these arguments can't follow its model."""
+    if device != "cpu" and asked.get("into") is not None:
+        raise ConfigError(
+            "a pull that follows its model can't fill a GPU's memory, where `into` is",
+            hint="leave out `follow`, and pull again when there are new weights",
+        )
     for name, given in (
         ("path", asked.get("path") is not None),
         ("fallback", asked.get("fallback") is not None),

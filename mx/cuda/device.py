@@ -66,13 +66,27 @@ def relaxed(driver: Driver) -> Iterator[None]:
         driver.exchange_capture_mode(before)
 
 
+class _Here(threading.local):
+    """The context that mx has made this thread's current one, 0 for none."""
+
+    context = 0
+
+
+_here = _Here()
+
+
 @contextlib.contextmanager
 def _in_context(driver: Driver, context: int) -> Iterator[None]:
+    if _here.context == context:  # inside of another such block
+        yield
+        return
     with relaxed(driver):
         driver.context_push(context)
+        before, _here.context = _here.context, context
         try:
             yield
         finally:
+            _here.context = before
             driver.context_pop()
 
 
@@ -108,6 +122,16 @@ class Device:
         """Make the device's context the thread's current one for the length of the block, in which
         the thread's calls and captures of other threads don't disturb each other."""
         return _in_context(self.driver, self.context)
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """`current`, for a block that closes many of the device's resources, maybe the last."""
+        self._hold.add()
+        try:
+            with self.current():
+                yield
+        finally:
+            self._hold.drop()
 
     @property
     def has_vmm(self) -> bool:
@@ -298,12 +322,27 @@ class DeviceMemory(Owned):
             self._owns(device, lambda: driver.mem_free(address))
 
 
+class LastWork:
+    """Whether work that mx did not queue may use some memory. Finalizers refer to it."""
+
+    unknown = False
+
+    def wait(self, driver: Driver) -> None:
+        if self.unknown:
+            driver.context_synchronize()
+            self.unknown = False
+
+
 class Mapping(Owned):
     """Memory of which `close` takes the addresses away: work that still uses them would break the
     context. mx waits for its own copies, one by one."""
 
-    def __init__(self) -> None:
-        self._last_work = _LastWork()
+    def __init__(self, last_work: LastWork | None = None) -> None:
+        """
+        Args:
+            last_work: That of other memory of this device too, all of which is closed at once.
+        """
+        self._last_work = last_work or LastWork()
 
     def lend(self) -> None:
         """Wait in `close` for all work of the context: an engine computes with this memory from now
@@ -312,24 +351,14 @@ class Mapping(Owned):
         self._last_work.unknown = True
 
 
-class _LastWork:
-    """Whether work that mx did not queue may use some memory. Finalizers refer to it."""
-
-    unknown = False
-
-    def wait(self, driver: Driver) -> None:
-        if self.unknown:
-            driver.context_synchronize()
-
-
 class IpcMemory(Mapping):
     """An allocation of another process, opened by its 64-byte handle.
 
     `address` is its base in this process.
     """
 
-    def __init__(self, device: Device, handle: bytes) -> None:
-        super().__init__()
+    def __init__(self, device: Device, handle: bytes, last_work: LastWork | None = None) -> None:
+        super().__init__(last_work)
         driver, last_work = device.driver, self._last_work
 
         def free() -> None:

@@ -90,6 +90,30 @@ GONE_CODES = FATAL_CODES | {
     "CUDA_ERROR_NOT_INITIALIZED",
 }
 
+#: Calls that use another process's memory: where they fail, others' memory may still be used.
+_PEER_CALLS = frozenset(
+    {
+        "cuCtxEnablePeerAccess",
+        "cuDeviceCanAccessPeer",
+        "cuEventSynchronize",
+        "cuIpcOpenMemHandle",
+        "cuMemGetAddressRange",
+        "cuMemImportFromShareableHandle",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemcpyDtoDAsync",
+        "cuMemcpyDtoHAsync",
+        "cuPointerGetAttribute",
+    }
+)
+
+
+def is_own(error: CudaError) -> bool:
+    """Return True if an error of reading another process's memory says that this process's CUDA
+    does not work, or has too little memory, whatever the other process is."""
+    short = isinstance(error, CudaMemoryError)
+    return short or error.code in GONE_CODES or error.call not in _PEER_CALLS
+
 
 def cuda_error(call: str, code: str, description: str = "", detail: str = "") -> CudaError:
     """Return the error for a failed call of the driver.

@@ -7,11 +7,10 @@ free the addresses.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from mx.cuda.device import Device, Mapping
-from mx.cuda.driver import Driver
-from mx.cuda.errors import CudaError
+from mx.cuda.device import Device, LastWork, Mapping
 from mx.units import align_up
 
 
@@ -22,37 +21,40 @@ class VmmMemory(Mapping):
     descriptors, and maps that other processes made of them, outlive it.
     """
 
-    def __init__(self, device: Device, handles: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        handles: Sequence[int],
+        sizes: Sequence[int],
+        last_work: LastWork | None = None,
+    ) -> None:
         """Map allocations one behind the other.
 
         Args:
             device: The GPU.
             handles: The allocations, which this object takes over even if it raises.
             sizes: Their sizes in bytes.
+            last_work: See `Mapping`.
 
         Raises:
             CudaError: The driver fails.
         """
-        super().__init__()
-        driver, last_work = device.driver, self._last_work
-        self.nbytes = nbytes = sum(sizes)
-        self._handles = tuple(handles)
-        with device.current():
-            try:
-                self.address = address = _map(driver, device.ordinal, handles, sizes)
-            except BaseException:
-                for handle in handles:
-                    driver.vmm_release(handle)
-                raise
-
-            def free() -> None:
-                last_work.wait(driver)
-                _unmap(driver, address, sizes)
-                for handle in handles:
-                    driver.vmm_release(handle)
-                driver.vmm_unreserve(address, nbytes)
-
-            self._owns(device, free)
+        super().__init__(last_work)
+        driver = device.driver
+        self.nbytes = sum(sizes)
+        # A call that is refused stops none of the others.
+        with device.current(), contextlib.ExitStack() as undo:
+            for handle in handles:
+                undo.callback(driver.vmm_release, handle)
+            self.address = at = driver.vmm_reserve(self.nbytes)
+            undo.callback(driver.vmm_unreserve, at, self.nbytes)
+            for handle, size in zip(handles, sizes, strict=True):
+                driver.vmm_map(at, size, handle)
+                undo.callback(driver.vmm_unmap, at, size)  # only ranges as they were mapped
+                at += size
+            driver.vmm_set_access(self.address, self.nbytes, device.ordinal)
+            undo.callback(self._last_work.wait, driver)
+            self._owns(device, undo.pop_all().close)
 
     @classmethod
     def allocate(cls, device: Device, nbytes: int) -> VmmMemory:
@@ -70,26 +72,3 @@ class VmmMemory(Mapping):
         memory = cls(device, [handle], [size])
         memory.lend()
         return memory
-
-
-def _map(driver: Driver, ordinal: int, handles: Sequence[int], sizes: Sequence[int]) -> int:
-    nbytes = sum(sizes)
-    base = driver.vmm_reserve(nbytes)
-    at, mapped = base, 0
-    try:
-        for handle, size in zip(handles, sizes, strict=True):
-            driver.vmm_map(at, size, handle)
-            at, mapped = at + size, mapped + 1
-        driver.vmm_set_access(base, nbytes, ordinal)
-    except CudaError:
-        _unmap(driver, base, sizes[:mapped])
-        driver.vmm_unreserve(base, nbytes)
-        raise
-    return base
-
-
-def _unmap(driver: Driver, address: int, sizes: Sequence[int]) -> None:
-    # The driver unmaps only ranges as they were mapped.
-    for size in sizes:
-        driver.vmm_unmap(address, size)
-        address += size

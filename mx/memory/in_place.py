@@ -85,7 +85,7 @@ class InPlace:
             layout,
             arrays,
             self._tensors,
-            "another pull fills it",
+            "another pull or broadcast fills it",
             fills=True,
             overlapping=frozenset(layers),
         )

@@ -14,6 +14,7 @@ from mx.memory.arrays import Array, adapters, array_of, batch_adapters, span_nby
 from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
 from mx.memory.tensors import TORCH_DTYPES
+from mx.text import listed
 
 try:
     import torch
@@ -227,7 +228,13 @@ def describe(what: Any) -> Described:
             raise ConfigError(f"{name} has gaps or overlaps", hint="make it contiguous")
         return array_of(name, tensor.detach().contiguous())
 
-    return describe_arrays({name: array_of(name, each) for name, each in plain.items()}, dense)
+    arrays = {name: array_of(name, each) for name, each in plain.items()}
+    if there := [name for name, array in arrays.items() if array.device != "cpu"]:
+        raise ConfigError(
+            f"{listed(there)}: in a GPU's memory, which is not copied",
+            hint="lend tensors where they are: `copy=False`",
+        )
+    return describe_arrays(arrays, dense)
 
 
 @lru_cache(64)

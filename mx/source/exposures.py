@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from mx.errors import LocalError, MxError, NotAllowedError
+from mx.errors import LocalError, MxError, NotAllowedError, UnsuitedError
 from mx.source.model import HeldModel
 from mx.transport import ExposeOptions, Exposure, Transport, Unavailable
 
@@ -39,10 +39,11 @@ def expose(
             exposure = transport.expose(held.regions(), options)
         except MxError as error:
             reasons.append(f"{name}: {error}")
-            # A missing permission is no surprise, and most transports cannot expose memory that
-            # is still being filled, or a GPU's.
+            # A missing permission is no surprise, nor a transport for GPUs and memory of the host;
+            # most transports cannot expose memory that is still being filled, or a GPU's.
             others = held.device != "cpu" and type(error) is LocalError
-            usual = held.growing or held.live or others or isinstance(error, NotAllowedError)
+            expected = isinstance(error, NotAllowedError | UnsuitedError)
+            usual = held.growing or held.live or others or expected
             level = logging.INFO if usual else logging.WARNING
             # As text: a kept log record would keep the regions through the error's traceback.
             log.log(level, "%s is not offered: %s", name, str(error))

@@ -166,7 +166,7 @@ class HeldModel:
                 layer_count=layers if self.scattered else 0,
                 payload_nbytes=self.manifest.layout.payload_nbytes if self.scattered else 0,
                 row_count=sum(map(len, self._rows.values())) // ROW_BYTES,
-                rows_digest=next(iter(self._rows), b""),
+                rows_digest=next((digest for digest, rows in self._rows.items() if rows), b""),
                 frozen=self.frozen,
             ),
             transports=tuple(transports),

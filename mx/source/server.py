@@ -15,6 +15,7 @@ from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceRecord, SourceState
+from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ConfigError, LocalError, MxError
 from mx.log import event
 from mx.memory.live import Memory
@@ -429,6 +430,8 @@ class SourceServer:
             found = await uncut(in_thread(looked_at, held, chunk))
         except MxError as error:  # such as a GPU's
             log.warning("%s could not be hashed again: %s", held.key, error)
+            if isinstance(error, CudaError) and error.code in GONE_CODES:
+                self._lost(held, str(error))
             return False
         wrong = found.moved or (found.wrong and f"{found.wrong}: written to while others read")
         if wrong and not served.newer:

@@ -16,6 +16,7 @@ from mx.errors import (
     MxError,
     NoSourceError,
     PeerUntrustedError,
+    SourceChangedError,
 )
 from mx.text import listed
 from mx.units import count, format_bytes, format_seconds
@@ -252,7 +253,10 @@ def final_error(
     )
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
-    return IncompleteError(far, hint="start the pull again; mx sources shows who is left")
+    # A pull that is started again would end alike.
+    lasting = causes and isinstance(causes[-1], LocalError | SourceChangedError)
+    hint = causes[-1].hint if lasting else ""
+    return IncompleteError(far, hint=hint or "start the pull again; mx sources shows who is left")
 
 
 def none_opened(model: str, causes: Sequence[MxError]) -> MxError:

@@ -297,8 +297,8 @@ class Lease:
         """Return the error for a source that gives these weights no more."""
         if event.changed:
             return SourceChangedError(
-                f"the process at {self.peer} has changed these weights in its memory, and gives "
-                "them no more",
+                f"the process at {self.peer} gives these weights no more: they have changed in its "
+                "memory, or can't be read there, as on a lost GPU",
                 peer=self.peer,
                 hint="start another source of them",
             )

@@ -108,7 +108,10 @@ def test_memory_that_is_in_use_is_an_error(coordinator: str) -> None:
         api.pull("n", coordinator=coordinator, into=own) as pull,
     ):
         pull.wait(60)
-        with pytest.raises(ConfigError, match="in use: another pull fills it"), source.changing():
+        with (
+            pytest.raises(ConfigError, match="in use: another pull or broadcast"),
+            source.changing(),
+        ):
             lent["b"] = own["b"]
 
 

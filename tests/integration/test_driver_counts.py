@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mx.units import MIB
+from mx.units import GIB, MIB
 from tests.support.driver.build import MAJORS, why_not
-from tests.support.driver.logs import calls
-from tests.support.driver.programs import passes
+from tests.support.driver.logs import calls, kept, parsed
+from tests.support.driver.programs import passes, program
 
 MAJOR = MAJORS[-1]
 pytestmark = [
@@ -22,16 +22,18 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not(MAJOR)), reason=why_not(MAJOR)),
 ]
 
-#: Serves a folder from GPU 0, and pulls it; prints the pulls' process and how it says it came.
+#: Serves a folder from GPU 0, and pulls it to each target by each transport, "" for any; prints the
+#: pull's process and how it says it came.
 _PULLS = """
 import json, subprocess
 from benchmarks.processes import Cluster
 cluster = Cluster()
 try:
     cluster.serve({checkpoint!r}, "m", "--device", "cuda:0")
-    for target in {targets!r}:
+    for target, *transport in map(str.split, {targets!r}):
         command = ["-m", "mx", "pull", "m", "--device", target, "--json"]
         command += ["--coordinator", cluster.coordinator]
+        command += ["--transport", *transport] if transport else []
         pull = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
         report = json.loads(pull.communicate()[0])
         print(json.dumps([pull.pid, [path["transport"] for path in report["paths"]]]))
@@ -40,7 +42,9 @@ finally:
 """
 
 
-def pulls(folder: Path, mib: int, targets: list[str]) -> dict[str, tuple[int, list[str]]]:
+def pulls(
+    folder: Path, mib: int, targets: list[str], **settings: object
+) -> dict[str, tuple[int, list[str]]]:
     """Pull a model of some MiB to each target; return each pull's process and its paths."""
     folder.mkdir()
     (folder / "log").mkdir()
@@ -49,7 +53,7 @@ def pulls(folder: Path, mib: int, targets: list[str]) -> dict[str, tuple[int, li
     tensors = {f"model.layers.{n}.weight": weights[n] for n in range(4)}
     save_file(tensors, folder / "checkpoint/model.safetensors")
     code = _PULLS.format(checkpoint=str(folder / "checkpoint"), targets=targets)
-    lines = passes(MAJOR, code, LOG=folder / "log", KERNELS=True)
+    lines = passes(MAJOR, code, LOG=folder / "log", KERNELS=True, **settings)
     return dict(zip(targets, (tuple(json.loads(line)) for line in lines), strict=True))
 
 
@@ -69,6 +73,20 @@ def test_each_byte_is_copied_once(tmp_path: Path) -> None:
         assert nbytes <= count[name] and count.total() <= 1.05 * nbytes, (target, count)
 
 
+def test_no_thread_polls(tmp_path: Path) -> None:
+    """Every operation is late, so that there is something to wait for; whoever waits sleeps, in mx
+    and in the driver (CU_EVENT_BLOCKING_SYNC)."""
+    targets = ["cuda:1 cuda_ipc", "cuda:1 pcie_p2p", "cpu pcie_p2p", "cuda:1 tcp"]
+    found = pulls(tmp_path / "m", 64, targets, LATE_US=5_000)
+    assert [paths for _, paths in found.values()] == [[target.split()[1]] for target in targets]
+    logs = [log.read_text() for log in (tmp_path / "m/log").iterdir()]
+    assert len(logs) == 1 + len(targets)
+    for log in logs:
+        assert "cuEventSynchronize(" in log
+        assert not re.search("cu(Stream|Event)Query", log)
+        assert set(re.findall(r"cuEventCreate\((\w+)", log)) == {"0x3"}
+
+
 def test_an_attach_calls_no_more_for_a_larger_model(tmp_path: Path) -> None:
     made = []
     for mib in (8, 64):
@@ -77,3 +95,112 @@ def test_an_attach_calls_no_more_for_a_larger_model(tmp_path: Path) -> None:
         assert paths == ["cuda_ipc-attach"]
         made.append(Counter(name for name, _ in calls(folder / "log", process)))
     assert made[0] == made[1]
+
+
+#: Exposes as many allocations of a size as its input says, each a region, or all of them one.
+_EXPOSES = """
+from mx.cuda.device import Device, DeviceMemory
+from mx.cuda.driver import load
+from mx.cuda.vmm import VmmMemory
+from mx.transport import DeviceView, ExposedRegion, ExposeOptions
+from mx_transports.cuda_ipc import CudaIpcTransport
+device = Device(load(), 0)
+def made(kind, count, nbytes):
+    if kind != "segment":
+        make = {"vmm": VmmMemory.allocate, "malloc": DeviceMemory}[kind]
+        return [make(device, nbytes) for _ in range(count)]
+    with device.current():
+        handles = [device.driver.vmm_create(0, nbytes) for _ in range(count)]
+    return [VmmMemory(device, handles, [nbytes] * count)]
+for line in sys.stdin:
+    kind, *numbers = line.split()
+    memories = made(kind, *map(int, numbers))
+    views = [DeviceView(device.key, memory.address, memory.nbytes, memory) for memory in memories]
+    regions = [ExposedRegion(i, v, v.address, device.key) for i, v in enumerate(views)]
+    exposure = CudaIpcTransport().expose(regions, ExposeOptions())
+    exposure.set_generation(1)
+    print(exposure.grant("g").hex(), *map(len, views))
+    sys.stdin.readline()
+    exposure.close()
+    assert exposure.join(30)
+    for memory in memories:
+        memory.close()
+    print("closed")
+"""
+
+#: Attaches to all regions of a ticket, and lets go.
+_ATTACHES = """
+from mx.cuda.driver import load
+from mx.transport import Grant
+from mx_transports.cuda_ipc import CudaIpcTransport
+from tests.support.gpu_rig import place
+here = place(load(), "0")
+print("ready")
+for line in sys.stdin:
+    ticket, *sizes = line.split()
+    sizes = tuple(map(int, sizes))
+    grant = Grant("g", bytes.fromhex(ticket), 1, sizes, "peer", place=here)
+    session = CudaIpcTransport().open(grant)
+    views = [session.attach(region) for region in range(len(sizes))]
+    assert tuple(map(len, views)) == sizes
+    session.close()
+    assert session.join(30)
+    del views
+    print("let go")
+"""
+
+#: What each allocation takes: each call of these once. What is mapped in one piece is looked at
+#: once, whatever its parts.
+_LOOKS = ["cuMemGetAddressRange", "cuPointerGetAttribute"]
+_RESERVES = ["cuMemAddressReserve", "cuMemSetAccess", "cuMemAddressFree"]
+_MAPS = ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemUnmap", "cuMemRelease"]
+_EACH = {
+    "malloc": {"cuIpcOpenMemHandle", "cuIpcCloseMemHandle", *_LOOKS},
+    "vmm": {*_MAPS, *_RESERVES, *_LOOKS},
+    "segment": {*_MAPS},
+}
+
+
+def test_an_attach_of_100_gb_takes_a_call_of_each_kind_for_each_allocation(tmp_path: Path) -> None:
+    """Neither the size nor the number of allocations makes any other call more frequent."""
+    large = {"MEMORY_BYTES": 128 * GIB}
+    counted: dict[tuple[str, int, int], Counter[str]] = {}
+    with (
+        program(MAJOR, _EXPOSES, **large) as there,
+        program(MAJOR, _ATTACHES, **large, LOG=tmp_path) as here,
+    ):
+        here.read()
+        log, begin = tmp_path / f"{here.process.pid}.log", 0
+        # The first one is not counted: CUDA's GPUs are looked up in it.
+        for kind in _EACH:
+            for count, nbytes in ((1, 2 * MIB), (1, 2 * MIB), (1, 100 * GIB), (64, 2 * MIB)):
+                here.ask(there.ask(f"{kind} {count} {nbytes}"))
+                there.ask("")
+                made = parsed(log.read_text().splitlines())
+                assert kept(made[begin:]) == [], (kind, count, nbytes)
+                counted[kind, count, nbytes] = Counter(name for name, _ in made[begin:])
+                begin = len(made)
+    for kind, each in _EACH.items():
+        one = counted[kind, 1, 2 * MIB]
+        assert one == counted[kind, 1, 100 * GIB]
+        many = counted[kind, 64, 2 * MIB]
+        assert many - one == Counter({name: 63 * one[name] for name in each})
+
+
+def test_a_call_that_is_refused_keeps_nothing_else(tmp_path: Path) -> None:
+    code = """
+from mx.cuda.device import Device
+from mx.cuda.driver import load
+from mx.cuda.vmm import VmmMemory
+device = Device(load(), 0)
+with device.current():
+    handles = [device.driver.vmm_create(0, 2 * MIB) for _ in range(3)]
+VmmMemory(device, handles, [2 * MIB] * 3).close()
+device.close()
+"""
+    passes(MAJOR, code, LOG=tmp_path, FAIL="cuMemUnmap:1:CUDA_ERROR_NOT_PERMITTED")
+    count = Counter(calls(tmp_path))
+    assert count["cuMemUnmap", "CUDA_ERROR_NOT_PERMITTED"] == 1
+    assert count["cuMemUnmap", "CUDA_SUCCESS"] == 2
+    assert count["cuMemRelease", "CUDA_SUCCESS"] == 3
+    assert count["cuDevicePrimaryCtxRelease", "CUDA_SUCCESS"] == 1

@@ -9,6 +9,7 @@ import pytest
 
 from mx import api
 from mx_transports.ucx import nixl
+from tests.support import families
 from tests.support.driver.programs import Program, each_major, passes, program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -185,10 +186,91 @@ for line in sys.stdin:
 """
 )
 
+#: An engine's tensors before it processes them, in the memory of a GPU.
+_BEFORE = """
+import torch
+import mx
+from mx import config
+from mx.engines.replica.lender import Lender
+from mx.engines.replica.options import LoaderOptions
+from mx.engines.replica.tensors import slots_of
+from tests.support.driver.torch_gpu import Gpu
+
+gpu = Gpu()
+gpu.install()
+settings = config.load({"coordinator": "ADDRESS"})
+
+def lend(name, process, copy=""):
+    model = torch.nn.Linear(64, 64)
+    for each in model.parameters():
+        each.data = gpu.moved(each.data)
+    slots, key = slots_of(model, non_persistent=False), mx.ProcessingKey(engine="test")
+    options = LoaderOptions(copy=copy, settings=settings)
+    lender = Lender(slots, name, key, options, before_processing=True)
+    before = model.weight.detach() + 0
+    process(model)
+    lender.processed()
+    while lender.state == "starting":
+        time.sleep(0.01)
+    return lender, model, before
+
+def same(name, before):
+    return torch.equal(mx.load(name, coordinator="ADDRESS")["weight"], before)
+
+def change(model):
+    model.weight.data.zero_()
+
+def replace(model):
+    model.weight = torch.nn.Parameter(gpu.moved(model.weight.data))
+
+for name, process in (("left", lambda model: None), ("replaced", replace)):
+    lender, model, before = lend(name, process)
+    assert lender.state == "lending" and same(name, before), lender.why
+    (table,) = mx.list_tables(name, coordinator="ADDRESS")
+    assert model.weight.data_ptr() in [each.address for each in table.tensors]
+    lender.withdraw("an update")
+    assert lender.state == "withdrawn" and "an update has changed it" in lender.why
+lender, *_ = lend("changed", change)
+assert lender.state == "withdrawn" and "processing has changed" in lender.why
+assert "changed" not in [each.model.name for each in mx.list_models(coordinator="ADDRESS")]
+lender, _, before = lend("kept", change, "device")
+assert lender.state == "lending" and same("kept", before), lender.why
+assert gpu.host_copies == []
+lender.close()
+lender, _, before = lend("host", change, "host")
+assert lender.state == "lending" and same("host", before), lender.why
+assert gpu.host_copies == ["cpu of [64, 64]"]
+lender.close()
+"""
+
+#: A model of transformers that is loaded into device memory: torch's tensors are in it.
+_TRANSFORMERS = """
+import pathlib
+import torch
+from mx import api
+from mx.engines import transformers as engine
+from tests.support import families
+from tests.support.driver.torch_gpu import DEVICE, Gpu
+
+folder = pathlib.Path("FOLDER")
+gpu = Gpu()
+gpu.install()
+source = api.serve(folder, model="m", coordinator="ADDRESS")
+model = engine.load("m", coordinator="ADDRESS", device="cuda:1")
+assert model.device == DEVICE
+found = families.outputs(model)
+engine.loading(model).wait()
+held = [*model.parameters(), *model.buffers()]
+assert held and all(map(gpu.holds, held))
+assert torch.equal(found, families.outputs(families.reference(folder)))
+assert gpu.host_copies == []
+source.close()
+"""
+
 #: An engine's tensors on a GPU: torch is built for CPUs here, and they only say where they are.
 _ENGINE = """
 import torch
-from mx.engines.replica import lender, tensors
+from mx.engines.replica import tensors
 
 class OnGpu(torch.Tensor):
     device = torch.device("cuda:1")
@@ -201,8 +283,6 @@ class OnAnother(OnGpu):
 model = {name: torch.ones(3).as_subclass(OnGpu) for name in "ab"}
 assert tensors.common_device(model) == DEVICE
 assert tensors.device_of(torch.device("cuda:1")) == (DEVICE or "cpu")
-if DEVICE:
-    assert lender._lendable(model) is model
 assert tensors.common_device(model | {"c": torch.ones(3)}) == ""
 assert tensors.common_device({"c": torch.ones(3).as_subclass(OnAnother)}) == ""
 if DEVICE:
@@ -220,7 +300,12 @@ _ODD_BYTES = 4 * 300 * 700
 
 def copied_bytes(log: Path, process: Program, call: str) -> int:
     """Return how many bytes a process has copied by a call, as the driver has counted them."""
-    text = (log / f"{process.process.pid}.log").read_text()
+    return counted_bytes(log / f"{process.process.pid}.log", call)
+
+
+def counted_bytes(log: Path, call: str) -> int:
+    """Return how many bytes were copied by a call, as a log says."""
+    text = log.read_text()
     found = re.findall(rf" {call}\(\w+, \w+, (\d+), \w+\) CUDA_SUCCESS", text)
     return sum(map(int, found))
 
@@ -301,6 +386,13 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
             assert one.ask('pull("cpu", transport="ucx")') == "['ucx']"
             assert one.ask(f"fill(0, coordinator={coordinator!r}, transport='ucx')") == "['ucx']"
         assert other.ask(f"saved({str(saved)!r})") == "right"
+        asked = "model='n', coordinator=source.coordinator_address)"
+        said = lender.ask(f"api.serve(held, {asked}")
+        assert said.startswith("ConfigError") and "`copy=False`" in said
+        both = "held | empty({'x': (4, 4)}, 'malloc', 1)"
+        assert "not on one device" in lender.ask(f"api.serve({both}, copy=False, {asked}")
+        said = one.ask('api.pull("m", coordinator="", follow=True, into=arrays(["vmm"] * 3))')
+        assert "ConfigError" in said and "`into`" in said and "device" not in said
         said = one.ask("differing()")
         assert said.startswith("ConfigError") and "nothing was written" in said
         assert "lm_head.weight" in said and "model.layers.0.b is F32 [700] here" in said
@@ -332,3 +424,26 @@ def test_pulls_from_a_slow_source(major: int, tmp_path: Path, coordinator: str) 
 def test_engines_lend_and_fill_on_the_gpu(major: int) -> None:
     passes(major, "DEVICE = 'cuda:1'" + _ENGINE)
     passes(major, "DEVICE = ''" + _ENGINE, DEVICES=0)  # torch may have CUDA where mx has none
+
+
+@other_major
+def test_a_model_of_transformers_is_built_on_the_gpu(
+    major: int, tmp_path: Path, coordinator: str
+) -> None:
+    folder, log = tmp_path / "model", tmp_path / "log"
+    log.mkdir()
+    families.save(families.FAMILIES["llama-tied"], folder)
+    code = _TRANSFORMERS.replace("ADDRESS", coordinator).replace("FOLDER", str(folder))
+    passes(major, code, LOG=log, HOST_ACCESS=True, KERNELS=True)
+    (calls,) = log.iterdir()
+    weights = (folder / "model.safetensors").stat().st_size
+    assert (
+        counted_bytes(calls, "cuMemcpyHtoDAsync") + counted_bytes(calls, "cuMemcpyDtoDAsync")
+        >= weights - 4096
+    )
+    assert counted_bytes(calls, "cuMemcpyDtoHAsync") < 0.01 * weights  # digests
+
+
+@other_major
+def test_the_state_before_processing(major: int, coordinator: str) -> None:
+    passes(major, _BEFORE.replace("ADDRESS", coordinator), HOST_ACCESS=True, KERNELS=True)

@@ -192,6 +192,117 @@ found["killed"] = refused(reader)
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("path", [pytest.param("cuda_ipc", marks=pytest.mark.long), "pcie_p2p"])
+def test_one_side_is_lost(major: int, tmp_path: Path, path: str) -> None:
+    """A source's process or GPU, or the target's GPU or memory, in the middle of a pull: typed
+    errors that say what to do, nothing kept, and readers of other sources go on."""
+    folder, log = checkpoint(tmp_path / "big", 16).parent, tmp_path / "log"
+    log.mkdir()
+    copy = "cuMemcpyDtoDAsync" if path == "cuda_ipc" else "cuMemcpyDtoHAsync"
+    taken = "cuMemAddressReserve" if path == "cuda_ipc" else "cuMemHostAlloc"
+    body = f"""
+def served(model, **settings):
+    command = ("serve", {str(folder)!r}, "--model", model, "--device", "cuda:0", "--json")
+    more = ("--coordinator", cluster.coordinator)
+    child = cluster.start("-m", "mx", *command, *more, env=environ(None, **settings))
+    child.hear()
+    return child
+to = ("--device", "cuda:1", "--transport", {path!r})
+def pull(model, **settings):
+    return start("pull", model, *to, **settings)
+def reading(model, **settings):
+    child = pull(model, LATE_US=100_000, **settings)
+    log = {str(log)!r} + f"/{{child.pid}}.log"
+    while not os.path.exists(log) or "cuMemcpyDto" not in open(log).read():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    return child
+def holds(child):
+    return len(os.listdir(f"/proc/{{child.pid}}/fd"))
+def ended(child):
+    said, errors = child.communicate()
+    return json.loads(said) if not child.returncode else errors
+kept = served("kept")
+run("pull", "kept", *to)
+found["held"] = [holds(kept)]
+alone, legacy = served("alone"), served("legacy", NO_VMM=1)
+killed, other = reading("alone"), reading("kept")
+os.kill(alone.pid, 9)
+found["killed"], found["beside"] = refused(killed), ended(other)
+killed = reading("legacy", EXPORTER_DEATH=1)
+os.kill(legacy.pid, 9)
+found["legacy"] = refused(killed)
+both = [served("both"), served("both")]
+reader = reading("both")
+os.kill(max(both, key=holds).pid, 9)
+found["one of two"] = ended(reader)
+broken = ":CUDA_ERROR_ECC_UNCORRECTABLE"
+for call in ("{copy}:-2", "cuEventRecord:-2", "*:-60"):
+    found[call] = refused(pull("kept", FAIL=call + broken))
+found["memory"] = refused(pull("kept", MEMORY_BYTES=16 << 20))
+found["taken"] = refused(pull("kept", FAIL="{taken}:-2:CUDA_ERROR_OUT_OF_MEMORY"))
+lost = served("lost", FAIL="cuMemExportToShareableHandle:-1" + broken)
+found["lost"] = refused(pull("lost"))
+while (left := run("sources", "lost")[1]["sources"]):
+    time.sleep(0.05)
+run("pull", "kept", *to)
+found["held"].append(holds(kept))
+"""
+    found = cluster(major, body, LOG=log, KERNELS=True)
+    held = found.pop("held")
+    assert held[0] == held[1]
+    assert found.pop("beside")["verified"]
+    both = found.pop("one of two")
+    sources = {part["source"] for part in both["paths"]} | {part["source"] for part in both["left"]}
+    assert both["verified"] and len(sources) == 2, both
+    gpu, again, memory = "see nvidia-smi -q -d ECC", "mx sources shows", "free memory on the GPU"
+    ends = {
+        "killed": (6, again),
+        "legacy": (6, "IncompleteError"),
+        f"{copy}:-2": (6, gpu),
+        "cuEventRecord:-2": (6, gpu),
+        "*:-60": (1, gpu),
+        "memory": (1, memory),
+        "taken": (1 if path == "cuda_ipc" else 6, memory),
+        "lost": (3, again),
+    }
+    assert found.keys() == ends.keys()
+    for case, (wanted, hint) in ends.items():
+        process, code, errors = found[case]
+        assert code == wanted and hint in errors, (case, code, errors)
+        assert "Traceback" not in errors, errors
+        if case in ("killed", "memory", "taken", "lost"):  # else all ended with the context
+            assert kept(calls(log, process)) == [], case
+    assert not lines_of(log, found["memory"][0], "cuMemcpy")
+
+
+def test_what_a_target_can_do_without(major: int, tmp_path: Path) -> None:
+    """Other numbers of the same GPUs, GPUs of another architecture than the kernels', and a driver
+    that is too old, where no GPU is used."""
+    there = checkpoint(tmp_path / "small", 3)
+    body = f"""
+serve({str(there.parent)!r}, "m", "--device", "cuda:0")
+out = {str(tmp_path)!r} + "/"
+to = ("--device", "cuda:0", "--transport", "pcie_p2p")
+found["renumbered"] = run("pull", "m", *to, "--out", out + "renumbered", sees="1,0")[1]
+to = ("--device", "cuda:1", "--out", out + "other")
+child = start("pull", "m", *to, COMPUTE_CAPABILITY=80)
+found["other"] = [child.communicate()[1], child.returncode]
+for device in ("cuda:0", "cpu"):
+    child = start("pull", "m", "--device", device, "--transport", "tcp", VERSION=11080)
+    found[device] = [child.communicate()[1], child.returncode]
+"""
+    found = cluster(major, body, KERNELS=True)
+    assert [each["transport"] for each in found["renumbered"]["paths"]] == ["pcie_p2p"]
+    errors, code = found["other"]
+    assert code == 0 and "is hashed on the host" in errors, errors
+    for out in ("renumbered", "other"):
+        assert (tmp_path / out / "model.safetensors").read_bytes() == there.read_bytes()
+    errors, code = found["cuda:0"]
+    assert code == 2 and "too old" in errors and "update the NVIDIA driver" in errors, errors
+    assert found["cpu"][1] == 0, found["cpu"]
+
+
 def test_the_driver_is_asked_for_its_gpus_once(major: int, tmp_path: Path) -> None:
     code = """
 from mx.cuda.device import find_ordinal

@@ -260,7 +260,7 @@ def test_two_pulls_into_one_module(slow: str) -> None:
         with api.pull("m", coordinator=slow, into={**target}) as second:
             error = error_of(second)
         assert isinstance(error, ConfigError)
-        assert "another pull fills it" in error.message and "close" in error.hint
+        assert "another pull or broadcast fills it" in error.message and "close" in error.hint
         assert UNUSABLE not in error.hint
         first.wait(60)
     assert same(target, untied(1))

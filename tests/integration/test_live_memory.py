@@ -218,3 +218,12 @@ def test_a_lender_has_no_file_descriptor_for_each_tensor(coordinator: str) -> No
     before = len(os.listdir("/proc/self/fd"))
     with api.serve(many, model="m", coordinator=coordinator, copy=False):
         assert len(os.listdir("/proc/self/fd")) < before + 40
+
+
+def test_tensors_without_a_byte(coordinator: str) -> None:
+    lent, into = ({"a": torch.empty(0, 4), "b": torch.empty(0)} for _ in range(2))
+    with (
+        api.serve(lent, model="m", coordinator=coordinator, copy=False),
+        api.pull("m", coordinator=coordinator, into=into) as pull,
+    ):
+        assert pull.wait(60).bytes == 0

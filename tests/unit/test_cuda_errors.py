@@ -10,7 +10,8 @@ import pytest
 from mx import api
 from mx.cuda import driver as drivers
 from mx.cuda.errors import CudaUnavailableError, cuda_error
-from mx.errors import ConfigError
+from mx.errors import EXIT_NO_SOURCE, EXIT_OTHER, ConfigError, LocalError, PathError
+from mx_transports.toolkit.cuda.remote import path_error
 
 
 def test_load_raises_a_fresh_error_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +27,23 @@ def test_load_raises_a_fresh_error_each_time(monkeypatch: pytest.MonkeyPatch) ->
 def test_codes_without_a_hint_still_say_what_failed() -> None:
     error = cuda_error("cuCtxSynchronize", "CUDA_ERROR_UNKNOWN", "unknown error")
     assert str(error) == "cuCtxSynchronize failed: CUDA_ERROR_UNKNOWN, unknown error"
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "own"),
+    [
+        ("cuIpcOpenMemHandle", "INVALID_VALUE", False),
+        ("cuMemcpyDtoDAsync", "NOT_PERMITTED", False),
+        ("cuMemMap", "OUT_OF_MEMORY", True),
+        ("cuEventSynchronize", "ILLEGAL_ADDRESS", True),
+        ("cuStreamCreate", "INVALID_VALUE", True),
+    ],
+)
+def test_who_is_at_fault_while_a_peer_is_read(call: str, code: str, own: bool) -> None:
+    error = path_error(cuda_error(call, f"CUDA_ERROR_{code}"), "cuda_ipc", "there:1")
+    assert isinstance(error, PathError) and isinstance(error, LocalError) is own
+    assert error.exit_code == (EXIT_OTHER if own else EXIT_NO_SOURCE)
+    assert error.peer == "there:1" and f"there:1 by cuda_ipc: {call} failed" in error.message
 
 
 def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_no_tensor_is_made_of_those_of_a_model_in_host_memory() -> None:
     counted = _Operations()  # type: ignore[no-untyped-call]
     with counted as operations, pytest.raises(_Pulled):
         run.fill(slots)
-    assert run.asked == {"hold": False}
+    assert run.asked == {"hold": False, "device": "cpu"}
     assert operations.made == 0
 
 

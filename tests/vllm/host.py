@@ -79,6 +79,32 @@ def on_fake_gpu() -> contextlib.ExitStack:
     return stack
 
 
+def in_device_memory(gpu: Any) -> contextlib.ExitStack:
+    """Have vLLM build its models in the memory of a stand-in GPU, until it is closed."""
+    from vllm.model_executor.model_loader import base_loader, utils
+
+    from mx.engines.vllm.loader import MxPeerLoader
+    from tests.support.driver.torch_gpu import DEVICE
+
+    create = base_loader.BaseModelLoader.create_model
+
+    def create_model(*given: Any, **named: Any) -> Any:
+        model = create(*given, **named)
+        for each in (*model.parameters(), *model.buffers()):
+            each.data = gpu.moved(each.data)
+        return model
+
+    stack = contextlib.ExitStack()
+    for owner, name, new in (
+        (base_loader.BaseModelLoader, "create_model", create_model),
+        (MxPeerLoader, "_target", lambda *_: DEVICE),
+        # It would move tensors that say to vLLM that they are a CPU's, and back.
+        (utils, "device_loading_context", lambda *_: contextlib.nullcontext()),
+    ):
+        stack.enter_context(mock.patch.object(owner, name, new))
+    return stack
+
+
 class Host:
     """One engine at a time, in this process."""
 
@@ -87,6 +113,12 @@ class Host:
         self.before: dict[str, str] = {}
         self.scaled = ""
         self.platform = contextlib.ExitStack()
+        self.device: Any = None
+        if "MX_STANDIN_HOST_ACCESS" in os.environ:
+            from tests.support.driver.torch_gpu import Gpu
+
+            self.device = Gpu()
+            self.device.install()
         self._record()
 
     def _record(self) -> None:
@@ -113,6 +145,8 @@ class Host:
         self.stop()
         if gpu:
             self.platform = on_fake_gpu()
+            if self.device is not None:
+                self.platform.enter_context(in_device_memory(self.device))
         self.scaled, self.before = scaled, {}
         ranks = int(options.get("tensor_parallel_size", 1))
         if ranks > 1:  # in processes of their own, on a core each
@@ -149,6 +183,11 @@ class Host:
         model = runner.get_model()
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return {"tensors": {name: digest(tensor) for name, tensor in tensors.items()}}
+
+    def host_copies(self) -> list[str]:
+        """Return how mx has copied weights of the stand-in GPU to the host, and forget it."""
+        found, self.device.host_copies = self.device.host_copies, []
+        return list(found)
 
     def generate(self) -> list[Any]:
         """Return tokens and the logprobs of each, as hexadecimal."""

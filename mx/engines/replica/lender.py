@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from typing import Any
 import torch
 
 import mx
+from mx.api.holding import lend
+from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.tensors import LiveTensors, Slot, common_device, plain, slots_of
 from mx.engines.replica.written import Prints
-from mx.errors import BindingError
+from mx.errors import BindingError, ConfigError
 from mx.log import event
 
 #: The reason of a change that leaves the tensors as they were.
@@ -47,6 +49,10 @@ class Lender:
     Tensors that are all on the host, or all on one GPU, are lent where they are. Of others those
     that are not on the host are lent as copies there, made on the engine's thread. Each is hashed
     first, on a thread of its own. `close` ends it. Thread-safe.
+
+    The state before processing ends with the engine's first change. On a GPU it is lent where it is
+    if processing leaves it as it was, and else not, unless a copy was asked for (`options.copy`): a
+    second set of weights may not fit there, and takes memory that the engine computes with.
     """
 
     _tensors: Mapping[str, torch.Tensor]
@@ -76,35 +82,62 @@ class Lender:
             engine: Whose logger has the messages.
             revision: The revision to lend it as, "" for the default one.
             files: A folder with the model's configuration and tokenizer, to travel along.
-            before_processing: Whether the engine is going to replace these tensors by others. Then
-                they are copied, before this returns, and the copy ends with the engine's first
-                change.
+            before_processing: Whether the engine is about to process these tensors. Before this
+                returns they are copied; or, on a GPU, hashed, and lent after `processed`.
         """
-        self._set_up(key, options, engine, copied=before_processing)
+        self._set_up(key, options, engine, passing=before_processing)
         self._name, self._revision, self._files = name, revision, files
-        self._live = LiveTensors(slots)
+        self._slots, self._live = slots, LiveTensors(slots)
         self._tensors = self._live
         try:
-            if before_processing:
-                self._tensors = {n: t.cpu() for n, t in self._live.items()}
-            else:
-                self._watched = slots
-                self._prints = Prints(slots)  # before it is hashed: what changes later is noticed
-                self._tensors = _lendable(self._live)
+            if not before_processing:
+                self._start()
+                return
+            on_gpu = common_device(self._live).startswith("cuda")
+            if on_gpu and not options.copy:
+                self._before = self._identity()
+                return
+            self._copies = not on_gpu or options.copy == "host"
+            move = torch.Tensor.cpu if self._copies else torch.Tensor.clone
+            self._tensors = _copied(self._live, move)
         except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
             self._not_lent(error)
             return
-        if before_processing:
-            self._begin()
-        else:
-            self._thread = threading.Thread(target=self._begin, name="mx-lend", daemon=True)
-            self._thread.start()
+        self._begin()
+
+    def processed(self) -> None:
+        """Lend what processing has left as it was, where nothing was copied before it. Call it on
+        the engine's thread, once."""
+        if self._before:
+            try:
+                self._start()
+            except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
+                self._not_lent(error)
+
+    def _start(self) -> None:
+        """Begin to lend tensors where they are, on a thread."""
+        self._watched = self._slots
+        self._prints = Prints(self._slots)  # before it is hashed: what changes later is noticed
+        if not common_device(self._live):
+            self._tensors = _copied(self._live, torch.Tensor.cpu)
+        self._thread = threading.Thread(target=self._begin, name="mx-lend", daemon=True)
+        self._thread.start()
+
+    def _identity(self) -> bytes:
+        """Return the identity of the tensors as they are now."""
+        key = ModelKey(self._name, self._revision, str(self.key))
+        held = lend(self._live, key, cancelled=self._closing.is_set)
+        held.release()
+        return held.manifest.ref.identity
 
     def _set_up(
-        self, key: ProcessingKey, options: LoaderOptions, engine: str, *, copied: bool
+        self, key: ProcessingKey, options: LoaderOptions, engine: str, *, passing: bool
     ) -> None:
         self.key = key
-        self._options, self._copied, self._log = options, copied, logger_of(engine)
+        #: Whether this ends with the engine's first change, and whether mx copies the tensors.
+        self._passing, self._copies = passing, False
+        self._options, self._log = options, logger_of(engine)
+        self._before = b""  # the identity before processing, while nothing is lent
         self._source: mx.Source | None = None
         self._kept = contextlib.ExitStack()
         self._reasons: set[str] = set()
@@ -134,7 +167,7 @@ class Lender:
             engine: As for a lender.
         """
         lender = cls.__new__(cls)
-        lender._set_up(key, options, engine, copied=True)
+        lender._set_up(key, options, engine, passing=True)
         lender._kept.callback(pull.close)
         try:
             lender._source = pull.hold()
@@ -145,6 +178,11 @@ class Lender:
 
     def _begin(self) -> None:
         try:
+            if self._before and self._identity() != self._before:
+                raise ConfigError(
+                    "processing has changed the weights, which are lent as they were before",
+                    hint='the option "copy" ("device" or "host") keeps a copy of those',
+                )
             try:
                 source = self._serve(self._files)
             except BindingError:
@@ -157,7 +195,7 @@ class Lender:
                 self._not_lent(error)
             return
         self._source = source
-        if self._copied:
+        if self._copies:
             self._tensors = {}
         event(self._log, "engine.lending", model=str(source.model), source=source.endpoint)
 
@@ -168,7 +206,7 @@ class Lender:
             revision=self._revision,
             variant=self.key,
             embed=False,
-            copy=self._copied,
+            copy=self._copies,
             files=files,
             wait_s=0,  # the engine starts without a coordinator
             settings=self._options.settings,
@@ -227,8 +265,8 @@ class Lender:
             source = self._settled()
             if source is None:
                 return
-            if self._copied:
-                self._end_copy(source, reason)
+            if self._passing:
+                self._end_passing(source, reason)
                 return
             self._reasons.add(reason)
             self._enter(source)
@@ -245,7 +283,7 @@ class Lender:
             self._reasons.clear()
             self._end(source)
 
-    def _end_copy(self, source: mx.Source, reason: str) -> None:
+    def _end_passing(self, source: mx.Source, reason: str) -> None:
         self._why = f"it was the state before processing, and {reason} has changed it since"
         self._end(source)
         event(self._log, "engine.withdrawn", model=str(source.model), text=self._why)
@@ -348,8 +386,8 @@ class Lender:
             source = self._settled()
             if source is None:
                 return
-            if self._copied:
-                self._end_copy(source, f"something ({what})")
+            if self._passing:
+                self._end_passing(source, f"something ({what})")
                 return
             self._past = f"{what} outside of an update; the next update lends the weights again"
             event(
@@ -412,22 +450,19 @@ class Lender:
             self._watched, self._tensors = {}, {}
 
 
-def _lendable(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors themselves if all can be lent where they are, else with host copies of
-    those of devices."""
-    if common_device(tensors):
-        return tensors
-    copies: dict[int, torch.Tensor] = {}
+def _copied(
+    tensors: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return tensors with copies of those of devices; what is tied is one copy."""
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
-        if tensor.device.type == "cpu":
-            found[name] = tensor
-        else:
-            place = tensor.data_ptr()
-            copy = copies.get(place)
-            if copy is None or copy.shape != tensor.shape:
-                copy = copies[place] = plain(tensor).cpu()
-            found[name] = copy
+        found[name] = tensor
+        if tensor.device.type != "cpu":
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if place not in copies:
+                copies[place] = copy(plain(tensor))
+            found[name] = copies[place]
     return found
 
 

@@ -11,6 +11,8 @@ from mx.errors import ConfigError
 
 #: What a replica may start from, besides a checkpoint. See docs/vllm.md.
 STATES = ("auto", "processed", "loaded", "checkpoint")
+#: Where a GPU's weights are copied to before the engine processes them, to be lent as they were.
+COPIES = ("", "device", "host")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class LoaderOptions:
     state: str = "auto"
     #: Whether to lend what was loaded to other replicas.
     lend: bool = True
+    #: One of `COPIES`; "" lends what processing leaves as it was.
+    copy: str = ""
     #: Whether the engine's ordinary loader takes over where mx can't load; None: unless the model
     #: is named by its pin.
     fallback: bool | None = None
@@ -57,11 +61,12 @@ class LoaderOptions:
                 settings[name] = value
             else:
                 raise _unknown(str(name), [*known, *config.DESCRIPTIONS])
-        if options.get("state", "auto") not in STATES:
-            raise ConfigError(
-                f"`state={options['state']}` of the loader's extra configuration is unknown",
-                hint=f"it is one of {', '.join(STATES)}",
-            )
+        for name, words in (("state", STATES), ("copy", COPIES)):
+            if options.get(name, words[0]) not in words:
+                raise ConfigError(
+                    f"`{name}={options[name]}` of the loader's extra configuration is unknown",
+                    hint=f"it is one of {', '.join(filter(None, words))}",
+                )
         merged = config.given(config.load(), **settings)
         return cls(**options, settings=merged)  # type: ignore[arg-type]
 

@@ -265,8 +265,8 @@ class Run:
     def fill(self, slots: Mapping[str, Slot]) -> None:
         """Fill a model with the state before processing, layer by layer as it arrives.
 
-        A model on a GPU is filled where it is, unless this state is lent: the engine is about to
-        process its own tensors, so that those are copied from the memory that is lent.
+        A model on a GPU is filled where it is, unless a copy of this state is to be lent: then that
+        is pulled, and the engine's own tensors, which it is about to process, are copied from it.
 
         Args:
             slots: The model's.
@@ -277,15 +277,18 @@ class Run:
         """
         held = ((name, slot.get()) for name, slot in slots.items())
         device = common_device({name: tensor for name, tensor in held if tensor is not None})
-        if self.lends != LOADED and device.startswith("cuda"):
+        on_gpu, lent = device.startswith("cuda"), self.lends == LOADED
+        if on_gpu and not (lent and self.options.copy):
             pull = self.pull(hold=False, into=LiveTensors(slots))
             for layer in pull.layers():
                 for _ in self.compared(layer.tensors().items()):
                     pass
             pull.wait()
             pull.release()  # they are the engine's alone, which processes them
+            self.end()
             return
-        pull = self.pull(hold=self.lends == LOADED)
+        to_device = on_gpu and self.options.copy == "device"
+        pull = self.pull(hold=lent, device=device if to_device else "cpu")
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
             copy_into(slots, self.compared(layer.tensors().items()))
@@ -425,7 +428,7 @@ class Run:
         return stamps_in(self.meant.folder) == self.meant.stamps
 
     def loaded(self) -> None:
-        """Say how the model was loaded.
+        """Say how the model was loaded; call it once that was processed.
 
         What the ordinary loader has read from a folder is hashed in the background, so that the
         next engine knows what it is.
@@ -438,6 +441,8 @@ class Run:
             state=self.choice.state or "ordinary",
             seconds=round(time.monotonic() - self._began_s, 3),
         )
+        if self.loading.lender is not None:
+            self.loading.lender.processed()
         folder = self.meant.folder
         if folder is not None and not self.choice.state and self.ranks.first:
             self.loading.hashing = remember_in_background(folder, config.state_folder())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import config
-from mx.api.common import check_type
+from mx.api.common import check_type, torch_device
 from mx.api.pulling import pull
 from mx.api.target import Pull
 from mx.core.reference import parse_reference, pinned_name
@@ -31,6 +31,7 @@ def load(
     fallback: str | Path | None = None,
     revision: str = "",
     variant: str | ProcessingKey = "",
+    device: str = "cpu",
     coordinator: str | None = None,
     transport: str | None = None,
     verify: str = "chunks",
@@ -61,6 +62,8 @@ def load(
         peer, path, fallback, revision, variant, coordinator, transport, verify, attach, wait_s,
             settings: As for `mx.pull`. With `wait_s` a forward waits so long for a new source when
             all were lost.
+        device: Where the model is: "cpu", or "cuda:N" for a GPU, whose memory the weights come to
+            without a copy in host memory. There nothing is attached, since a model may be trained.
         model_config: The configuration, where the model's `config.json` is not to be used, or its
             sources serve the weights alone.
         model_class: The class, if not the one that the configuration names.
@@ -91,7 +94,8 @@ def load(
         "settings": config.given(settings or config.load(), cache_socket="off"),
     }
     which: dict[str, Any] = {"revision": revision, "variant": variant}
-    how: dict[str, Any] = {"verify": verify, "attach": attach}
+    here = torch_device(device)
+    how: dict[str, Any] = {"verify": verify, "attach": attach and here == "cpu", "device": here}
     check_type("name", name, str, "it is NAME, NAME:REVISION or NAME@PIN")
     running: Pull | None = None
     files: Mapping[str, bytes] = {}
@@ -126,7 +130,12 @@ def load(
             assert running is not None
             manifest = running.wait_manifest()
         model, values = build(
-            name, description, manifest, strict=strict, options={"dtype": dtype, **options}
+            name,
+            description,
+            manifest,
+            strict=strict,
+            options={"dtype": dtype, **options},
+            device=here,
         )
         if running is None:
             running = pull(pinned, **where, **which, **how)
@@ -160,7 +169,7 @@ def loading(model: Any) -> Loading:
 _REFUSED = {
     "trust_remote_code": "code that comes with a model is never run",
     "quantization_config": "this version loads weights as they are",
-    "device_map": "this version loads into host memory: move the model with `to`",
+    "device_map": "a model is on one device: give `device`",
     "state_dict": "the weights are pulled",
     "config": "it is called `model_config` here",
     "gguf_file": "the weights are pulled",

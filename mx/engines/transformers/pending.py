@@ -32,11 +32,13 @@ class Values:
     One thread makes them (`mx.engines.transformers.arrival`): a `Pending` only waits.
     """
 
-    def __init__(self, same: Callable[[str, str], bool]) -> None:
+    def __init__(self, same: Callable[[str, str], bool], device: str = "cpu") -> None:
         """
         Args:
             same: Returns whether two tensors of the model, by name, have the same bytes.
+            device: Where they will be, as torch names it.
         """
+        self.device = torch.device(device)
         #: While the model is built, operators don't wait.
         self.building = True
         self.same = same
@@ -136,7 +138,7 @@ class Pending(torch.Tensor):
             strides=meta.stride(),
             dtype=meta.dtype,
             layout=meta.layout,
-            device=torch.device("cpu"),
+            device=values.device,
         )
         made.mx_value, made.mx_values = value, values
         return made
@@ -286,7 +288,8 @@ def _later(
         args[0].mx_value = args[1].mx_value
         return None
     if func is _TO:
-        meta = _converted(*args, **kwargs)
+        kwargs, args = _conversion(*args, **kwargs), args[:1]
+        meta = args[0].mx_value.meta.to(**kwargs)
         if meta is args[0].mx_value.meta:
             return args[0]
     elif writes and not _is_own(args[0] if args else kwargs.get("tensor")):
@@ -346,14 +349,17 @@ _IN_PLACE = re.compile(
 )
 
 
-def _converted(tensor: Pending, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return the form that `Tensor.to` makes of a tensor; its own where that changes nothing."""
+def _conversion(tensor: Pending, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return what `Tensor.to` is asked for, beside the device: the model is built as if it were on
+    the CPU."""
     kwargs.pop("copy", None)
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type != "cpu":
         raise NotImplementedError(f"a tensor that is not here yet can't move to {device}")
-    meta: torch.Tensor = tensor.mx_value.meta
-    return meta.to(dtype=dtype or meta.dtype, memory_format=memory_format or torch.preserve_format)
+    return {
+        "dtype": dtype or tensor.mx_value.meta.dtype,
+        "memory_format": memory_format or torch.preserve_format,
+    }
 
 
 def _equal(values: Values, one: object, other: object) -> bool | None:

@@ -48,6 +48,7 @@ def build(
     *,
     strict: bool,
     options: Mapping[str, Any],
+    device: str = "cpu",
 ) -> tuple[Any, Values]:
     """Build a model of pending tensors, and compare it with the weights that will come.
 
@@ -57,6 +58,7 @@ def build(
         manifest: What describes the weights.
         strict: Refuse weights that lack some of the model's tensors, or have others.
         options: More arguments of `from_pretrained`.
+        device: Where the model will be, as torch names it.
 
     Returns:
         The model, in evaluation mode, and the values that its pending tensors wait for.
@@ -66,7 +68,7 @@ def build(
             transformers can't build it.
     """
     _warn_of_version()
-    values = Values(_same_bytes(manifest))
+    values = Values(_same_bytes(manifest), device)
     weights = _pending(manifest, values)
     if description.generation is not None:
         options = {"generation_config": description.generation, **options}
@@ -85,7 +87,26 @@ def build(
                 f"{type(error).__name__}: {plain(str(error))[:500]}",
                 hint="its config.json does not fit, or mx does not support this model yet",
             ) from error
+    if device != "cpu":
+        _move_rest(model, values.device)
     return model, values
+
+
+def _move_rest(model: Any, device: torch.device) -> None:
+    """Move what will not be pulled: buffers that were computed, weights that were initialised."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            for name, tensor in entries.items():
+                if tensor is None or isinstance(tensor, Pending):
+                    continue
+                if id(tensor) not in moved:
+                    there = tensor.detach().to(device)
+                    parameter = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = (
+                        torch.nn.Parameter(there, tensor.requires_grad) if parameter else there
+                    )
+                entries[name] = moved[id(tensor)]
 
 
 class _Class:

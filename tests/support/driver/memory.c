@@ -49,7 +49,7 @@ struct backing *backing_new(int device, size_t nbytes, const char *purpose) {
     int fd = memfd_create(name, MFD_CLOEXEC);
     bool sized = !ftruncate(fd, (off_t)round_up(nbytes, page()));
     struct backing *made = backing_make(fd, device_gpu(device), sized);
-    if (made) memset(made->alias, GARBAGE, made->nbytes);
+    if (made && nbytes < SPARSE) memset(made->alias, GARBAGE, made->nbytes);
     return made;
 }
 

@@ -6,7 +6,7 @@
  *
  * - A device address has no access (PROT_NONE) for the process: a stray host access is a SIGSEGV.
  *   The driver uses another map of the same memory. Freed addresses are not used again.
- * - Fresh memory, device or pinned, is full of 0xA5.
+ * - Fresh memory, device or pinned, is full of 0xA5; device memory from 16 GiB on is sparse.
  * - Work is checked when it runs. An address that its device may not touch breaks the context for
  *   good; so does memory that was unmapped while work for it was queued.
  * - Memory of another device needs peer access, or cuMemSetAccess, or a legacy handle.
@@ -70,6 +70,7 @@
 #define MAX_DEVICES 16
 #define GRANULARITY ((size_t)2 << 20)
 #define GARBAGE 0xA5
+#define SPARSE ((size_t)16 << 30) /* more is not in the host's memory until it is touched */
 
 /* -- settings.c: also part of libnvidia-ml ---------------------------------------------------- */
 

@@ -15,7 +15,7 @@ from mx.core.paths import Medium
 from mx.core.topology import Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device
-from mx.errors import LocalError, PathError
+from mx.errors import PathError, UnsuitedError
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -67,10 +67,11 @@ class CudaIpcTransport:
         """Make regions readable.
 
         Raises:
-            LocalError: Memory is not on a GPU, or can't be exported.
+            UnsuitedError: Memory is not on a GPU.
+            LocalError: It can't be exported.
         """
         if any(device_of(region.view) == CPU for region in regions):
-            raise LocalError("cuda_ipc offers GPU memory, and this is in the host")
+            raise UnsuitedError("cuda_ipc offers GPU memory, and this is in the host")
         return GpuExposure(self.name, MAGIC, regions, options)
 
     def open(self, grant: Grant) -> Session:

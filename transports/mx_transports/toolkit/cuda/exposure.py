@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, relaxed
-from mx.cuda.errors import CudaError
+from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView
 from mx.views import located_spans
@@ -119,6 +119,7 @@ class GpuExposure(LocalExposure):
     ) -> None:
         if len(regions) > wire.MAX_ENTRIES:
             raise LocalError(f"{name} exposes at most {wire.MAX_ENTRIES} regions")
+        self._on_lost = options.on_lost
         # Kept for the memory's sake: their owners free it.
         self._offered = list(regions)
         self._regions = [_described(region) for region in regions]
@@ -193,6 +194,8 @@ class GpuExposure(LocalExposure):
                         descriptors.append(self._exports.descriptor(found))
                 stream.send_descriptors(b"".join(found.pack() for found in batch), descriptors)
             except CudaError as error:
+                if error.code in GONE_CODES:
+                    self._on_lost(error)
                 raise ConnectionAbortedError(str(error)) from error
             finally:
                 for descriptor in descriptors:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mx.cuda.device import Device, IpcMemory
+from mx.cuda.device import Device, IpcMemory, LastWork
 from mx.cuda.vmm import VmmMemory
 from mx.errors import PeerProtocolError
 from mx_transports.toolkit.cuda.wire import Allocation, Export
@@ -39,6 +39,7 @@ class Maps:
         self._runs: list[Run] = []
         self._bases: list[int] = []
         self._memories: list[IpcMemory | VmmMemory] = []
+        self._last_work: dict[str, LastWork] = {}  # by the UUID of the GPU that maps
 
     def take(self, allocation: Allocation, descriptor: int = -1) -> None:
         """Take an allocation, to be opened by `open`.
@@ -84,8 +85,9 @@ class Maps:
         first = group[0]
         device = self._device_for(first.uuid)
         nbytes = group[-1].end - first.base
+        last_work = self._last_work.setdefault(device.uuid, LastWork())
         if first.export is Export.FD:
-            vmm = VmmMemory(device, handles, [a.nbytes for a in group])
+            vmm = VmmMemory(device, handles, [a.nbytes for a in group], last_work)
             self._memories.append(vmm)
             address = vmm.address
         elif own:
@@ -93,7 +95,7 @@ class Maps:
             if device.uuid != first.uuid:
                 self._reach(device, first.uuid)
         else:
-            memory = IpcMemory(device, first.handle)
+            memory = IpcMemory(device, first.handle, last_work)
             self._memories.append(memory)
             address = memory.address
         self._check(first, device, address, nbytes)
@@ -145,8 +147,8 @@ class Maps:
 
     def lend(self) -> None:
         """Let an engine compute with what is mapped: `close` waits for its work."""
-        for memory in self._memories:
-            memory.lend()
+        for last_work in self._last_work.values():
+            last_work.unknown = True
 
     def close(self) -> None:
         """Unmap everything. Idempotent. Raises CudaError."""
@@ -159,8 +161,11 @@ class Maps:
                     device.driver.vmm_release(handle)
         self._runs.clear()
         self._bases.clear()
-        for memory in memories:
-            memory.close()
+        for device in {memory.device for memory in memories}:
+            with device.closing():
+                for memory in memories:
+                    if memory.device is device:
+                        memory.close()
 
 
 def _groups(pairs: Sequence[tuple[Allocation, int]]) -> Iterator[list[tuple[Allocation, int]]]:

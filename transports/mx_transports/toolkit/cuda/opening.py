@@ -118,8 +118,10 @@ def open_session(
         mappers.update((uuid, choose(devices, target, uuid)) for uuid in sorted(ticket.gpus))
         if not devices.all():
             raise PathError(f"{grant.peer} by {path}: neither side is on a GPU", peer=grant.peer)
-        remote.connect()
-        remote.map()
+        # Once for all allocations: most are mapped by this GPU.
+        with translated(path, grant.peer), (target or devices.all()[0]).current():
+            remote.connect()
+            remote.map()
         direct = bool(mappers) and all(device is target for device in mappers.values())
         with translated(path, grant.peer):
             return GpuSession(grant, remote, target, devices.all(), step_nbytes(direct))

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mx.cuda.errors import CudaError
-from mx.errors import PathError, PeerProtocolError
+from mx.cuda.errors import CudaError, is_own
+from mx.errors import LocalPathError, PathError, PeerProtocolError
 from mx.transport import Grant
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.maps import Maps
@@ -24,7 +24,8 @@ from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
 
 def path_error(error: CudaError, path: str, peer: str) -> PathError:
     """Return CUDA's error as one of the path to `peer`, which others may do without."""
-    return PathError(f"{peer} by {path}: {error.message}", peer=peer, hint=error.hint)
+    kind = LocalPathError if is_own(error) else PathError
+    return kind(f"{peer} by {path}: {error.message}", peer=peer, hint=error.hint)
 
 
 @contextlib.contextmanager
