@@ -1,13 +1,8 @@
 /* What all calls share: the lock, the log, the checks before a call, and failures on purpose. */
 #include "standin.h"
 
-#include <fcntl.h>
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -94,24 +89,16 @@ static CUresult error_by_name(const char *name) {
 /* -- failures on purpose ---------------------------------------------------------------------- */
 
 CUresult call_injected(const char *name) {
-    static struct {
+    static long seen[16];
+    const char *at = settings.fail;
+    for (int i = 0; at && *at && i < 16; at = strchr(at, ','), i++) {
         char call[64], error[64];
-        long nth, seen;
-    } planned[16];
-    static int count = -1;
-    if (count < 0) {
-        count = 0;
-        for (const char *at = settings.fail; at && *at && count < 16; at = strchr(at, ',')) {
-            at += *at == ',';
-            if (sscanf(at, "%63[^:]:%ld:%63[^,]", planned[count].call, &planned[count].nth,
-                       planned[count].error) == 3)
-                count++;
-        }
-    }
-    for (int i = 0; i < count; i++) {
-        if (strcmp(planned[i].call, name) && strcmp(planned[i].call, "*")) continue;
-        long seen = ++planned[i].seen, nth = planned[i].nth;
-        if (nth < 0 ? seen >= -nth : seen == nth) return error_by_name(planned[i].error);
+        long nth;
+        at += *at == ',';
+        if (sscanf(at, "%63[^:]:%ld:%63[^,]", call, &nth, error) != 3) continue;
+        if (strcmp(call, name) && strcmp(call, "*")) continue;
+        seen[i]++;
+        if (nth < 0 ? seen[i] >= -nth : seen[i] == nth) return error_by_name(error);
     }
     return CUDA_SUCCESS;
 }

@@ -2,9 +2,7 @@
  * and is refused. */
 #include "standin.h"
 
-#include <string.h>
-
-static struct {
+static struct capture {
     bool active, invalidated, pretended;
     CUstream stream;
     CUstreamCaptureMode mode;
@@ -45,36 +43,31 @@ bool capture_has(CUstream stream) { return capture.active && capture.stream == s
  * overwrites *mode with the previous mode for the thread." */
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
     CALL(NEEDS_DRIVER, "%d", *mode);
-    REQUIRE(*mode <= CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(*mode <= CU_STREAM_CAPTURE_MODE_RELAXED, INVALID_VALUE);
     CUstreamCaptureMode before = interaction;
     interaction = *mode;
-    *mode = before;
-    return call_end(CUDA_SUCCESS);
+    GIVE(mode, before);
 }
 
 CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
-    CALL(NEEDS_CONTEXT, "%p, %d", (void *)handle, mode);
+    CALL(NEEDS_CONTEXT, "%p, %d", handle, mode);
     CUstream stream = handle ? stream_of(handle) : NULL;
     /* "Capture may not be initiated if stream is CU_STREAM_LEGACY." One at a time is enough here.
      */
     REQUIRE(stream && stream != context_current()->default_stream && !capture.active,
-            CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    capture.active = true;
-    capture.invalidated = capture.pretended = false;
-    capture.stream = stream;
-    capture.mode = mode;
-    capture.thread = pthread_self();
+            STREAM_CAPTURE_UNSUPPORTED);
+    capture = (struct capture){true, .stream = stream, .mode = mode, .thread = pthread_self()};
     return call_end(CUDA_SUCCESS);
 }
 
 /* "If the mode argument to cuStreamBeginCapture was not CU_STREAM_CAPTURE_MODE_RELAXED, this call
  * must be from the same thread as cuStreamBeginCapture." */
 CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
-    REQUIRE(handle && capture_has(handle), CUDA_ERROR_ILLEGAL_STATE);
+    CALL(NEEDS_CONTEXT, "%p", handle);
+    REQUIRE(handle && capture_has(handle), ILLEGAL_STATE);
     REQUIRE(capture.mode == CU_STREAM_CAPTURE_MODE_RELAXED ||
                 pthread_equal(capture.thread, pthread_self()),
-            CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+            STREAM_CAPTURE_WRONG_THREAD);
     capture.active = false;
     capture.stream = NULL;
     *graph = NULL;
@@ -82,11 +75,9 @@ CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
 }
 
 CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *status) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    *status = !capture_has(stream)  ? CU_STREAM_CAPTURE_STATUS_NONE
-              : capture.invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
-                                    : CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    return call_end(CUDA_SUCCESS);
+    CALL(NEEDS_CONTEXT, "%p", handle);
+    FIND(stream, stream_of(handle), INVALID_HANDLE);
+    GIVE(status, !capture_has(stream)  ? CU_STREAM_CAPTURE_STATUS_NONE
+                 : capture.invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                       : CU_STREAM_CAPTURE_STATUS_ACTIVE);
 }

@@ -2,10 +2,6 @@
 #include "standin.h"
 
 #include <dlfcn.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define STACK 64
 
@@ -15,9 +11,9 @@ static int gpus[MAX_DEVICES]; /* the machine's GPU behind each ordinal */
 static struct CUctx_st contexts[MAX_DEVICES];
 static __thread CUcontext stack[STACK];
 static __thread int depth;
+static unsigned long long last_id;
 
 CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
-CUcontext context_of(int device) { return &contexts[device]; }
 int device_count(void) { return count; }
 int device_gpu(int device) { return gpus[device]; }
 
@@ -79,7 +75,7 @@ CUresult cuInit(unsigned flags) {
         driver_unlock();
     }
     CALL(NEEDS_DRIVER, "%u", flags);
-    REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(flags == 0, INVALID_VALUE);
     return call_end(count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE);
 }
 
@@ -90,42 +86,52 @@ CUresult cuDriverGetVersion(int *version) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetCount(int *found) {
-    CALL(NEEDS_DRIVER, " ");
-    *found = count;
-    return call_end(CUDA_SUCCESS);
-}
-
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     CALL(NEEDS_DRIVER, "%d", ordinal);
-    REQUIRE(ordinal >= 0 && ordinal < count, CUDA_ERROR_INVALID_DEVICE);
-    *device = ordinal;
-    return call_end(CUDA_SUCCESS);
+    REQUIRE(ordinal >= 0 && ordinal < count, INVALID_DEVICE);
+    GIVE(device, ordinal);
 }
 
-#define REQUIRE_DEVICE(device) REQUIRE((device) >= 0 && (device) < count, CUDA_ERROR_INVALID_DEVICE)
+#define REQUIRE_DEVICE(device) REQUIRE((device) >= 0 && (device) < count, INVALID_DEVICE)
+#define CALL_DEVICE(...)                                                                           \
+    CALL(NEEDS_DRIVER, __VA_ARGS__);                                                               \
+    REQUIRE_DEVICE(device)
+/* A call that says one thing. */
+#define SAYS(name, type, needs, value)                                                             \
+    CUresult name(type *out) {                                                                     \
+        CALL(needs, " ");                                                                          \
+        GIVE(out, value);                                                                          \
+    }
 
 CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
-    snprintf(name, (size_t)size, "Stand-in GPU%s", settings.mig_instances ? " MIG 1g.10gb" : "");
-    return call_end(CUDA_SUCCESS);
+    CALL_DEVICE("%d", device);
+    FINISH(snprintf(name, (size_t)size, "Stand-in GPU%s",
+                    settings.mig_instances ? " MIG 1g.10gb" : ""));
+}
+
+CUresult cuDeviceTotalMem(size_t *nbytes, CUdevice device) {
+    CALL_DEVICE("%d", device);
+    GIVE(nbytes, settings.memory_bytes);
 }
 
 CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
+    CALL_DEVICE("%d", device);
     unsigned char bytes[16];
     /* The second version: "if the device is in MIG mode, returns its MIG UUID which uniquely
      * identifies the subscribed MIG compute instance". */
     settings_uuid(gpus[device], instance(), bytes);
-    memcpy(uuid->bytes, bytes, sizeof bytes);
-    return call_end(CUDA_SUCCESS);
+    FINISH(memcpy(uuid->bytes, bytes, sizeof bytes));
 }
 
+/* What was built for CUDA 12, as NIXL's UCX is, asks for the first version. */
+#ifdef cuDeviceGetUuid
+#undef cuDeviceGetUuid
+__attribute__((visibility("default"), alias("cuDeviceGetUuid_v2")))
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device);
+#endif
+
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    CALL(NEEDS_DRIVER, "%d, %d", attribute, device);
-    REQUIRE_DEVICE(device);
+    CALL_DEVICE("%d, %d", attribute, device);
     *value = 0;
 #define ATTRIBUTE(name, says)                                                                      \
     case CU_DEVICE_ATTRIBUTE_##name: *value = says; break
@@ -136,35 +142,29 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
         ATTRIBUTE(HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, settings.vmm);
         ATTRIBUTE(UNIFIED_ADDRESSING, 1);
     }
-#undef ATTRIBUTE
     return call_end(CUDA_SUCCESS);
 }
 
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice other) {
-    CALL(NEEDS_DRIVER, "%d, %d", device, other);
-    REQUIRE_DEVICE(device);
+    CALL_DEVICE("%d, %d", device, other);
     REQUIRE_DEVICE(other);
-    *can = device_reaches(device, gpus[other]);
-    return call_end(CUDA_SUCCESS);
+    GIVE(can, device_reaches(device, gpus[other]));
 }
 
 /* -- contexts --------------------------------------------------------------------------------- */
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
-    contexts[device].retained++;
-    *context = &contexts[device];
-    return call_end(CUDA_SUCCESS);
+    CALL_DEVICE("%d", device);
+    if (!contexts[device].retained++) contexts[device].id = ++last_id;
+    GIVE(context, &contexts[device]);
 }
 
 /* "The context is automatically reset once the last reference to it is released." It stays broken
  * if it was: to go on, "the process must be terminated and relaunched". */
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
+    CALL_DEVICE("%d", device);
     CUcontext context = &contexts[device];
-    REQUIRE(context->retained, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(context->retained, INVALID_CONTEXT);
     if (context->retained == 1) {
         streams_drain(context);
         streams_end_context(context);
@@ -172,17 +172,14 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
         context->peers = 0;
         context->default_stream = NULL;
     }
-    context->retained--;
-    return call_end(CUDA_SUCCESS);
+    FINISH(context->retained--);
 }
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
-    CALL(NEEDS_DRIVER, "%d", device);
-    REQUIRE_DEVICE(device);
-    REQUIRE(flags && active, CUDA_ERROR_INVALID_VALUE);
+    CALL_DEVICE("%d", device);
+    REQUIRE(flags && active, INVALID_VALUE);
     *flags = 0;
-    *active = contexts[device].retained > 0;
-    return call_end(CUDA_SUCCESS);
+    GIVE(active, contexts[device].retained > 0);
 }
 
 static bool is_context(CUcontext context) {
@@ -190,19 +187,30 @@ static bool is_context(CUcontext context) {
 }
 
 CUresult cuCtxPushCurrent(CUcontext context) {
-    CALL(NEEDS_DRIVER, "%p", (void *)context);
-    REQUIRE(is_context(context) && depth < STACK, CUDA_ERROR_INVALID_CONTEXT);
-    stack[depth++] = context;
-    return call_end(CUDA_SUCCESS);
+    CALL(NEEDS_DRIVER, "%p", context);
+    REQUIRE(is_context(context) && depth < STACK, INVALID_CONTEXT);
+    FINISH(stack[depth++] = context);
 }
 
 /* A broken context can be popped: a thread has to be able to leave it. */
 CUresult cuCtxPopCurrent(CUcontext *context) {
     CALL(NEEDS_DRIVER, " ");
-    REQUIRE(depth, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(depth, INVALID_CONTEXT);
     depth--;
     if (context) *context = stack[depth];
     return call_end(CUDA_SUCCESS);
+}
+
+SAYS(cuDeviceGetCount, int, NEEDS_DRIVER, count)
+SAYS(cuCtxGetCurrent, CUcontext, NEEDS_DRIVER, context_current())
+SAYS(cuCtxGetDevice, CUdevice, NEEDS_CONTEXT, context_current()->device)
+SAYS(cuCtxGetFlags, unsigned, NEEDS_CONTEXT, 0)
+
+CUresult cuCtxGetId(CUcontext context, unsigned long long *id) {
+    CALL(NEEDS_DRIVER, "%p", context);
+    context = context ? context : context_current();
+    REQUIRE(is_context(context), INVALID_CONTEXT);
+    GIVE(id, context->id);
 }
 
 CUresult cuCtxSynchronize(void) {
@@ -213,32 +221,28 @@ CUresult cuCtxSynchronize(void) {
 }
 
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
-    CALL(NEEDS_CONTEXT, "%p, %u", (void *)peer, flags);
+    CALL(NEEDS_CONTEXT, "%p, %u", peer, flags);
     CUcontext context = context_current();
-    REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(flags == 0, INVALID_VALUE);
     /* "Returns CUDA_ERROR_INVALID_CONTEXT if there is no current context, peerContext is not a
      * valid context, or if the current context is peerContext." */
-    REQUIRE(is_context(peer) && peer != context, CUDA_ERROR_INVALID_CONTEXT);
-    REQUIRE(device_reaches(context->device, gpus[peer->device]),
-            CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    REQUIRE(is_context(peer) && peer != context, INVALID_CONTEXT);
+    REQUIRE(device_reaches(context->device, gpus[peer->device]), PEER_ACCESS_UNSUPPORTED);
     unsigned bit = 1u << peer->device;
-    REQUIRE(!(context->peers & bit), CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
-    context->peers |= bit;
-    return call_end(CUDA_SUCCESS);
+    REQUIRE(!(context->peers & bit), PEER_ACCESS_ALREADY_ENABLED);
+    FINISH(context->peers |= bit);
 }
 
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
     CALL(NEEDS_CONTEXT, "%d, %zu", limit, value);
-    REQUIRE((unsigned)limit < CU_LIMIT_MAX, CUDA_ERROR_UNSUPPORTED_LIMIT);
-    context_current()->limits[limit] = value;
-    return call_end(CUDA_SUCCESS);
+    REQUIRE((unsigned)limit < CU_LIMIT_MAX, UNSUPPORTED_LIMIT);
+    FINISH(context_current()->limits[limit] = value);
 }
 
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
     CALL(NEEDS_CONTEXT, "%d", limit);
-    REQUIRE((unsigned)limit < CU_LIMIT_MAX, CUDA_ERROR_UNSUPPORTED_LIMIT);
-    *value = context_current()->limits[limit];
-    return call_end(CUDA_SUCCESS);
+    REQUIRE((unsigned)limit < CU_LIMIT_MAX, UNSUPPORTED_LIMIT);
+    GIVE(value, context_current()->limits[limit]);
 }
 
 /* -- the table of calls ----------------------------------------------------------------------- */

@@ -1,21 +1,14 @@
-/* Modules and launches. A cubin loads if the library of kernels that MX_STANDIN_KERNELS names has its
- * bytes; what runs is the library's translation of it (kernels.py). */
+/* Modules and launches. A cubin loads if the library of kernels that MX_STANDIN_KERNELS names has
+ * its bytes; what runs is the library's translation of it (kernels.py). */
 #include "launch.h"
 #include "standin.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define MOST_PARAMETERS 16
 
 /* A module is its one kernel, and so is the function in it. */
-struct CUmod_st {
-    struct kernel kernel;
-};
-struct CUfunc_st {
-    struct kernel kernel;
-};
+#define KERNEL(handle) ((struct kernel *)(handle))
 
 struct run {
     struct launch launch;
@@ -28,13 +21,11 @@ struct run {
 
 static struct kernel *kernels(void) {
     static struct kernel *found;
-    static bool opened;
-    if (!opened && *settings.kernels) {
+    if (!found && *settings.kernels) {
         void *library = dlopen(settings.kernels, RTLD_NOW | RTLD_LOCAL);
         found = library ? dlsym(library, "kernels") : NULL;
         if (!found) log_line("# %s", dlerror());
     }
-    opened = true;
     return found;
 }
 
@@ -49,20 +40,18 @@ static bool is_image(const unsigned char *image, const struct kernel *kernel) {
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", image);
     if (settings.load_syncs) streams_drain(context_current());
-    for (struct kernel *at = kernels(); at && at->name; at++)
-        if (is_image(image, at)) {
-            *module = (CUmodule)at;
-            return call_end(CUDA_SUCCESS);
-        }
-    return call_end(CUDA_ERROR_NO_BINARY_FOR_GPU);
+    struct kernel *at = kernels();
+    while (at && at->name && !is_image(image, at))
+        at++;
+    REQUIRE(at && at->name, NO_BINARY_FOR_GPU);
+    GIVE(module, (CUmodule)at);
 }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    CALL(NEEDS_CONTEXT, "%p, %s", (void *)module, name);
-    REQUIRE(module, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(!strcmp(module->kernel.name, name), CUDA_ERROR_NOT_FOUND);
-    *function = (CUfunction)module;
-    return call_end(CUDA_SUCCESS);
+    CALL(NEEDS_CONTEXT, "%p, %s", module, name);
+    REQUIRE(module, INVALID_HANDLE);
+    REQUIRE(!strcmp(KERNEL(module)->name, name), NOT_FOUND);
+    GIVE(function, (CUfunction)module);
 }
 
 static char *find(struct launch *launch, uint64_t address, bool write, size_t *nbytes) {
@@ -82,8 +71,6 @@ static char *find(struct launch *launch, uint64_t address, bool write, size_t *n
 static void run_kernel(CUcontext context, void *argument) {
     struct run *run = argument;
     run->context = context;
-    run->launch.parameters = run->parameters;
-    run->launch.find = find;
     driver_unlock();
     run->kernel->run(&run->launch);
     driver_lock();
@@ -96,24 +83,20 @@ static void run_kernel(CUcontext context, void *argument) {
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                         unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                         CUstream handle, void **parameters, void **extra) {
-    CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %ux%ux%u, %u, %p", (void *)function, grid_x, grid_y, grid_z,
-         block_x, block_y, block_z, shared_bytes, (void *)handle);
+    CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %ux%ux%u, %u, %p", function, grid_x, grid_y, grid_z, block_x,
+         block_y, block_z, shared_bytes, handle);
     CUstream stream = stream_of(handle);
-    REQUIRE(function && stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(grid_x && grid_y && grid_z && block_x && block_x <= 1024, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(function && stream, INVALID_HANDLE);
+    REQUIRE(grid_x && grid_y && grid_z && block_x && block_x <= 1024, INVALID_VALUE);
     /* What mx's kernels don't need is not translated. */
-    REQUIRE(block_y == 1 && block_z == 1 && !shared_bytes && !extra, CUDA_ERROR_NOT_SUPPORTED);
-    REQUIRE(function->kernel.parameters <= MOST_PARAMETERS, CUDA_ERROR_NOT_SUPPORTED);
-    REQUIRE(!capture_has(stream), CUDA_ERROR_NOT_SUPPORTED);
+    REQUIRE(block_y == 1 && block_z == 1 && !shared_bytes && !extra, NOT_SUPPORTED);
+    REQUIRE(KERNEL(function)->parameters <= MOST_PARAMETERS, NOT_SUPPORTED);
+    REQUIRE(!capture_has(stream), NOT_SUPPORTED);
     struct run *run = calloc(1, sizeof *run);
-    run->kernel = &function->kernel;
-    run->launch.grid_x = grid_x;
-    run->launch.grid_y = grid_y;
-    run->launch.grid_z = grid_z;
-    run->launch.threads = block_x;
+    run->kernel = KERNEL(function);
+    run->launch = (struct launch){run->parameters, grid_x, grid_y, grid_z, block_x, .find = find};
     /* "The number of kernel parameters and their offsets and sizes" are copied by this call. */
-    for (unsigned at = 0; at < function->kernel.parameters; at++)
+    for (unsigned at = 0; at < KERNEL(function)->parameters; at++)
         memcpy(&run->parameters[at], parameters[at], sizeof run->parameters[at]);
-    stream_queue(stream, run_kernel, run);
-    return call_end(CUDA_SUCCESS);
+    FINISH(stream_queue(stream, run_kernel, run));
 }

@@ -1,22 +1,16 @@
 /* Device memory as memfds, addresses, cuMemAlloc, pinned and registered memory. */
 #include "standin.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #define ALIGNMENT 512
 #define SMALL ((size_t)1 << 20)
 /* The names of memfds begin with this; an importer reads the purpose and the GPU in them. */
 #define NAME "mx-standin"
 
-static struct range *ranges;
+struct range *ranges;
 static struct backing *backings;
 static unsigned long long last_id;
 
@@ -31,16 +25,19 @@ static size_t memory_used(int device) {
     return used < settings.memory_bytes ? used : settings.memory_bytes;
 }
 
-static struct backing *backing_make(int fd, int gpu, size_t nbytes, bool counted) {
+/* Take over a descriptor; NULL if there is nothing behind it. */
+static struct backing *backing_make(int fd, int gpu, bool counted) {
+    struct stat status = {0};
+    fstat(fd, &status);
+    size_t nbytes = (size_t)status.st_size;
     char *alias = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (alias == MAP_FAILED) {
         close(fd);
         return NULL;
     }
     struct backing *made = calloc(1, sizeof *made);
-    *made = (struct backing){backings, fd, gpu, device_of_gpu(gpu), nbytes, alias,
-                             .counted = counted,
-                             .exporter = -1};
+    *made = (struct backing){backings, fd,    status.st_ino,      gpu,           device_of_gpu(gpu),
+                             nbytes,   alias, .counted = counted, .exporter = -1};
     return backings = made;
 }
 
@@ -50,13 +47,9 @@ struct backing *backing_new(int device, size_t nbytes, const char *purpose) {
     char name[64];
     snprintf(name, sizeof name, NAME ":%s:%d", purpose, device_gpu(device));
     int fd = memfd_create(name, MFD_CLOEXEC);
-    nbytes = round_up(nbytes, page());
-    if (fd < 0 || ftruncate(fd, (off_t)nbytes)) {
-        close(fd);
-        return NULL;
-    }
-    struct backing *made = backing_make(fd, device_gpu(device), nbytes, true);
-    if (made && nbytes < SPARSE) memset(made->alias, GARBAGE, nbytes);
+    bool sized = !ftruncate(fd, (off_t)round_up(nbytes, page()));
+    struct backing *made = backing_make(fd, device_gpu(device), sized);
+    if (made && nbytes < SPARSE) memset(made->alias, GARBAGE, made->nbytes);
     return made;
 }
 
@@ -65,13 +58,13 @@ struct backing *backing_adopt(int fd, const char *purpose) {
     char link[64], name[128] = "", format[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     snprintf(format, sizeof format, "/memfd:" NAME ":%s:%%d", purpose);
-    struct stat status;
-    if (readlink(link, name, sizeof name - 1) < 0 || sscanf(name, format, &gpu) != 1 ||
-        fstat(fd, &status)) {
+    if (readlink(link, name, sizeof name - 1) < 0 || sscanf(name, format, &gpu) != 1) {
         close(fd);
         return NULL;
     }
-    return backing_make(fd, gpu, (size_t)status.st_size, false);
+    struct backing *made = backing_make(fd, gpu, false);
+    if (made) made->uses = 1;
+    return made;
 }
 
 void backing_drop(struct backing *backing) {
@@ -87,7 +80,7 @@ void backing_drop(struct backing *backing) {
     free(backing);
 }
 
-struct backing *backing_find(CUmemGenericAllocationHandle handle) {
+struct backing *backing_find(Handle handle) {
     for (struct backing *at = backings; at; at = at->next)
         if ((uintptr_t)at == handle && at->handles) return at;
     return NULL;
@@ -97,8 +90,8 @@ struct backing *backing_find(CUmemGenericAllocationHandle handle) {
 
 struct range *range_add(enum kind kind, uintptr_t address, size_t nbytes, int device) {
     struct range *made = calloc(1, sizeof *made);
-    *made = (struct range){ranges, kind, address, nbytes, device, .owner = context_current(),
-                           .id = ++last_id};
+    *made = (struct range){
+        ranges, kind, address, nbytes, device, .owner = context_current(), .id = ++last_id};
     return ranges = made;
 }
 
@@ -109,11 +102,11 @@ struct range *range_at(uintptr_t address, unsigned kinds) {
     return NULL;
 }
 
-struct range *range_first(void) { return ranges; }
-
 bool range_overlaps(uintptr_t address, size_t nbytes) {
     for (struct range *at = ranges; at; at = at->next)
-        if (at->address < address + nbytes && address < at->address + at->nbytes) return true;
+        if (at->kind != RESERVED && at->address < address + nbytes &&
+            address < at->address + at->nbytes)
+            return true;
     return false;
 }
 
@@ -123,8 +116,7 @@ void range_remove(struct range *range) {
     while (*at != range)
         at = &(*at)->next;
     *at = range->next;
-    while (range->busy)
-        driver_wait();
+    WAIT_WHILE(range->busy);
     if (range->backing) backing_drop(range->backing);
     free(range);
 }
@@ -199,8 +191,7 @@ void addresses_release(uintptr_t address, size_t nbytes) {
 CUresult cuMemGetInfo(size_t *left, size_t *total) {
     CALL(NEEDS_CONTEXT, " ");
     *total = settings.memory_bytes;
-    *left = *total - memory_used(context_current()->device);
-    return call_end(CUDA_SUCCESS);
+    GIVE(left, *total - memory_used(context_current()->device));
 }
 
 /* Return the block of the device that has room, or a new one. */
@@ -217,13 +208,12 @@ static struct backing *block_with_room(int device, size_t nbytes) {
 
 CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%zu", nbytes);
-    REQUIRE(nbytes, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(nbytes, INVALID_VALUE);
     int device = context_current()->device;
     bool small = settings.small_in_blocks && nbytes < SMALL;
     size_t size = round_up(nbytes, ALIGNMENT);
-    struct backing *backing =
-        small ? block_with_room(device, size) : backing_new(device, nbytes, "legacy");
-    REQUIRE(backing, CUDA_ERROR_OUT_OF_MEMORY);
+    FIND(backing, small ? block_with_room(device, size) : backing_new(device, nbytes, "legacy"),
+         OUT_OF_MEMORY);
     uintptr_t at = small ? backing->address + backing->filled
                          : addresses_reserve(round_up(nbytes, GRANULARITY), 0);
     struct range *range = range_add(ALLOCATED, at, nbytes, device);
@@ -234,54 +224,47 @@ CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
         backing->filled += size;
     else
         addresses_show(at, backing->nbytes, backing->fd);
-    *address = at;
-    return call_end(CUDA_SUCCESS);
+    GIVE(address, at);
 }
 
-static void free_allocated(struct range *range) {
+void range_free(struct range *range) {
     uintptr_t address = range->address;
     size_t nbytes = range->nbytes;
-    bool small = range->backing->address != 0;
+    enum kind kind = range->kind;
+    bool small = range->backing && range->backing->address;
     range_remove(range);
-    if (!small) addresses_release(address, round_up(nbytes, GRANULARITY));
+    if (kind == PINNED)
+        munmap((void *)address, round_up(nbytes, page()));
+    else if (kind != REGISTERED && !small)
+        addresses_release(address, round_up(nbytes, GRANULARITY));
 }
 
-/* "This API may perform implicit synchronization": it does. */
-CUresult cuMemFree(CUdeviceptr address) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%#llx", (unsigned long long)address);
-    struct range *range = range_at(address, ALLOCATED);
-    REQUIRE(range && range->address == address, CUDA_ERROR_INVALID_VALUE);
+/* Free what begins at an address. "This API may perform implicit synchronization": it does. */
+static CUresult drain_and_free(uintptr_t address, enum kind kind, CUresult error) {
+    struct range *range = range_at(address, kind);
+    if (!range || range->address != address) return error;
     streams_drain(range->owner);
-    free_allocated(range);
-    return call_end(CUDA_SUCCESS);
+    range_free(range);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemFree(CUdeviceptr address) {
+    CALL(NEEDS_CONTEXT | UNSAFE, "%#llx", address);
+    return call_end(drain_and_free(address, ALLOCATED, CUDA_ERROR_INVALID_VALUE));
 }
 
 void memory_end_context(CUcontext context) {
     for (struct range *at = ranges, *next; at; at = next) {
         next = at->next;
-        if (at->owner != context || !(at->kind & (ALLOCATED | OPENED | PINNED | REGISTERED)))
-            continue;
-        uintptr_t address = at->address;
-        size_t nbytes = round_up(at->nbytes, page());
-        if (at->kind == ALLOCATED) {
-            free_allocated(at);
-        } else {
-            enum kind kind = at->kind;
-            range_remove(at);
-            if (kind == PINNED)
-                munmap((void *)address, nbytes);
-            else if (kind == OPENED)
-                addresses_release(address, round_up(nbytes, GRANULARITY));
-        }
+        if (at->owner == context && !(at->kind & (MAPPED | RESERVED))) range_free(at);
     }
 }
 
 /* -- what is known of an address -------------------------------------------------------------- */
 
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address) {
-    CALL(NEEDS_CONTEXT, "%#llx", (unsigned long long)address);
-    struct range *range = range_at(address, DEVICE_KINDS);
-    REQUIRE(range, CUDA_ERROR_NOT_FOUND);
+    CALL(NEEDS_CONTEXT, "%#llx", address);
+    FIND(range, range_at(address, DEVICE_KINDS), NOT_FOUND);
     if (base) *base = range->address;
     if (nbytes) *nbytes = range->nbytes;
     return call_end(CUDA_SUCCESS);
@@ -293,7 +276,7 @@ static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_att
     bool host = range->kind & HOST_KINDS;
     bool exportable = range->kind == MAPPED && range->backing->exportable;
 #define ATTRIBUTE(name, type, value)                                                               \
-    case CU_POINTER_ATTRIBUTE_##name: *(type *)out = value; return true
+    case CU_POINTER_ATTRIBUTE_##name: *(type *)out = range->kind ? value : (type)0; return true
     switch ((int)attribute) {
         /* Memory of cuMemCreate belongs to no context. */
         ATTRIBUTE(CONTEXT, CUcontext, range->kind == MAPPED ? NULL : range->owner);
@@ -304,17 +287,39 @@ static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_att
         ATTRIBUTE(IS_MANAGED, bool, false);
         ATTRIBUTE(DEVICE_ORDINAL, int, range->device);
         ATTRIBUTE(IS_LEGACY_CUDA_IPC_CAPABLE, bool, range->kind == ALLOCATED);
+        ATTRIBUTE(MEMPOOL_HANDLE, CUmemoryPool, NULL);
         ATTRIBUTE(ALLOWED_HANDLE_TYPES, unsigned long long,
                   exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0);
     default: return false;
     }
-#undef ATTRIBUTE
 }
 
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdeviceptr address) {
-    CALL(NEEDS_CONTEXT, "%d, %#llx", attribute, (unsigned long long)address);
+    CALL(NEEDS_CONTEXT, "%d, %#llx", attribute, address);
     struct range *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
-    REQUIRE(range && attribute_of(range, address, attribute, out), CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(range && attribute_of(range, address, attribute, out), INVALID_VALUE);
+    return call_end(CUDA_SUCCESS);
+}
+
+/* "Unlike cuPointerGetAttribute, this function will not return an error when the ptr encountered is
+ * not a valid CUDA pointer. Instead, the attributes are assigned default NULL values". UCX relies
+ * on it in threads without a context. */
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes, void **out,
+                                CUdeviceptr address) {
+    CALL(NEEDS_DRIVER, "%d and %u more, %#llx", *attributes, count - 1, address);
+    struct range nothing = {0}, *range = range_at(address, DEVICE_KINDS | HOST_KINDS);
+    for (unsigned i = 0; i < count; i++)
+        REQUIRE(attribute_of(range ? range : &nothing, address, attributes[i], out[i]),
+                INVALID_VALUE);
+    return call_end(CUDA_SUCCESS);
+}
+
+/* Synchronous copies of all memory are complete when they return, here. */
+CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
+                               CUdeviceptr address) {
+    CALL(NEEDS_CONTEXT, "%u, %d, %#llx", *(const unsigned *)value, attribute, address);
+    REQUIRE(attribute == CU_POINTER_ATTRIBUTE_SYNC_MEMOPS && range_at(address, DEVICE_KINDS),
+            INVALID_VALUE);
     return call_end(CUDA_SUCCESS);
 }
 
@@ -322,58 +327,42 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
 
 CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%zu, %#x", nbytes, flags);
-    REQUIRE(nbytes, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(nbytes, INVALID_VALUE);
     void *found = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    REQUIRE(found != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
+    REQUIRE(found != MAP_FAILED, OUT_OF_MEMORY);
     memset(found, GARBAGE, nbytes);
     range_add(PINNED, (uintptr_t)found, nbytes, context_current()->device);
-    *address = found;
-    return call_end(CUDA_SUCCESS);
+    GIVE(address, found);
 }
 
 CUresult cuMemFreeHost(void *address) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", address);
-    struct range *range = range_at((uintptr_t)address, PINNED);
-    REQUIRE(range && range->address == (uintptr_t)address, CUDA_ERROR_INVALID_VALUE);
-    streams_drain(range->owner);
-    size_t nbytes = range->nbytes;
-    range_remove(range);
-    munmap(address, nbytes);
-    return call_end(CUDA_SUCCESS);
+    return call_end(drain_and_free((uintptr_t)address, PINNED, CUDA_ERROR_INVALID_VALUE));
 }
 
-/* mincore says ENOMEM where nothing is mapped. */
+/* msync says ENOMEM where nothing is mapped. */
 static bool is_mapped(uintptr_t address, size_t nbytes) {
-    uintptr_t first = address / page() * page();
-    size_t pages = (address + nbytes - first + page() - 1) / page();
-    unsigned char *resident = malloc(pages);
-    bool mapped = !mincore((void *)first, pages * page(), resident);
-    free(resident);
-    return mapped;
+    size_t before = address % page();
+    return !msync((void *)(address - before), before + nbytes, MS_ASYNC);
 }
 
 CUresult cuMemHostRegister(void *address, size_t nbytes, unsigned flags) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p, %zu, %#x", address, nbytes, flags);
-    REQUIRE(nbytes && is_mapped((uintptr_t)address, nbytes), CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(!range_overlaps((uintptr_t)address, nbytes), CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
-    range_add(REGISTERED, (uintptr_t)address, nbytes, context_current()->device);
-    return call_end(CUDA_SUCCESS);
+    REQUIRE(nbytes && is_mapped((uintptr_t)address, nbytes), INVALID_VALUE);
+    REQUIRE(!range_overlaps((uintptr_t)address, nbytes), HOST_MEMORY_ALREADY_REGISTERED);
+    FINISH(range_add(REGISTERED, (uintptr_t)address, nbytes, context_current()->device));
 }
 
 /* "The base address must be the same one specified to cuMemHostRegister()." */
 CUresult cuMemHostUnregister(void *address) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", address);
-    struct range *range = range_at((uintptr_t)address, REGISTERED);
-    REQUIRE(range && range->address == (uintptr_t)address, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
-    streams_drain(range->owner);
-    range_remove(range);
-    return call_end(CUDA_SUCCESS);
+    return call_end(
+        drain_and_free((uintptr_t)address, REGISTERED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED));
 }
 
 /* With unified addressing the device's address of pinned memory is the host's. */
 CUresult cuMemHostGetDevicePointer(CUdeviceptr *found, void *address, unsigned flags) {
     CALL(NEEDS_CONTEXT, "%p, %u", address, flags);
-    REQUIRE(!flags && range_at((uintptr_t)address, HOST_KINDS), CUDA_ERROR_INVALID_VALUE);
-    *found = (CUdeviceptr)(uintptr_t)address;
-    return call_end(CUDA_SUCCESS);
+    REQUIRE(!flags && range_at((uintptr_t)address, HOST_KINDS), INVALID_VALUE);
+    GIVE(found, (CUdeviceptr)(uintptr_t)address);
 }

@@ -3,20 +3,18 @@
 #include "standin.h"
 
 #include <errno.h>
-#include <stdio.h>
-#include <string.h>
-#include <unistd.h>
 
 /* There is no nvml.h in the packages of the tests: what follows is as NVML's reference has it. */
-typedef enum {
-    NVML_SUCCESS = 0,
-    NVML_ERROR_UNINITIALIZED = 1,
-    NVML_ERROR_INVALID_ARGUMENT = 2,
-    NVML_ERROR_NOT_SUPPORTED = 3,
-    NVML_ERROR_NO_PERMISSION = 4,
-    NVML_ERROR_NOT_FOUND = 6,
-    NVML_ERROR_DRIVER_NOT_LOADED = 9,
-} Result;
+#define RESULTS(EACH)                                                                              \
+    EACH(SUCCESS, 0, "Success")                                                                    \
+    EACH(ERROR_UNINITIALIZED, 1, "Uninitialized")                                                  \
+    EACH(ERROR_INVALID_ARGUMENT, 2, "Invalid Argument")                                            \
+    EACH(ERROR_NOT_SUPPORTED, 3, "Not Supported")                                                  \
+    EACH(ERROR_NO_PERMISSION, 4, "Insufficient Permissions")                                       \
+    EACH(ERROR_NOT_FOUND, 6, "Not Found")                                                          \
+    EACH(ERROR_DRIVER_NOT_LOADED, 9, "Driver Not Loaded")
+#define CODE(name, code, text) NVML_##name = code,
+typedef enum { RESULTS(CODE) } Result;
 
 /* An unsigned number as the handle: one more than the GPU's index, and a bit for its instance. */
 typedef void *Device;
@@ -67,16 +65,10 @@ API nvmlShutdown(void) {
 }
 
 __attribute__((visibility("default"))) const char *nvmlErrorString(Result error) {
-    switch (error) {
-    case NVML_SUCCESS: return "Success";
-    case NVML_ERROR_UNINITIALIZED: return "Uninitialized";
-    case NVML_ERROR_INVALID_ARGUMENT: return "Invalid Argument";
-    case NVML_ERROR_NOT_SUPPORTED: return "Not Supported";
-    case NVML_ERROR_NO_PERMISSION: return "Insufficient Permissions";
-    case NVML_ERROR_NOT_FOUND: return "Not Found";
-    case NVML_ERROR_DRIVER_NOT_LOADED: return "Driver Not Loaded";
-    }
-    return "Unknown Error";
+#define TEXT(name, code, text) [code] = text,
+    static const char *const texts[] = {RESULTS(TEXT)};
+    const char *text = (size_t)error < sizeof texts / sizeof *texts ? texts[error] : NULL;
+    return text ? text : "Unknown Error";
 }
 
 API nvmlSystemGetDriverVersion(char *version, unsigned size) {
@@ -141,18 +133,14 @@ SAYS(GetMaxPcieLinkGeneration, unsigned, 5)
 SAYS(GetMaxPcieLinkWidth, unsigned, 16)
 SAYS(IsMigDeviceHandle, unsigned, INSTANCE(device) >= 0)
 
-static void pci_info(int gpu, PciInfo *info) {
-    unsigned bus = 0x19u + (unsigned)gpu;
-    *info = (PciInfo){.bus = bus};
-    snprintf(info->busIdLegacy, sizeof info->busIdLegacy, "0000:%02X:00.0", bus & 0xff);
-    snprintf(info->busId, sizeof info->busId, "00000000:%02X:00.0", bus & 0xff);
+static PciInfo pci_info(int gpu) {
+    PciInfo info = {.bus = 0x19u + (unsigned)gpu};
+    snprintf(info.busIdLegacy, sizeof info.busIdLegacy, "0000:%02X:00.0", info.bus & 0xff);
+    snprintf(info.busId, sizeof info.busId, "00000000:%02X:00.0", info.bus & 0xff);
+    return info;
 }
 
-API nvmlDeviceGetPciInfo_v3(Device device, PciInfo *info) {
-    KNOWN(device);
-    pci_info(GPU(device), info);
-    return NVML_SUCCESS;
-}
+SAYS(GetPciInfo_v3, PciInfo, pci_info(GPU(device)))
 
 /* -- links ------------------------------------------------------------------------------------ */
 
@@ -169,31 +157,19 @@ static int far_end(int gpu, unsigned lane) {
     return -2;
 }
 
-API nvmlDeviceGetNvLinkState(Device device, unsigned lane, unsigned *active) {
-    KNOWN(device);
-    *active = far_end(GPU(device), lane) != -2;
-    return NVML_SUCCESS;
-}
+/* A call that says one thing of a lane, if it knows that. */
+#define SAYS_OF_LANE(name, type, known, value)                                                     \
+    API nvmlDeviceGetNvLink##name(Device device, unsigned lane, type *out) {                       \
+        KNOWN(device);                                                                             \
+        int far = far_end(GPU(device), lane);                                                      \
+        *out = value;                                                                              \
+        return known ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;                                    \
+    }
 
-API nvmlDeviceGetNvLinkVersion(Device device, unsigned lane, unsigned *version) {
-    KNOWN(device);
-    *version = 5; /* NVLink 4.0 */
-    return far_end(GPU(device), lane) != -2 ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
-}
-
-API nvmlDeviceGetNvLinkRemoteDeviceType(Device device, unsigned lane, unsigned *type) {
-    KNOWN(device);
-    *type = far_end(GPU(device), lane) == -1 ? 2 : 0; /* a switch, a GPU */
-    return far_end(GPU(device), lane) != -2 ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
-}
-
-API nvmlDeviceGetNvLinkRemotePciInfo_v2(Device device, unsigned lane, PciInfo *info) {
-    KNOWN(device);
-    int far = far_end(GPU(device), lane);
-    if (far < 0) return NVML_ERROR_NOT_SUPPORTED;
-    pci_info(far, info);
-    return NVML_SUCCESS;
-}
+SAYS_OF_LANE(State, unsigned, true, far != -2)
+SAYS_OF_LANE(Version, unsigned, far != -2, 5)                          /* NVLink 4.0 */
+SAYS_OF_LANE(RemoteDeviceType, unsigned, far != -2, far == -1 ? 2 : 0) /* a switch, a GPU */
+SAYS_OF_LANE(RemotePciInfo_v2, PciInfo, far >= 0, pci_info(far))
 
 API nvmlDeviceGetP2PStatus(Device device, Device other, unsigned capability, unsigned *status) {
     KNOWN(device);

@@ -1,10 +1,6 @@
 /* The settings of both libraries, and the identity of the GPUs that both show. */
 #include "standin.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 struct settings settings;
 
 static long number(const char *name, long otherwise) {
@@ -26,9 +22,7 @@ static const char *word(const char *name, const char *otherwise) {
 void settings_read(void) {
     long devices = number("MX_STANDIN_DEVICES", 2);
     settings = (struct settings){
-        .devices = devices < 0             ? 0
-                   : devices > MAX_DEVICES ? MAX_DEVICES
-                                           : (int)devices,
+        .devices = (int)(devices < MAX_DEVICES ? devices : MAX_DEVICES),
         .version = (int)number("MX_STANDIN_VERSION", CUDA_VERSION),
         .compute_capability = (int)number("MX_STANDIN_COMPUTE_CAPABILITY", 90),
         .memory_bytes = (size_t)number("MX_STANDIN_MEMORY_BYTES", 8L << 30),

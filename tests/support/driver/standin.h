@@ -53,10 +53,14 @@
 #ifndef STANDIN_H
 #define STANDIN_H
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 /* Everything else is hidden (-fvisibility=hidden): only what cuda.h declares is exported. */
 #pragma GCC visibility push(default)
@@ -109,8 +113,16 @@ enum needs {
 /* End the call with an error unless the condition holds. */
 #define REQUIRE(condition, error)                                                                  \
     do {                                                                                           \
-        if (!(condition)) return call_end(error);                                                  \
+        if (!(condition)) return call_end(CUDA_ERROR_##error);                                     \
     } while (0)
+
+/* Find what the call is about, or end it with an error. */
+#define FIND(name, found, error)                                                                   \
+    __auto_type name = found;                                                                      \
+    REQUIRE(name, error)
+/* The last that a call does, and what it gives. */
+#define FINISH(action) return (action), call_end(CUDA_SUCCESS)
+#define GIVE(out, value) FINISH(*(out) = (value))
 
 CUresult call_begin(const char *name, unsigned needs, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -124,14 +136,18 @@ void driver_unlock(void);
 /* Give the lock up until any state has changed (driver_changed). */
 void driver_wait(void);
 void driver_changed(void);
+#define WAIT_WHILE(condition)                                                                      \
+    while (condition)                                                                              \
+    driver_wait()
 
 /* -- devices.c: devices and contexts ---------------------------------------------------------- */
 
 struct CUctx_st {
     int device; /* its ordinal in this process */
     int retained;
-    unsigned peers;  /* bits of the ordinals that it may access */
-    CUresult broken; /* the error that every call returns from now on */
+    unsigned long long id; /* another one after it was reset */
+    unsigned peers;        /* bits of the ordinals that it may access */
+    CUresult broken;       /* the error that every call returns from now on */
     CUstream default_stream;
     size_t limits[CU_LIMIT_MAX];
 };
@@ -140,7 +156,6 @@ struct CUctx_st {
 extern pid_t driver_process;
 
 CUcontext context_current(void);
-CUcontext context_of(int device);
 void context_break(CUcontext context, CUresult error, const char *why);
 int device_count(void);
 /* The GPU of the machine behind an ordinal, and back: CU_DEVICE_INVALID if it is not visible. */
@@ -154,8 +169,9 @@ bool device_reaches(int device, int gpu);
 struct backing {
     struct backing *next;
     int fd;
-    int gpu;    /* of the machine, */
-    int device; /* and its ordinal here, or CU_DEVICE_INVALID */
+    ino_t inode; /* which memory it is, in every process */
+    int gpu;     /* of the machine, */
+    int device;  /* and its ordinal here, or CU_DEVICE_INVALID */
     size_t nbytes;
     char *alias;
     int uses;    /* ranges, and handles of cuMemCreate */
@@ -167,11 +183,11 @@ struct backing {
     int exporter; /* a pidfd of the process that exported it by a legacy handle, or -1 */
 };
 
-enum kind { ALLOCATED = 1, OPENED = 2, MAPPED = 4, PINNED = 8, REGISTERED = 16 };
+enum kind { ALLOCATED = 1, OPENED = 2, MAPPED = 4, PINNED = 8, REGISTERED = 16, RESERVED = 32 };
 #define DEVICE_KINDS (ALLOCATED | OPENED | MAPPED)
 #define HOST_KINDS (PINNED | REGISTERED)
 
-/* Addresses with memory behind them. Ranges do not overlap. */
+/* Addresses with memory behind them, which do not overlap, or reserved for it. */
 struct range {
     struct range *next;
     enum kind kind;
@@ -188,19 +204,24 @@ struct range {
     unsigned long long id;
 };
 
+typedef CUmemGenericAllocationHandle Handle;
+typedef unsigned long long Flags; /* of calls that know none */
+
 struct backing *backing_new(int device, size_t nbytes, const char *purpose);
 /* Take over the descriptor of another process's memory; NULL if it is none of that purpose. */
 struct backing *backing_adopt(int fd, const char *purpose);
 void backing_drop(struct backing *backing);
-struct backing *backing_find(CUmemGenericAllocationHandle handle);
+struct backing *backing_find(Handle handle);
 
 struct range *range_add(enum kind kind, uintptr_t address, size_t nbytes, int device);
 /* Return the range of one of the kinds that an address is in, or NULL. */
 struct range *range_at(uintptr_t address, unsigned kinds);
-struct range *range_first(void);
+extern struct range *ranges;
 bool range_overlaps(uintptr_t address, size_t nbytes);
 /* Forget a range and drop its backing, after the operations that are touching it. */
 void range_remove(struct range *range);
+/* The same, and give its addresses back. */
+void range_free(struct range *range);
 /* Return where the driver finds what a context's device sees at `address`, shorten `run` to what
  * lies there in one piece, and mark the range as busy; NULL if that device may not touch it. */
 char *range_touch(CUcontext context, uintptr_t address, bool write, size_t *run,

@@ -3,9 +3,6 @@
 #include "standin.h"
 
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 /* A copy looks its addresses up again after so many bytes, so that memory that is unmapped
  * meanwhile is missed. */
@@ -41,15 +38,12 @@ struct work {
     CUdeviceptr target, source;
     size_t nbytes;
     unsigned value;
-    bool sets;
-    bool from_host, to_host; /* pageable memory, which no device knows */
-    CUevent event;
-    CUstream other;
-    uint64_t number;
+    bool sets, from_host, to_host; /* pageable memory, which no device knows */
+    uint64_t *counter, number;     /* of an event or another stream, */
+    CUcontext whose;               /* which is of that context */
     CUhostFn function;
-    void *data;
     void (*call)(CUcontext, void *);
-    void *staged; /* freed with the work */
+    void *data, *staged; /* that is freed with the work */
 };
 
 static CUstream streams;
@@ -68,8 +62,7 @@ static void *run_queue(void *argument) {
     struct queue *queue = argument;
     driver_lock();
     for (;;) {
-        while (!queue->first && !queue->ending)
-            driver_wait();
+        WAIT_WHILE(!queue->first && !queue->ending);
         struct work *work = queue->first;
         if (!work) break;
         queue->first = work->next;
@@ -113,8 +106,7 @@ static CUstream stream_new(CUcontext context, unsigned flags) {
     struct queue *queue = settings.one_queue ? shared_queue : queue_new();
     if (!queue) return NULL;
     CUstream stream = calloc(1, sizeof *stream);
-    *stream =
-        (struct CUstream_st){.next = streams, .context = context, .queue = queue, .flags = flags};
+    *stream = (struct CUstream_st){streams, context, queue, .flags = flags};
     return streams = stream;
 }
 
@@ -133,8 +125,7 @@ CUstream stream_of(CUstream handle) {
 
 static void wait_for_stream(CUstream stream) {
     uint64_t number = stream->queued;
-    while (stream->done < number)
-        driver_wait();
+    WAIT_WHILE(stream->done < number);
 }
 
 void streams_drain(CUcontext context) {
@@ -164,24 +155,29 @@ static void append(CUstream stream, struct work work) {
     driver_changed();
 }
 
-static void run_wait_stream(struct work *work) {
-    while (work->other->done < work->number && !work->stream->context->broken)
-        driver_wait();
+static void run_wait(struct work *work) {
+    WAIT_WHILE(*work->counter < work->number && !work->stream->context->broken &&
+               !work->whose->broken);
 }
 
 /* The legacy default stream waits for the blocking streams of its context, and they for it (CUDA
  * driver API, stream synchronization behavior). */
-static void queue_work(CUstream stream, struct work work) {
+static CUresult queue_work(CUstream stream, struct work work) {
     CUcontext context = stream->context;
     for (CUstream at = streams; at && !(stream->flags & CU_STREAM_NON_BLOCKING); at = at->next) {
         bool one_is_default = at == context->default_stream || stream == context->default_stream;
         if (at != stream && at->context == context && one_is_default &&
             !(at->flags & CU_STREAM_NON_BLOCKING) && at->done < at->queued)
-            append(stream,
-                   (struct work){.run = run_wait_stream, .other = at, .number = at->queued});
+            append(stream, (struct work){.run = run_wait,
+                                         .counter = &at->done,
+                                         .whose = context,
+                                         .number = at->queued});
     }
     append(stream, work);
+    return CUDA_SUCCESS;
 }
+
+#define QUEUE(stream, ...) return call_end(queue_work(stream, (struct work){__VA_ARGS__}))
 
 static void run_call(struct work *work) { work->call(work->stream->context, work->staged); }
 
@@ -193,7 +189,7 @@ void stream_queue(CUstream stream, void (*call)(CUcontext, void *), void *data) 
 
 CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
     CALL(NEEDS_CONTEXT, "%u", flags);
-    REQUIRE(!(flags & ~(unsigned)CU_STREAM_NON_BLOCKING), CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(!(flags & ~(unsigned)CU_STREAM_NON_BLOCKING), INVALID_VALUE);
     *stream = stream_new(context_current(), flags);
     return call_end(*stream ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
@@ -202,27 +198,27 @@ CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
  * the function will return immediately and the resources associated with hStream will be released
  * automatically once the device has completed all work in hStream." */
 CUresult cuStreamDestroy(CUstream handle) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
+    CALL(NEEDS_CONTEXT, "%p", handle);
     CUstream stream = stream_of(handle);
-    REQUIRE(stream && stream != context_current()->default_stream, CUDA_ERROR_INVALID_HANDLE);
-    stream_end(stream);
-    return call_end(CUDA_SUCCESS);
+    REQUIRE(stream && stream != context_current()->default_stream, INVALID_HANDLE);
+    FINISH(stream_end(stream));
 }
 
+/* Find a stream that nothing captures, or end the call with an error. */
+#define FIND_STREAM(stream, handle, captured)                                                      \
+    FIND(stream, stream_of(handle), INVALID_HANDLE);                                               \
+    REQUIRE(!capture_has(stream), captured)
+
 CUresult cuStreamSynchronize(CUstream handle) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", (void *)handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(!capture_has(stream), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
+    FIND_STREAM(stream, handle, STREAM_CAPTURE_UNSUPPORTED);
     wait_for_stream(stream);
     return call_end(stream->context->broken);
 }
 
 CUresult cuStreamQuery(CUstream handle) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", (void *)handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(!capture_has(stream), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
+    FIND_STREAM(stream, handle, STREAM_CAPTURE_UNSUPPORTED);
     return call_end(stream->done < stream->queued ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
@@ -233,11 +229,9 @@ static void run_function(struct work *work) {
 }
 
 CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void *data) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    queue_work(stream, (struct work){.run = run_function, .function = function, .data = data});
-    return call_end(CUDA_SUCCESS);
+    CALL(NEEDS_CONTEXT, "%p", handle);
+    FIND(stream, stream_of(handle), INVALID_HANDLE);
+    QUEUE(stream, .run = run_function, .function = function, .data = data);
 }
 
 /* -- events ----------------------------------------------------------------------------------- */
@@ -252,73 +246,55 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) {
     CALL(NEEDS_CONTEXT, "%#x", flags);
     *event = calloc(1, sizeof **event);
     **event = (struct CUevent_st){.next = events, .context = context_current()};
-    events = *event;
-    return call_end(CUDA_SUCCESS);
+    FINISH(events = *event);
 }
 
 /* "An event may be destroyed before it is complete. In this case, the call does not block on
  * completion of the event." */
 CUresult cuEventDestroy(CUevent handle) {
-    CALL(NEEDS_CONTEXT, "%p", (void *)handle);
-    CUevent event = event_of(handle);
-    REQUIRE(event, CUDA_ERROR_INVALID_HANDLE);
-    event->destroyed = true;
-    return call_end(CUDA_SUCCESS);
+    CALL(NEEDS_CONTEXT, "%p", handle);
+    FIND(event, event_of(handle), INVALID_HANDLE);
+    FINISH(event->destroyed = true);
 }
 
 static void run_record(struct work *work) {
-    if (work->event->happened < work->number) work->event->happened = work->number;
+    if (*work->counter < work->number) *work->counter = work->number;
 }
 
 /* "hEvent and hStream must be from the same context". */
 CUresult cuEventRecord(CUevent handle, CUstream on) {
-    CALL(NEEDS_CONTEXT, "%p, %p", (void *)handle, (void *)on);
+    CALL(NEEDS_CONTEXT, "%p, %p", handle, on);
     CUevent event = event_of(handle);
-    CUstream stream = stream_of(on);
-    REQUIRE(event && stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(event->context == stream->context, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(!capture_has(stream), CUDA_ERROR_NOT_SUPPORTED);
-    queue_work(stream,
-               (struct work){.run = run_record, .event = event, .number = ++event->recorded});
-    return call_end(CUDA_SUCCESS);
+    FIND_STREAM(stream, on, NOT_SUPPORTED);
+    REQUIRE(event && event->context == stream->context, INVALID_HANDLE);
+    QUEUE(stream, .run = run_record, .counter = &event->happened, .number = ++event->recorded);
 }
 
 /* "Before the first call to cuEventRecord(), an event represents an empty set of work, so for
  * example cuEventQuery() would return CUDA_SUCCESS." */
 CUresult cuEventQuery(CUevent handle) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", (void *)handle);
-    CUevent event = event_of(handle);
-    REQUIRE(event, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(!event->context->broken, event->context->broken);
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
+    FIND(event, event_of(handle), INVALID_HANDLE);
+    if (event->context->broken) return call_end(event->context->broken);
     return call_end(event->happened < event->recorded ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
 CUresult cuEventSynchronize(CUevent handle) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", (void *)handle);
-    CUevent event = event_of(handle);
-    REQUIRE(event, CUDA_ERROR_INVALID_HANDLE);
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
+    FIND(event, event_of(handle), INVALID_HANDLE);
     uint64_t number = event->recorded;
-    while (event->happened < number && !event->context->broken)
-        driver_wait();
+    WAIT_WHILE(event->happened < number && !event->context->broken);
     return call_end(event->context->broken);
-}
-
-static void run_wait_event(struct work *work) {
-    while (work->event->happened < work->number && !work->stream->context->broken &&
-           !work->event->context->broken)
-        driver_wait();
 }
 
 /* "hEvent may be from a different context or device than hStream." */
 CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned flags) {
-    CALL(NEEDS_CONTEXT, "%p, %p, %u", (void *)on, (void *)handle, flags);
+    CALL(NEEDS_CONTEXT, "%p, %p, %u", on, handle, flags);
     CUevent event = event_of(handle);
-    CUstream stream = stream_of(on);
-    REQUIRE(event && stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(!capture_has(stream), CUDA_ERROR_NOT_SUPPORTED);
-    queue_work(stream,
-               (struct work){.run = run_wait_event, .event = event, .number = event->recorded});
-    return call_end(CUDA_SUCCESS);
+    FIND_STREAM(stream, on, NOT_SUPPORTED);
+    REQUIRE(event, INVALID_HANDLE);
+    QUEUE(stream, .run = run_wait, .counter = &event->happened, .whose = event->context,
+          .number = event->recorded);
 }
 
 static void run_wait_word(struct work *work) {
@@ -340,15 +316,12 @@ static void run_wait_word(struct work *work) {
 
 CUresult cuStreamWaitValue32(CUstream handle, CUdeviceptr address, cuuint32_t value,
                              unsigned flags) {
-    CALL(NEEDS_CONTEXT, "%p, %#llx, %u, %u", (void *)handle, (unsigned long long)address, value,
-         flags);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream, CUDA_ERROR_INVALID_HANDLE);
-    REQUIRE(address % sizeof(uint32_t) == 0, CUDA_ERROR_INVALID_VALUE);
+    CALL(NEEDS_CONTEXT, "%p, %#llx, %u, %u", handle, address, value, flags);
+    FIND(stream, stream_of(handle), INVALID_HANDLE);
+    REQUIRE(address % sizeof(uint32_t) == 0, INVALID_VALUE);
     /* GEQ is the only condition that there is here. */
-    REQUIRE(!capture_has(stream) && flags == CU_STREAM_WAIT_VALUE_GEQ, CUDA_ERROR_NOT_SUPPORTED);
-    queue_work(stream, (struct work){.run = run_wait_word, .source = address, .value = value});
-    return call_end(CUDA_SUCCESS);
+    REQUIRE(!capture_has(stream) && flags == CU_STREAM_WAIT_VALUE_GEQ, NOT_SUPPORTED);
+    QUEUE(stream, .run = run_wait_word, .source = address, .value = value);
 }
 
 /* -- copies ----------------------------------------------------------------------------------- */
@@ -396,9 +369,6 @@ static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     if (capture_has(stream)) return CUDA_ERROR_NOT_SUPPORTED;
     if (!work.nbytes) return CUDA_SUCCESS;
-    CUdeviceptr host = work.from_host ? work.source : work.target;
-    if ((work.from_host || work.to_host) && range_at(host, HOST_KINDS))
-        work.from_host = work.to_host = false;
     if (work.from_host) {
         wait_for_stream(stream);
         work.staged = malloc(work.nbytes);
@@ -411,42 +381,40 @@ static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
     return stream->context->broken;
 }
 
-enum host { NO_HOST, FROM_HOST, TO_HOST };
+/* ANY: what is not known of an address is pageable. */
+enum hosts { NO_HOST, FROM_HOST, TO_HOST, ANY };
 
-static struct work copy(CUdeviceptr to, CUdeviceptr from, size_t nbytes, enum host host) {
-    return (struct work){.run = run_copy, to, from, nbytes, .from_host = host == FROM_HOST,
-                         .to_host = host == TO_HOST};
+static CUresult copy(const char *name, CUdeviceptr to, CUdeviceptr from, size_t nbytes,
+                     CUstream stream, enum hosts hosts, bool wait) {
+    unsigned needs = NEEDS_CONTEXT | (wait ? UNSAFE : 0);
+    CUresult begun = call_begin(name, needs, "%#llx, %#llx, %zu, %p", to, from, nbytes, stream);
+    if (begun) return call_end(begun);
+    struct work work = {.run = run_copy, .target = to, .source = from, .nbytes = nbytes};
+    unsigned known = hosts == ANY ? DEVICE_KINDS | HOST_KINDS : HOST_KINDS;
+    work.from_host = hosts & FROM_HOST && !range_at(from, known);
+    work.to_host = hosts & TO_HOST && !range_at(to, known);
+    return call_end(queue_copy(stream, work, wait));
 }
 
-CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t nbytes, CUstream stream) {
-    CALL(NEEDS_CONTEXT, "%#llx, %p, %zu, %p", (unsigned long long)to, from, nbytes, (void *)stream);
-    return call_end(queue_copy(stream, copy(to, (uintptr_t)from, nbytes, FROM_HOST), false));
-}
+#define COPIES(name, to_type, from_type, hosts)                                                    \
+    CUresult name(to_type to, from_type from, size_t nbytes, CUstream stream) {                    \
+        return copy(__func__, (uintptr_t)to, (uintptr_t)from, nbytes, stream, hosts, false);       \
+    }
+#define COPIES_AND_WAITS(name, to_type, from_type, hosts)                                          \
+    CUresult name(to_type to, from_type from, size_t nbytes) {                                     \
+        return copy(__func__, (uintptr_t)to, (uintptr_t)from, nbytes, NULL, hosts, true);          \
+    }
 
-CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
-    CALL(NEEDS_CONTEXT, "%p, %#llx, %zu, %p", to, (unsigned long long)from, nbytes, (void *)stream);
-    return call_end(queue_copy(stream, copy((uintptr_t)to, from, nbytes, TO_HOST), false));
-}
+COPIES(cuMemcpyHtoDAsync, CUdeviceptr, const void *, FROM_HOST)
+COPIES(cuMemcpyDtoHAsync, void *, CUdeviceptr, TO_HOST)
+COPIES(cuMemcpyDtoDAsync, CUdeviceptr, CUdeviceptr, NO_HOST)
+COPIES_AND_WAITS(cuMemcpyHtoD, CUdeviceptr, const void *, FROM_HOST)
+COPIES_AND_WAITS(cuMemcpyDtoH, void *, CUdeviceptr, TO_HOST)
 
-CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t nbytes) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%#llx, %p, %zu", (unsigned long long)to, from, nbytes);
-    return call_end(queue_copy(NULL, copy(to, (uintptr_t)from, nbytes, FROM_HOST), true));
-}
-
-CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t nbytes) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p, %#llx, %zu", to, (unsigned long long)from, nbytes);
-    return call_end(queue_copy(NULL, copy((uintptr_t)to, from, nbytes, TO_HOST), true));
-}
-
-CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
-    CALL(NEEDS_CONTEXT, "%#llx, %#llx, %zu, %p", (unsigned long long)to, (unsigned long long)from,
-         nbytes, (void *)stream);
-    return call_end(queue_copy(stream, copy(to, from, nbytes, NO_HOST), false));
-}
+COPIES(cuMemcpyAsync, CUdeviceptr, CUdeviceptr, ANY)
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
-    CALL(NEEDS_CONTEXT, "%#llx, %u, %zu, %p", (unsigned long long)to, value, nbytes,
-         (void *)stream);
+    CALL(NEEDS_CONTEXT, "%#llx, %u, %zu, %p", to, value, nbytes, stream);
     struct work work = {.run = run_copy, to, 0, nbytes, value, .sets = true};
     return call_end(queue_copy(stream, work, false));
 }
