@@ -17,6 +17,9 @@ PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
 # Test files that run at a time: the tests wait for processes much of their time.
 JOBS ?= 3
+# The files in their order, the many short ones of tests/unit last. By default those of few tests
+# come last: they start many processes each, and the run waits for the longest of them.
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
 VLLM_PY := .venv-vllm/bin/python
@@ -101,13 +104,13 @@ demo: $(READY)
 	$(PY) -m mx demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not long" $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 test-gpu-standin: setup-gpu
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" tests/integration/test_driver_*.py $(ARGS)
+	$(PYTEST) -m "not slow" tests/integration/test_driver_*.py $(ARGS)
 
 test-long: $(READY)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)
+	$(PYTEST) -m "long and not slow" $(ARGS)
 
 test-pythons: $(READY)
 	.ci/test-pythons $(ARGS)
