@@ -73,6 +73,10 @@ class Documents:
         """Return the document, or None if it is not here."""
         return self._store.document(digest)
 
+    def used_by(self, address: str) -> int:
+        """Return the bytes of documents and reservations that an address pays for."""
+        return self._used_by[address]
+
     def keep(self, now: float, digest: bytes, address: str = "") -> bool:
         """Return True if the document is here.
 
