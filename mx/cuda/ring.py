@@ -8,17 +8,64 @@ next `take` of the slot waits for the copy.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 
-from mx.buffers import copy_bytes
-from mx.cuda.device import Device, Event, PinnedMemory, Stream
+from mx import forks
+from mx.buffers import address_of, copy_bytes, seal
+from mx.cuda.device import Device, Event, PinnedMemory, PinnedRegion, Stream
 from mx.errors import ClosedError
 from mx.units import MIB
+from mx.views import DeviceView
 
 SLOT_BYTES = 2 * MIB
 SLOTS = 8
+_MEMFD_NAME = "mx:ring"
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1, 2, 4, 16
+
+forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_MEMFD_NAME}"))
+
+
+class SharedPinned:
+    """`nbytes` (> 0) of pinned host memory that other processes can map, to read only.
+
+    Args:
+        device: A GPU, for which it is pinned.
+        nbytes: A whole number of pages.
+
+    Raises:
+        CudaMemoryError: So much memory can't be pinned.
+        OSError: There are no descriptors left, or the kernel is older than Linux 5.1.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        with contextlib.ExitStack() as undo:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self.memfd = os.memfd_create(_MEMFD_NAME, flags)
+            undo.callback(os.close, self.memfd)
+            os.ftruncate(self.memfd, nbytes)
+            self._view = memoryview(mmap.mmap(self.memfd, nbytes))
+            # From now on nobody gets another map that can be written to, from this process either.
+            seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+            seal(self.memfd, seals)
+            self.address = address_of(self._view)
+            undo.enter_context(PinnedRegion(device, self.address, nbytes))
+            self._ends = undo.pop_all()
+
+    def view(self) -> memoryview:
+        """Return writable bytes, which keep the memory, pinned or not."""
+        return self._view
+
+    def __enter__(self) -> SharedPinned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unpin the memory, and close the memfd."""
+        self._view = memoryview(b"")
+        self._ends.close()
 
 
 class Slot:
@@ -37,28 +84,34 @@ class Slot:
 class PinnedRing:
     """A ring of `slots` slots of `slot_nbytes` bytes each.
 
-    Thread-safe; owns its memory, events and two streams. Raises CudaMemoryError if so much memory
-    can't be pinned.
+    Thread-safe; owns its memory (of the kind `memory`), events and two streams. Raises
+    CudaMemoryError if so much memory can't be pinned, and what else `memory` raises.
     """
 
     def __init__(
-        self, device: Device, *, slot_nbytes: int = SLOT_BYTES, slots: int = SLOTS
+        self,
+        device: Device,
+        *,
+        slot_nbytes: int = SLOT_BYTES,
+        slots: int = SLOTS,
+        memory: Callable[[Device, int], PinnedMemory | SharedPinned] = PinnedMemory,
     ) -> None:
         self.device = device
         self.slot_nbytes = slot_nbytes
         with contextlib.ExitStack() as undo:
-            self._memory = undo.enter_context(PinnedMemory(device, slots * slot_nbytes))
+            self.memory = memory(device, slots * slot_nbytes)
+            undo.enter_context(self.memory)
             self._up = undo.enter_context(Stream(device))
             self._down = undo.enter_context(Stream(device))
             events = [undo.enter_context(Event(device)) for _ in range(slots)]
             self._uploaded = undo.enter_context(Event(device))
             self._ends = undo.pop_all()
         #: All of the slots' memory.
-        self.view = self._memory.view()
+        self.view = self.memory.view()
         self._free = deque(
             Slot(
                 self.view[i * slot_nbytes : (i + 1) * slot_nbytes],
-                self._memory.address + i * slot_nbytes,
+                self.memory.address + i * slot_nbytes,
                 event,
             )
             for i, event in enumerate(events)
@@ -136,6 +189,24 @@ class PinnedRing:
         with self.device.current():
             self.device.driver.copy_dtoh(slot.address + offset, source, nbytes, self._down.handle)
         slot.event.record(self._down)
+
+    def gather(self, slot: Slot, spans: Iterable[DeviceView]) -> None:
+        """Queue copies of device memory into the slot, one after the other, as `fetch` does;
+        adjacent spans are copied as one."""
+        copy, stream = self.device.driver.copy_dtoh, self._down.handle
+        into, address, run = slot.address, 0, 0
+        with self.device.current():
+            try:
+                for span in spans:
+                    if span.address != address + run:
+                        if run:
+                            copy(into, address, run, stream)
+                        into, address, run = into + run, span.address, 0
+                    run += len(span)
+                if run:
+                    copy(into, address, run, stream)
+            finally:
+                slot.event.record(self._down)
 
     # -- whole ranges ------------------------------------------------------------------------------
 

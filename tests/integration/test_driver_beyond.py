@@ -1,4 +1,4 @@
-"""GPU memory beyond the host, over the stand-in driver: by tcp, through pinned rings."""
+"""GPU memory beyond the host, over the stand-in driver: by tcp and ucx, through pinned rings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.hosts import Hosts
 from benchmarks.processes import Child, Cluster
+from mx_transports.ucx import nixl
 from tests.support.driver.build import environment
 from tests.support.driver.logs import calls
 from tests.support.driver.programs import each_major, passes
@@ -107,6 +108,126 @@ def test_readers_that_stop_leave_slots(major: int, tmp_path: Path, kind: str, tl
     assert {result for _, result in found} == {"CUDA_SUCCESS"}
 
 
+#: Readers of ucx hold slots and do not read them; others lie, or go; another one reads meanwhile.
+_HOLDERS = """
+import dataclasses
+from mx.cuda.driver import load
+from mx.testing.memory import Kind, Memory
+from mx.transport import ExposeOptions, Grant, Piece, Read
+from mx_transports.toolkit import dial, framing, slots
+from mx_transports.toolkit.pieces import PIECE, encode_pieces
+from mx_transports.ucx import UcxTransport, wire
+from mx_transports.ucx.opening import _receive_info
+
+NBYTES, STALL_S = 5 * MIB + 7, 6.0
+device = "cuda:" + load().device_uuid(0)
+memory = Memory(NBYTES, 3, Kind.GPU, device)
+transport = UcxTransport()
+lost = []
+options = ExposeOptions(stall_timeout_s=STALL_S, on_lost=lost.append)
+exposure = transport.expose([memory.region(0)], options)
+exposure.set_generation(1)
+
+class Sink:
+    def __init__(self):
+        self.ended, self.error = threading.Event(), None
+    def landed(self, nbytes):
+        pass
+    def done(self):
+        self.ended.set()
+    def failed(self, error):
+        self.error = error
+        self.ended.set()
+
+def grant(name):
+    return Grant(name, exposure.grant(name), 1, (NBYTES,), "peer", stall_timeout_s=60.0)
+
+def greeted(standing):
+    (stream,) = dial.open_streams(wire.MAGIC, dataclasses.replace(standing, streams=1))
+    return stream, _receive_info(stream, "peer")
+
+def begin(stream, number, *pieces, kind=wire.BEGIN):
+    table = encode_pieces(pieces)
+    head = wire.REQUEST.pack(kind, number, 1, len(table) // PIECE.size)
+    stream.send_all([head, table])
+
+def answer(stream):
+    return wire.RESPONSE.unpack(stream.receive(wire.RESPONSE.size))
+
+def gone(stream):
+    try:
+        stream.wait(memoryview(bytearray(1)))
+    except OSError:
+        return True
+    return False
+
+def read_all(session):
+    sink, into = Sink(), bytearray(NBYTES)
+    session.read([Read("all", [Piece(0, 0, memoryview(into))], sink)])
+    assert sink.ended.wait(60), "the holders have all slots"
+    assert sink.error is None, sink.error
+    assert into == memory.expected
+
+def held():
+    return slots.SLOTS - exposure._slots._ring.free
+
+# One grant gets half of the slots; what was given back is taken again.
+one, info = greeted(grant("one"))
+assert info.slot_bytes == slots.SLOT_BYTES
+for number in range(slots.SLOTS):
+    begin(one, number, (0, number * 1000, MIB))
+addresses = [answer(one)[2] for _ in range(slots.SLOTS // 2)]
+assert len(set(addresses)) == slots.SLOTS // 2 == held()
+begin(one, 0, kind=wire.END)
+assert {answer(one)[:2], answer(one)[:2]} == {(0, framing.OK), (slots.SLOTS // 2, framing.OK)}
+one.close()
+while held():
+    time.sleep(0.01)
+
+# What is not there, or does not fit into a slot, is refused; the connection stays.
+liar, _ = greeted(grant("liar"))
+wrong = [(0, NBYTES - 1, 2)], [(1, 0, 1)], [(0, 0, MIB + 1)], [(0, 0, MIB), (0, 2 * MIB, 1)]
+for number, pieces in enumerate(wrong):
+    begin(liar, number, *pieces)
+    assert answer(liar)[:2] == (number, framing.OUT_OF_RANGE)
+    begin(liar, number, kind=wire.END)
+    assert answer(liar)[0] == number
+assert held() == 0
+begin(liar, 9)  # nothing needs no slot
+assert answer(liar)[:2] == (9, framing.OK) and held() == 0
+begin(liar, 9, (0, 0, 1))  # the same number again
+assert gone(liar)
+liar.close()
+
+# All slots are held. Whoever holds one too long loses it once another one waits.
+holders = [greeted(grant(f"holder {n}"))[0] for n in range(slots.SLOTS + 2)]
+for holder in holders:
+    begin(holder, 0, (0, 0, MIB))
+while held() < slots.SLOTS:
+    time.sleep(0.01)
+session = transport.open(grant("honest"))
+read_all(session)
+session.close()
+assert session.join(10)
+for holder in holders:
+    holder.close()
+while held():
+    time.sleep(0.01)
+assert not lost
+exposure.close()
+assert exposure.join(30)
+memory.close()
+"""
+
+
+@pytest.mark.skipif(nixl.find() is None, reason="NIXL is not installed")
+def test_holders_of_slots_lose_them(major: int, tmp_path: Path) -> None:
+    passes(major, _HOLDERS, LOG=tmp_path)
+    found = Counter(calls(tmp_path))
+    assert found["cuMemHostRegister", "CUDA_SUCCESS"] == 1  # whatever the number of readers
+    assert {result for _, result in found} == {"CUDA_SUCCESS"}
+
+
 def _checkpoint(folder: Path, mib: int = 16) -> tuple[Path, int]:
     """Write a checkpoint whose blocks do not end where slots do; return it and its tensor bytes."""
     folder.mkdir()
@@ -130,6 +251,17 @@ def _log(folder: Path) -> str:
     return "".join(log.read_text() for log in folder.glob("*.log"))
 
 
+#: No TLS, and ucx between hosts.
+_OPEN = ("--insecure", "--trusted-fabric")
+by_each = pytest.mark.parametrize(
+    "transport",
+    [
+        "tcp",
+        pytest.param("ucx", marks=pytest.mark.skipif(nixl.find() is None, reason="no NIXL here")),
+    ],
+)
+
+
 class _Host:
     """A network namespace whose processes have GPUs, and a log for each of them that is started."""
 
@@ -147,7 +279,7 @@ class _Host:
         """Start `mx serve`, or `mx pull --hold`; return it once it is registered, and its log."""
         env, log = self.environment()
         base = ("--listen", f"{self.address}:0", "--coordinator", coordinator)
-        child = Child("-m", "mx", *what, *base, "--insecure", "--json", prefix=self.prefix, env=env)
+        child = Child("-m", "mx", *what, *base, *_OPEN, "--json", prefix=self.prefix, env=env)
         child.hear()
         return child, log
 
@@ -155,13 +287,14 @@ class _Host:
         """Pull, and return the transports that brought anything, and the log."""
         env, log = self.environment()
         command = [*self.prefix, sys.executable, "-m", "mx", "pull", model, *more, "--json"]
-        command += ["--listen", f"{self.address}:0", "--coordinator", coordinator, "--insecure"]
+        command += ["--listen", f"{self.address}:0", "--coordinator", coordinator, *_OPEN]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
         return [path["transport"] for path in json.loads(ended.stdout)["paths"]], log
 
 
-def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
+@by_each
+def test_another_host(major: int, tmp_path: Path, hosts: Hosts, transport: str) -> None:
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
     link = hosts.link("near", "far")
     near, far = (
@@ -177,10 +310,9 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
 
     def check(host: _Host, model: str, device: str) -> Path:
         out = tmp_path / f"{model}-{device}-{host.address}"
-        found, log = host.pull(
-            cluster.coordinator, model, "--device", device, "--transport", "tcp", "--out", str(out)
-        )
-        assert found == ["tcp"]
+        by = ("--device", device, "--transport", transport, "--out", str(out))
+        found, log = host.pull(cluster.coordinator, model, *by)
+        assert found == [transport]
         written = (out / "model.safetensors").read_bytes()
         assert written == (checkpoint / "model.safetensors").read_bytes()
         return log
@@ -198,7 +330,7 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
             assert "cuLaunchKernel" not in _log(log)
             assert ("cuInit" in _log(log)) is (device != "cpu")
         # And back: what was pulled into a GPU is given from there.
-        relay = serve(far, "pull", "g", "--device", "cuda:1", "--hold", "--transport", "tcp")
+        relay = serve(far, "pull", "g", "--device", "cuda:1", "--hold", "--transport", transport)
         children.pop(0).close(terminate=True)
         before = copied(relay, "cuMemcpyDtoHAsync")
         check(near, "g", "cuda:0")
@@ -212,11 +344,12 @@ def test_another_host(major: int, tmp_path: Path, hosts: Hosts) -> None:
 
 
 @pytest.mark.long
-def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
+@by_each
+def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path, transport: str) -> None:
     """Every call fails from some moment on: a typed error, and others go on."""
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
     cluster = Cluster()
-    base = ["--transport", "tcp", "--coordinator", cluster.coordinator, "--json"]
+    base = ["--transport", transport, "--coordinator", cluster.coordinator, "--json"]
 
     def serve(model: str, **settings: object) -> None:
         env = environment(major, settings)
@@ -250,7 +383,7 @@ def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
         code, said = pull("lost")
         assert code == 0
         found = {path["transport"]: path["bytes"] for path in json.loads(said)["paths"]}
-        assert found["resume"] and found["resume"] + found["tcp"] == nbytes
+        assert found["resume"] and found["resume"] + found[transport] == nbytes
         written = (tmp_path / "out" / "model.safetensors").read_bytes()
         assert written == (checkpoint / "model.safetensors").read_bytes()
     finally:
@@ -258,7 +391,8 @@ def test_a_lost_gpu_ends_its_own_pulls(major: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
+@by_each
+def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts, transport: str) -> None:
     """Two pulls into GPUs at the same time: each gives from its GPU what it has."""
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint", mib=48)
     names = ("origin", "one", "other")
@@ -270,14 +404,10 @@ def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts) -> None:
     serving = ["serve", str(checkpoint), "--model", "m", "--device", "cuda:0"]
     child, _ = origin.serve(serving, cluster.coordinator)
     try:
+        by = ("--device", "cuda:1", "--transport", transport)
         before = hosts.sent_nbytes(links["origin"], "origin")
         with ThreadPoolExecutor(2) as pool:
-            pulls = [
-                pool.submit(
-                    host.pull, cluster.coordinator, "m", "--device", "cuda:1", "--transport", "tcp"
-                )
-                for host in targets
-            ]
+            pulls = [pool.submit(host.pull, cluster.coordinator, "m", *by) for host in targets]
             logs = [pull.result()[1] for pull in pulls]
         assert hosts.sent_nbytes(links["origin"], "origin") - before < 1.6 * nbytes
         for log in logs:

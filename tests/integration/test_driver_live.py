@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mx import api
+from mx_transports.ucx import nixl
 from tests.support.driver.programs import Program, each_major, passes, program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -296,6 +297,9 @@ def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -
         assert one.ask("cut(None)") == "right"
         assert one.ask("cut(0)") == "right"  # without kernels: hashed in pinned memory
         assert other.ask("cut(1)") == "right"
+        if nixl.find() is not None:
+            assert one.ask('pull("cpu", transport="ucx")') == "['ucx']"
+            assert one.ask(f"fill(0, coordinator={coordinator!r}, transport='ucx')") == "['ucx']"
         assert other.ask(f"saved({str(saved)!r})") == "right"
         said = one.ask("differing()")
         assert said.startswith("ConfigError") and "nothing was written" in said

@@ -34,6 +34,7 @@ from mx_transports.tcp import TcpTransport, wire
 from mx_transports.tcp.session import AHEAD_REQUESTS
 from mx_transports.toolkit import exposure as sockets
 from mx_transports.toolkit import framing
+from mx_transports.toolkit.pieces import PIECE
 
 TARGET = "mx_transports.tcp:TcpTransport"
 HEADER = framing.HELLO.size + wire.RESPONSE.size
@@ -263,7 +264,7 @@ def test_forged_requests_get_a_status_and_no_bytes(
     with entered(ticket) as sock:
         for request_id in (7, 8):
             frame = wire.REQUEST.pack(request_id, GENERATION, len(pieces))
-            sock.sendall(frame + b"".join(wire.PIECE.pack(*piece) for piece in pieces))
+            sock.sendall(frame + b"".join(PIECE.pack(*piece) for piece in pieces))
             answer = sock.recv(wire.RESPONSE.size, socket.MSG_WAITALL)
             assert wire.RESPONSE.unpack(answer) == (request_id, framing.OUT_OF_RANGE, 0)
 
@@ -282,7 +283,7 @@ def test_a_reader_that_takes_nothing_is_cut(bench: Bench) -> None:
     source = bench.source(48 * MIB)
     _, ticket = source.grant()
     with entered(ticket) as sock:
-        frame = wire.REQUEST.pack(0, GENERATION, 1) + wire.PIECE.pack(0, 0, 48 * MIB)
+        frame = wire.REQUEST.pack(0, GENERATION, 1) + PIECE.pack(0, 0, 48 * MIB)
         sock.sendall(frame)
         bench.eventually(lambda: source.exposure.active_readers() == 1, lambda: "never active")
         bench.eventually(lambda: source.exposure.active_readers() == 0, lambda: "never cut")

@@ -28,6 +28,7 @@ from mx.transport import (
 from mx.units import MIB
 from mx_transports.tcp import TcpTransport, wire
 from mx_transports.toolkit import framing
+from mx_transports.toolkit.pieces import PIECE
 
 RULES = (
     "right_bytes",
@@ -143,7 +144,7 @@ def test_a_read_that_is_not_taken_in_is_counted_while_it_is_sent() -> None:
         with socket.create_connection(tuple(described["addresses"][0])) as reader:
             reader.sendall(framing.PREAMBLE.pack(wire.MAGIC, key, secret))
             reader.recv(framing.HELLO.size, socket.MSG_WAITALL)
-            piece = wire.PIECE.pack(0, 0, 64 * MIB)
+            piece = PIECE.pack(0, 0, 64 * MIB)
             reader.sendall(wire.REQUEST.pack(1, GENERATION, 1) + piece)
             bench.eventually(lambda: exposure.sent_to(grant_id) > 0, lambda: "nothing is counted")
             assert exposure.sent_to(grant_id) < 64 * MIB

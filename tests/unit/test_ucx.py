@@ -362,7 +362,7 @@ def test_a_reader_that_begins_reads_and_ends_none_is_cut_off(bench: Bench) -> No
             reader.recv(nbytes, socket.MSG_WAITALL)
         assert kind == wire.READY
         begins = [
-            wire.REQUEST.pack(wire.BEGIN, number, GENERATION)
+            wire.REQUEST.pack(wire.BEGIN, number, GENERATION, 0)
             for number in range(ucx_exposure.MAX_RUNNING + 1)
         ]
         reader.sendall(b"".join(begins))

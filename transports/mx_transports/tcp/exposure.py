@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mx.transport import ExposedRegion, ExposeOptions, Span
-from mx_transports.tcp.wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
+from mx.transport import ExposedRegion, ExposeOptions
+from mx_transports.tcp.wire import MAGIC, REQUEST, RESPONSE
 from mx_transports.toolkit import framing
 from mx_transports.toolkit.exposure import GrantState
+from mx_transports.toolkit.pieces import MAX_PIECES, PIECE
 from mx_transports.toolkit.sending import SendingExposure
 from mx_transports.toolkit.stream import SocketStream
-
-#: A reader requests a chunk at a time, whose tensors are no more than this.
-MAX_VIEWS = 1 << 17
 
 
 class TcpExposure(SendingExposure):
@@ -40,9 +38,9 @@ class TcpExposure(SendingExposure):
                 table = bytearray(count * PIECE.size)
             pieces = memoryview(table)[: count * PIECE.size]
             stream.fill(pieces)
-            views: list[Span] = []
-            status = self._find(generation, pieces, views)
-            if status != framing.OK:
+            views = self.find(pieces)
+            status = framing.OUT_OF_RANGE if views is None else self.status(generation)
+            if views is None or status != framing.OK:
                 stream.send_all([RESPONSE.pack(request_id, status, 0)])
                 continue
             nbytes = sum(len(view) for view in views)
@@ -53,14 +51,3 @@ class TcpExposure(SendingExposure):
                 self.send(stream, grant, RESPONSE.pack(request_id, framing.OK, nbytes), views)
                 views.clear()
                 stream.send_all([RESPONSE.pack(request_id, self.status(generation), nbytes)])
-
-    def _find(self, generation: int, pieces: memoryview, views: list[Span]) -> int:
-        """Append each piece's memory to `views`; anything but OK means that none may be sent."""
-        for region, offset, nbytes in PIECE.iter_unpack(pieces):
-            found = self.views(region, offset, nbytes)
-            if found is None:
-                return framing.OUT_OF_RANGE
-            views += found
-            if len(views) > MAX_VIEWS:
-                return framing.OUT_OF_RANGE
-        return self.status(generation)

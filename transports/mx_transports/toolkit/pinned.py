@@ -140,21 +140,15 @@ class _Feed:
     def _copy(self, slot: Slot) -> None:
         filled = _Filled(slot)
         self._filled.append(filled)  # so that `close` gives the slot back, whatever happens
-        begin = address = run = 0
         while self._left and filled.nbytes < self._size:
             span = self._left.popleft()
             room = self._size - filled.nbytes
             if len(span) > room:
                 self._left.appendleft(span[room:])
                 span = span[:room]
-            if span.address != address + run:
-                if run:
-                    self._ring.fetch(slot, address, run, offset=begin)
-                begin, address, run = filled.nbytes, span.address, 0
-            run += len(span)
             filled.spans.append(span)
             filled.nbytes += len(span)
-        self._ring.fetch(slot, address, run, offset=begin)
+        self._ring.gather(slot, filled.spans)
 
     def bytes(self) -> memoryview:
         """Return the bytes to send next, which are in their slot."""

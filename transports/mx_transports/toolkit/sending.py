@@ -7,19 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
-from mx.errors import LocalError
-from mx.transport import (
-    DeviceView,
-    ExposedRegion,
-    ExposeOptions,
-    ScatteredView,
-    Span,
-    View,
-    spans_of,
-)
+from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Span
 from mx_transports.toolkit import limiting
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
 from mx_transports.toolkit.listeners import Listen, listen
+from mx_transports.toolkit.pieces import devices_of, find_piece, find_table
 from mx_transports.toolkit.stream import SocketStream
 
 if TYPE_CHECKING:
@@ -54,7 +46,7 @@ class SendingExposure(SocketExposure):
     ) -> None:
         self._views = {region.index: region.view for region in regions}
         self._pinned: PinnedSender | None = None
-        devices = {device for view in self._views.values() for device in _devices(view)}
+        devices = {device for view in self._views.values() for device in devices_of(view)}
         with contextlib.ExitStack() as undo:
             if devices:  # without any, nothing of CUDA is imported
                 from mx_transports.toolkit.pinned import PinnedSender
@@ -86,13 +78,11 @@ class SendingExposure(SocketExposure):
         holder of a view keeps the region's memory; `released` waits for no view but those that
         `serve` has. Views of GPU memory can be sent, but not read here.
         """
-        view = self._views.get(region)
-        if view is None or offset + nbytes > len(view):
-            return None
-        try:
-            return spans_of(view[offset : offset + nbytes])
-        except LocalError:  # it reaches into a hole
-            return None
+        return find_piece(self._views, region, offset, nbytes)
+
+    def find(self, table: memoryview) -> list[Span] | None:
+        """Return the memory of all pieces of a table, as `views` does of one."""
+        return find_table(self._views, table)
 
     @contextlib.contextmanager
     def reading(self, grant: GrantState) -> Iterator[None]:
@@ -159,11 +149,3 @@ class SendingExposure(SocketExposure):
         with self.lock:
             self._sent_bytes += nbytes
             grant.sent_nbytes += nbytes
-
-
-def _devices(view: View) -> set[str]:
-    """Return the devices that a view has memory on."""
-    if isinstance(view, ScatteredView) and view.places() is not None:
-        return set()  # it is known to be in host memory
-    spans = view.located()[1] if isinstance(view, ScatteredView) else [view]
-    return {span.device for span in spans if isinstance(span, DeviceView)}

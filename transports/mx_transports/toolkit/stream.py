@@ -16,6 +16,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from mx import forks
 
@@ -113,6 +114,18 @@ class SocketStream:
         if not got:
             raise StreamClosed("the connection was closed")
         return got
+
+    def comes(self, timeout_s: float | None) -> bool:
+        """Return True once there is something to receive, or the stream has ended.
+
+        Args:
+            timeout_s: How long to wait for it; None for as long as it takes.
+        """
+        if self._tls and cast("ssl.SSLSocket", self._sock).pending():
+            return True
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def next_message(self, view: memoryview) -> None:
         """Receive exactly `len(view)` bytes, however long the first of them takes to come.

@@ -2,7 +2,8 @@
 
 What is enforced, and what is not. Opening is: without a standing grant's secret no reader
 gets an agent's metadata. The source's process is out of reach: the agents live in processes of
-their own. Its bytes are: these map sealed memfds, read-only. But UCX in software knows no grants: a
+their own. Its bytes are: these map sealed memfds, read-only, or the slots that a GPU's memory goes
+through (`mx_transports.toolkit.slots`). But UCX in software knows no grants: a
 process that has had the metadata, or guesses at it, can read the exposed regions for as long as
 that agent's process lives, and can end it. So it ends when a grant is withdrawn from a connected
 reader with no other there, some time after the last reader has left, and with the exposure; what
@@ -11,16 +12,19 @@ honest readers read is void the moment that the grant or the generation is.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mx import config
 from mx.errors import LocalError, NotAllowedError
-from mx.transport import DeviceView, ExposedRegion, ExposeOptions
+from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
 from mx_transports.toolkit.listeners import listen
+from mx_transports.toolkit.pieces import MAX_PIECES, PIECE, devices_of
 from mx_transports.toolkit.reach import is_loopback
 from mx_transports.toolkit.stream import SocketStream
 from mx_transports.ucx import nixl
@@ -40,6 +44,9 @@ from mx_transports.ucx.wire import (
     devices_at,
 )
 
+if TYPE_CHECKING:
+    from mx_transports.toolkit.slots import Slots, Turns
+
 #: How long an agent outlives its last reader, so that the next one does not wait for another.
 LINGER_S = 30.0
 #: An agent that dies is replaced for the next reader, but not more often than this.
@@ -52,7 +59,8 @@ STARTING_EVERY_S = 0.5
 
 
 class UcxExposure(SocketExposure):
-    """Sealed memfds behind listening sockets, one for each host of the options."""
+    """Sealed memfds, or a GPU's memory, behind listening sockets, one for each host of the
+    options."""
 
     def __init__(
         self,
@@ -68,14 +76,27 @@ class UcxExposure(SocketExposure):
             )
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"ucx exposes at most {MAX_REGIONS} regions, not {len(regions)}")
-        self._regions = [(region.index, *_sealed(region)) for region in regions]
+        self._slots: Slots | None = None
         self._bindings = bindings
         self._place = options.place
         self._agents: dict[str, AgentProcess] = {}
         self._deaths: list[float] = []
         # The agents choose ports of their own, at the addresses that these sockets have.
         options = replace(options, ports=range(0), at_peer=False, background=False)
-        super().__init__(name="mx-ucx-source", magic=MAGIC, options=options, listen=listen)
+        with contextlib.ExitStack() as undo:
+            if any(devices_of(region.view) for region in regions):
+                from mx_transports.toolkit.slots import Slots
+
+                self._slots = slots = Slots(regions, options)
+                undo.callback(slots.close)
+                self._mapped = [(slots.memfd, slots.nbytes)]
+                self._regions = [(region.index, len(region.view)) for region in regions]
+            else:
+                sealed = [(region.index, *_sealed(region)) for region in regions]
+                self._mapped = [(descriptor, nbytes) for _, nbytes, descriptor in sealed if nbytes]
+                self._regions = [(index, nbytes) for index, nbytes, _ in sealed]
+            super().__init__(name="mx-ucx-source", magic=MAGIC, options=options, listen=listen)
+            undo.pop_all()
         self.start()
 
     def grant(self, grant_id: str) -> bytes:
@@ -96,6 +117,8 @@ class UcxExposure(SocketExposure):
 
     def released(self) -> None:
         self._regions.clear()
+        if self._slots is not None:
+            self._slots.close()
 
     def serve(self, stream: SocketStream, grant: GrantState) -> None:
         host = stream.local_host
@@ -136,7 +159,7 @@ class UcxExposure(SocketExposure):
                 return None
             agent = AgentProcess(
                 self._bindings,
-                [(descriptor, nbytes) for _, nbytes, descriptor in self._regions if nbytes],
+                self._mapped,
                 _environment(devices_at(self._place, host)),
                 LINGER_S,
                 self._agent_ended,
@@ -157,42 +180,65 @@ class UcxExposure(SocketExposure):
                 del self._agents[host]
 
     def _info(self, agent: AgentProcess, host: str) -> AgentInfo:
-        addresses = iter(agent.addresses)
+        addresses = iter(() if self._slots is not None else agent.addresses)
         regions = {
-            index: AgentRegion(next(addresses) if nbytes else 0, nbytes)
-            for index, nbytes, _ in self._regions
+            index: AgentRegion(next(addresses, 0) if nbytes else 0, nbytes)
+            for index, nbytes in self._regions
         }
-        return AgentInfo(agent.metadata, regions, devices_at(self._place, host))
+        slot_bytes = self._slots.slot_bytes if self._slots is not None else 0
+        return AgentInfo(agent.metadata, regions, devices_at(self._place, host), slot_bytes)
 
     # --- reads
 
     def _answer_reads(self, stream: SocketStream, grant: GrantState, agent: AgentProcess) -> None:
         request = memoryview(bytearray(REQUEST.size))
         running: set[int] = set()
+        turns = self._turns(grant)
         try:
             while True:
+                if turns is not None:
+                    for number, status, offset in turns.answers():
+                        address = agent.addresses[0] + offset
+                        stream.send_all([RESPONSE.pack(number, status, address)])
+                    if not stream.comes(turns.wait_s):
+                        continue
                 stream.next_message(request)
-                kind, number, generation = REQUEST.unpack(request)
+                kind, number, generation, pieces = REQUEST.unpack(request)
+                if pieces > (MAX_PIECES if turns is not None and kind == BEGIN else 0):
+                    return  # Not one of ours; what follows can't be made sense of.
+                table = memoryview(stream.receive(pieces * PIECE.size))
                 if kind == BEGIN and number not in running and len(running) < MAX_RUNNING:
                     running.add(number)
                     agent.count_reads(+1)
                     self.count_reads(grant, +1)
+                    if turns is not None:
+                        turns.begin(number, generation, table)
+                        continue
                 elif kind == END and number in running:
                     running.remove(number)
                     agent.count_reads(-1)
                     self.count_reads(grant, -1)
+                    if turns is not None:
+                        turns.end(number)
                 else:
-                    return  # Not one of ours; what follows can't be made sense of.
-                stream.send_all([RESPONSE.pack(number, self.status(generation))])
+                    return
+                stream.send_all([RESPONSE.pack(number, self.status(generation), 0)])
         finally:
             agent.count_reads(-len(running))
             self.count_reads(grant, -len(running))
+            if turns is not None:
+                turns.close()
+
+    def _turns(self, grant: GrantState) -> Turns | None:
+        if self._slots is None:
+            return None
+        from mx_transports.toolkit.slots import Turns
+
+        return Turns(self._slots, grant, self.status)
 
 
 def _sealed(region: ExposedRegion) -> tuple[int, int]:
     """Return a region's (nbytes, descriptor). Raises LocalError if it is not in a sealed memfd."""
-    if isinstance(region.view, DeviceView):
-        raise LocalError(f"ucx does not expose the memory of {region.device}")
     if region.memfd is None or not kernel.fully_sealed(region.memfd):
         raise LocalError(
             f"ucx exposes sealed memfds only, and region {region.index} is in other memory: an "

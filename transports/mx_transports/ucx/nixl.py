@@ -33,8 +33,11 @@ PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
 
 #: What UCX and NIXL take from the environment alone, at the moment they are loaded: they log to
 #: standard output otherwise, catch SIGSEGV in place of faulthandler, and start a thread for a
-#: virtual file system.
+#: virtual file system. With its modules for CUDA (`gda` and `gdp`, of mlx5, load the one named
+#: `cuda`), UCX 1.23 calls cuInit in processes that use no GPU, and in others it allocates on the
+#: GPU, which ends captures of graphs; here it moves host memory only.
 LIBRARY_SETTINGS = {
+    "UCX_MODULES": "^cuda,gda,gdp",
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",
     "UCX_VFS_ENABLE": "n",

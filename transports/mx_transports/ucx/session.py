@@ -7,13 +7,15 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from mx.errors import MxError, PeerLostError, PeerProtocolError, PeerTimeoutError, SourceError
 from mx.transport import Grant, Read, Span, host_view
 from mx.units import MIB
 from mx_transports.toolkit import dial, framing
+from mx_transports.toolkit.pieces import PIECE, encode_pieces
 from mx_transports.toolkit.session import StreamSession
 from mx_transports.toolkit.slicing import Slice, host_steps
 from mx_transports.toolkit.stream import SocketStream
@@ -38,17 +40,36 @@ _FENCE_TICK_S, _MAX_FENCE_TICK_S = 0.01, 1.0
 log = logging.getLogger("mx.transports.ucx")
 
 
-class _Flight:
-    """A read that has been begun. `landings` are (handle, payload bytes when it is done)."""
+#: Contiguous parts of a read, and the payload bytes when they and all before them are in place.
+_Step = tuple[list[Slice[memoryview]], int]
 
-    def __init__(self, number: int, read: Read) -> None:
-        self.number = number
+
+class _Reading:
+    """A read, and what is left of it: its `steps`, and the number of `flights` under way."""
+
+    def __init__(self, read: Read, step_nbytes: int) -> None:
         self.read = read
-        self.steps: Iterator[tuple[list[Slice[memoryview]], int]] = host_steps(read, STEP_BYTES)
+        self.steps: Iterator[_Step] = host_steps(read, step_nbytes)
+        self.flights = 0
+        self.begun_all = False
+        self.refused = framing.OK
+
+
+class _Flight:
+    """What was begun with the source: a read, or a step of it that comes through a slot.
+
+    `landings` are (handle, payload bytes when it is done); `address` is where the bytes are, unless
+    that follows from their regions.
+    """
+
+    def __init__(self, number: int, reading: _Reading, steps: Iterator[_Step]) -> None:
+        self.number = number
+        self.reading = reading
+        self.steps = steps
+        self.address = 0
         self.begun = False
         self.posted_all = False
         self.sent_end = False
-        self.refused = framing.OK  # what the answer to BEGIN was
         self.landings: deque[tuple[int, int]] = deque()
         self.registered: list[Any] = []
         self.pins: list[Pin] = []
@@ -66,6 +87,8 @@ class UcxSession(StreamSession):
         self._stream = stream
         self._agent = agent
         self._regions = info.regions
+        self._slot_bytes = info.slot_bytes
+        self._reading: _Reading | None = None  # which is begun step by step
         self._arena: Pin | None = None
         self._arena_registered = False
         self._flights: deque[_Flight] = deque()
@@ -101,9 +124,13 @@ class UcxSession(StreamSession):
             self._fence()
             self.hang_up(worker)
             flights, self._flights = self._flights, deque()
+            left = [flight.reading for flight in flights]
+            if self._reading is not None:
+                left.append(self._reading)
             for flight in flights:
                 flight.pins.clear()
-                self.fail(flight.read, failure)
+            for reading in dict.fromkeys(left):
+                self.fail(reading.read, failure)
 
     def _fence(self) -> None:
         """Return once the agent is destroyed, however long that takes.
@@ -129,23 +156,40 @@ class UcxSession(StreamSession):
 
     def _take_reads(self) -> bool:
         """Begin what is queued, waiting for it if nothing is under way. Return False at the end."""
-        while len(self._flights) < READS:
-            idle = not self._flights
-            read = self.take(wait=idle)
-            if read is None:
-                return not idle
-            try:
-                self.check_bounds(read)
-                self.check_generation(framing.MAX_U64)
-            except MxError as error:
-                self.fail(read, error)
-                continue
-            self._number = (self._number + 1) & framing.MAX_U32
-            if idle:
-                self._moved_s = time.monotonic()
-            self._flights.append(_Flight(self._number, read))
-            self._send(BEGIN, self._number)
+        while len(self._flights) < (STEPS if self._slot_bytes else READS):
+            if self._reading is None:
+                idle = not self._flights
+                read = self.take(wait=idle)
+                if read is None:
+                    return not idle
+                try:
+                    self.check_bounds(read)
+                    self.check_generation(framing.MAX_U64)
+                except MxError as error:
+                    self.fail(read, error)
+                    continue
+                if idle:
+                    self._moved_s = time.monotonic()
+                step_nbytes = min(STEP_BYTES, self._slot_bytes or STEP_BYTES)
+                self._reading = _Reading(read, step_nbytes)
+            self._begin(self._reading)
         return True
+
+    def _begin(self, reading: _Reading) -> None:
+        """Begin the read or, if the bytes come through slots, its next step."""
+        steps, table = reading.steps, b""
+        reading.begun_all = not self._slot_bytes
+        if self._slot_bytes:
+            parts, landed = next(steps, ([], 0))
+            reading.begun_all = landed == reading.read.nbytes
+            table = encode_pieces((part.region, part.offset, len(part.view)) for part in parts)
+            steps = iter([(parts, landed)] if parts else [])
+        if reading.begun_all:
+            self._reading = None
+        self._number = (self._number + 1) & framing.MAX_U32
+        reading.flights += 1
+        self._flights.append(_Flight(self._number, reading, steps))
+        self._send(BEGIN, self._number, table)
 
     def _turn(self) -> None:
         """One look at everything that may have moved."""
@@ -170,8 +214,9 @@ class UcxSession(StreamSession):
             waiting.register(self._stream.fileno(), select.POLLIN)
             waiting.poll(_ANSWER_TICK_S * 1000)
 
-    def _send(self, kind: int, number: int) -> None:
-        self._stream.send_all([REQUEST.pack(kind, number, self.grant.generation)])
+    def _send(self, kind: int, number: int, table: bytes = b"") -> None:
+        pieces = len(table) // PIECE.size
+        self._stream.send_all([REQUEST.pack(kind, number, self.grant.generation, pieces), table])
 
     def _receive(self) -> bool:
         """Take the source's answers that have come."""
@@ -180,7 +225,7 @@ class UcxSession(StreamSession):
             return False
         self._received += self._answers[:got]
         while len(self._received) >= RESPONSE.size:
-            number, status = RESPONSE.unpack_from(self._received)
+            number, status, address = RESPONSE.unpack_from(self._received)
             del self._received[: RESPONSE.size]
             flight = next((f for f in self._flights if f.number == number), None)
             if flight is None or (flight.begun and not flight.sent_end):
@@ -188,25 +233,31 @@ class UcxSession(StreamSession):
                     f"{self.peer} sent an answer that fits no request (read {number})",
                     peer=self.peer,
                 )
-            self._answered(flight, status)
+            self._answered(flight, status, address)
         return True
 
-    def _answered(self, flight: _Flight, status: int) -> None:
+    def _answered(self, flight: _Flight, status: int, address: int) -> None:
+        reading = flight.reading
+        reading.refused = reading.refused or status
         if not flight.begun and status == framing.OK:
-            flight.begun = True
+            flight.begun, flight.address = True, address
             return
         if not flight.begun:
             flight.begun = flight.posted_all = flight.sent_end = True
-            flight.refused = status
+            reading.begun_all = True
+            if self._reading is reading:
+                self._reading = None
             self._send(END, flight.number)
             return
         self._unregister(flight)
         self._flights.remove(flight)
-        status = flight.refused or status
-        if status == framing.OK:
-            flight.read.sink.done()
+        reading.flights -= 1
+        if reading.flights or not reading.begun_all:
+            return
+        if reading.refused == framing.OK:
+            reading.read.sink.done()
         else:
-            self.fail(flight.read, framing.refusal(status, self.peer))
+            self.fail(reading.read, framing.refusal(reading.refused, self.peer))
 
     def _post(self) -> bool:
         """Begin transfers, in the order of the reads, as long as there are not enough."""
@@ -222,14 +273,20 @@ class UcxSession(StreamSession):
                     break
                 parts, landed = step
                 local = [self._local(flight, part) for part in parts]
-                remote = [
-                    AddressRange(self._regions[part.region].address + part.offset, len(part.view))
-                    for part in parts
-                ]
+                remote = self._remote(flight, parts)
                 flight.landings.append((self._agent.post(local, remote), landed))
                 under_way += 1
                 posted = True
         return posted
+
+    def _remote(self, flight: _Flight, parts: Sequence[Slice[memoryview]]) -> list[AddressRange]:
+        if not self._slot_bytes:
+            return [
+                AddressRange(self._regions[part.region].address + part.offset, len(part.view))
+                for part in parts
+            ]
+        lengths = [len(part.view) for part in parts]
+        return list(map(AddressRange, accumulate(lengths, initial=flight.address), lengths))
 
     def _local(self, flight: _Flight, part: Slice[memoryview]) -> AddressRange:
         pin = Pin(part.view)
@@ -262,7 +319,7 @@ class UcxSession(StreamSession):
             while flight.landings and self._agent.poll(flight.landings[0][0]):
                 _, landed = flight.landings.popleft()
                 moved = True
-                flight.read.sink.landed(landed)
+                flight.reading.read.sink.landed(landed)
                 if self.closed:
                     return moved
             if flight.landings or not flight.posted_all:

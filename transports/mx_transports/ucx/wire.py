@@ -5,6 +5,10 @@ the source's socket, TLS if there is any: after the HELLO come INFO frames, a ki
 with what the reader needs of the source's agent. Then, for each read, the reader sends BEGIN and
 waits for the answer, reads, sends END and waits again: only with that second answer does it know
 that the grant and the generation still stood when its bytes had arrived.
+
+Where the source's memory is a GPU's, `slot_bytes` in INFO is not 0, and no region has an address.
+Then BEGIN names pieces (`mx_transports.toolkit.pieces`) of at most so many bytes together, and the
+answer says where in the agent's memory they are, one after the other; END gives that place back.
 """
 
 from __future__ import annotations
@@ -17,19 +21,23 @@ from dataclasses import dataclass
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.core.topology import Nic, Place
 from mx.errors import PeerProtocolError
+from mx.units import KIB
 from mx_transports.toolkit.reach import is_loopback
 
-MAGIC = b"mxucx\0\0\1"
+MAGIC = b"mxucx\0\0\2"
 
 #: Kind and number of bytes that follow.
 INFO = struct.Struct("!BI")
 STARTING, READY, FAILED = 0, 1, 2
 MAX_INFO_BYTES = 1 << 20
-#: BEGIN or END, a number of the reader's own, the generation that it planned on.
-REQUEST = struct.Struct("!BIQ")
+#: BEGIN or END, a number of the reader's own, the generation that it planned on, and the number of
+#: pieces that follow.
+REQUEST = struct.Struct("!BIQI")
 BEGIN, END = 1, 2
-#: The number, and a status of `framing`.
-RESPONSE = struct.Struct("!II")
+#: The number, a status of `framing`, and where the bytes are if BEGIN has named pieces.
+RESPONSE = struct.Struct("!IIQ")
+#: Smaller slots would make a read a matter of messages.
+MIN_SLOT_BYTES = 64 * KIB
 
 LOOPBACK_DEVICE = "lo"
 
@@ -44,17 +52,20 @@ class AgentRegion:
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """An agent as its readers see it. `devices` are UCX's names of what it listens on."""
+    """An agent as its readers see it. `devices` are UCX's names of what it listens on; `slot_bytes`
+    is 0 if the agent has the regions themselves."""
 
     metadata: bytes
     regions: dict[int, AgentRegion]
     devices: tuple[str, ...]
+    slot_bytes: int = 0
 
     def encode(self) -> bytes:
         document = {
             "metadata": self.metadata.hex(),
             "regions": [[index, r.address, r.nbytes] for index, r in self.regions.items()],
             "devices": self.devices,
+            "slot_bytes": self.slot_bytes,
         }
         return json.dumps(document).encode()
 
@@ -72,7 +83,10 @@ def decode_info(data: bytes, peer: str) -> AgentInfo:
                 raise ValueError("beyond all memory")
             regions[index] = AgentRegion(address, nbytes)
         devices = tuple(str(name) for name in document["devices"])
-        return AgentInfo(bytes.fromhex(document["metadata"]), regions, devices)
+        slot_bytes = document["slot_bytes"]
+        if type(slot_bytes) is not int or 0 != slot_bytes < MIN_SLOT_BYTES:
+            raise ValueError("too small a slot")
+        return AgentInfo(bytes.fromhex(document["metadata"]), regions, devices, slot_bytes)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerProtocolError(
             f"{peer}: its description of its UCX agent can't be read", peer=peer

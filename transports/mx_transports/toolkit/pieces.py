@@ -1,0 +1,81 @@
+"""Pieces of a source's regions: as requests name them, and where they lie in memory.
+
+In a request each is region u32, offset u64, nbytes u64, big-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+
+from mx.errors import LocalError
+from mx.transport import DeviceView, ScatteredView, Span, View, spans_of
+
+PIECE = struct.Struct("!IQQ")
+MAX_PIECES = 1 << 16
+#: A reader requests a chunk at a time, whose tensors are no more than this.
+MAX_SPANS = 1 << 17
+
+
+def encode_pieces(pieces: Iterable[tuple[int, int, int]]) -> bytes:
+    """Return a table of pieces, PIECE.size bytes for each; adjacent ones travel as one.
+
+    Args:
+        pieces: The region, the offset in it and the length of each.
+
+    Raises:
+        LocalError: They are more than a request holds.
+    """
+    merged: list[tuple[int, int, int]] = []
+    for region, offset, nbytes in pieces:
+        if merged:
+            before, begin, run = merged[-1]
+            if (before, begin + run) == (region, offset):
+                merged[-1] = (region, begin, run + nbytes)
+                continue
+        merged.append((region, offset, nbytes))
+    if len(merged) > MAX_PIECES:
+        raise LocalError(f"{len(merged)} pieces in one read are more than {MAX_PIECES}")
+    return b"".join(PIECE.pack(*piece) for piece in merged)
+
+
+def find_piece(
+    views: Mapping[int, View], region: int, offset: int, nbytes: int
+) -> list[Span] | None:
+    """Return so many bytes of a region, in order, or None where it has none there.
+
+    A region that lies in one place gives one span, a scattered one a span for each place.
+
+    Args:
+        views: The regions.
+        region: The key of one, or of none.
+        offset: Where the bytes begin in it.
+        nbytes: How many there are.
+    """
+    view = views.get(region)
+    if view is None or offset + nbytes > len(view):
+        return None
+    try:
+        return spans_of(view[offset : offset + nbytes])
+    except LocalError:  # it reaches into a hole
+        return None
+
+
+def find_table(views: Mapping[int, View], table: memoryview) -> list[Span] | None:
+    """Return the memory of all pieces of a table; None where one has none, or is in too many
+    places."""
+    spans: list[Span] = []
+    for piece in PIECE.iter_unpack(table):
+        found = find_piece(views, *piece)
+        if found is None or len(spans) + len(found) > MAX_SPANS:
+            return None
+        spans += found
+    return spans
+
+
+def devices_of(view: View) -> set[str]:
+    """Return the GPUs that a view has memory on."""
+    if isinstance(view, ScatteredView) and view.places() is not None:
+        return set()  # it is known to be in host memory
+    spans = view.located()[1] if isinstance(view, ScatteredView) else [view]
+    return {span.device for span in spans if isinstance(span, DeviceView)}
