@@ -15,8 +15,13 @@ PY := .venv/bin/python
 READY := .venv/.ready
 PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
-# Test files that run at a time: the tests wait for processes much of their time.
-JOBS ?= 3
+# Test files that run at a time, also on two cores: half of their time the tests wait. The long ones
+# wait less.
+JOBS ?= 4
+LONG_JOBS ?= 3
+# The files in their order, the many short ones of tests/unit last. By default those of few tests
+# come last: they start many processes each, and the run waits for the longest of them.
+PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
 VLLM_PY := .venv-vllm/bin/python
@@ -28,7 +33,7 @@ GPU13 := cuda-bindings==13.5.0 nvidia-cuda-runtime==13.5.37
 
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
-	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
+	@echo "make test [ARGS=...]        the tests, four files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-long              the tests that go into breadth: liars, hogs, chaos, more links, bounds"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make test-gpu-standin       all GPU tests over a stand-in for the driver, no GPU needed (needs cc)"
@@ -101,13 +106,13 @@ demo: $(READY)
 	$(PY) -m mx demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not long" $(ARGS)
+	$(PYTEST) -n $(JOBS) -m "not slow and not long" $(ARGS)
 
 test-gpu-standin: setup-gpu
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" tests/integration/test_driver_*.py $(ARGS)
+	$(PYTEST) -n $(LONG_JOBS) -m "not slow" tests/integration/test_driver_*.py $(ARGS)
 
 test-long: $(READY)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)
+	$(PYTEST) -n $(LONG_JOBS) -m "long and not slow" $(ARGS)
 
 test-pythons: $(READY)
 	.ci/test-pythons $(ARGS)

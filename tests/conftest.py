@@ -25,6 +25,8 @@ import hypothesis
 import pytest
 import tqdm
 
+from mx.cuda import driver as cuda
+from mx.transport import Unavailable
 from tests.support.leftovers import Holdings
 from tests.support.stores import stores_of
 
@@ -91,10 +93,16 @@ _NEEDS = {
 }
 _LACKING = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
 collect_ignore = [file for name in _LACKING for file in _NEEDS[name]]
+_left_out = [f"left out without {name}: {', '.join(_NEEDS[name])}" for name in _LACKING]
+# Hundreds of tests, each skipped for this one reason. Who asks for them (`pytest tests/gpu`,
+# `python -m tests.gpu`) gets them, and the reason.
+if isinstance(_gpus := cuda.presence(), Unavailable):
+    collect_ignore.append("gpu")
+    _left_out.append(f"left out: gpu ({_gpus.reason})")
 
 
 def pytest_report_header() -> list[str]:
-    return [f"left out without {name}: {', '.join(_NEEDS[name])}" for name in _LACKING]
+    return _left_out
 
 
 # A suite that a shell runs in the background inherits that SIGINT is ignored (under nohup SIGHUP

@@ -330,7 +330,7 @@ class Source(Closable):
         """Why the weights are given to no reader any more; "" while they are: this process has
         written to them, or replaced tensors that were lent."""
         lending = self._server.lending
-        return self._server.withdrawn if lending is None else lending.why
+        return self._server.retirement.withdrawn if lending is None else lending.why
 
     def close(self) -> None:
         """Deregister, cut the remaining readers and free the memory.
@@ -342,8 +342,9 @@ class Source(Closable):
         self._closing.set()
         with self._lock:
             super().close()
-            if not self._loop.inherited:
-                self._server.require_let_go()
+            lending = self._server.lending
+            if lending is not None and not self._loop.inherited:
+                self._server.retirement.require_let_go(lending.held.key)
 
     def keep(self, owner: Closable) -> bool:
         """Take over the owner of the memory that is served, to close it at the end; False if this

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
-from mx.units import format_rate
 
 #: A path that would add less than this part of the best one's bandwidth is not worth its cost.
 WORTH = 0.05
@@ -95,23 +94,9 @@ class Plan:
         parts[0] += nbytes - sum(parts)
         return tuple(parts)
 
-    def explain(self) -> list[str]:
-        """Return a line for each path and each rejected transport that says what became of it."""
-        lines = [f"{_describe(path)}: chosen" for path in self.chosen]
-        lines += [f"{_describe(spare.path)}: {spare.reason}" for spare in self.spare]
-        return [*lines, *map(str, self.rejected)]
-
     def why_none(self) -> str:
         """Return why no path works; leave out transports other than the one that the user named."""
         return "; ".join(str(each) for each in self.rejected if not each.unasked)
-
-
-def _describe(path: SourcePath) -> str:
-    return (
-        f"{path.source.endpoint} by {path.label}, about {format_rate(path.gb_per_s * 1e9)}"
-        + (", attach without a copy" if path.attach else "")
-        + (f" ({path.detail})" if path.detail else "")
-    )
 
 
 #: (transport name, source's place) -> the path there, or the reason why there is none.

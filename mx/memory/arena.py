@@ -31,8 +31,6 @@ from mx.units import format_bytes
 _MEMFD_PREFIX = "mx:"
 forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_MEMFD_PREFIX}"))
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-
 
 class Hasher(Protocol):
     """Hashes blocks while they land; `mx.core.digest.BlockHasher` is one."""

@@ -215,15 +215,6 @@ class LiveMemory:
         """Return the memory: here the tensors' own."""
         return self.view
 
-    def span_at(self, offset: int, nbytes: int) -> Span:
-        """Return bytes of the region that `extents` names, within one tensor."""
-        place = self._place
-        if place.base is not None:
-            return place.base[offset : offset + nbytes]
-        at = place.address + offset
-        array = next(a for a in place.arrays.values() if 0 <= at - a.address < a.span_nbytes)
-        return array.view()[at - array.address : at - array.address + nbytes]
-
     def changed(self) -> str:
         """Say which tensors are no longer where they were: "" if all are."""
         tensors, arrays = self._tensors, self._place.arrays

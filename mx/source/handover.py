@@ -76,7 +76,7 @@ class Handover:
         self, outdated: Sequence[HeldModel], grace_s: float, hurry: Callable[[], bool]
     ) -> None:
         for held in outdated:
-            await uncut(self._server.retire(held.source_id, grace_s, hurry))
+            await uncut(self._server.retirement.retire(held.source_id, grace_s, hurry))
 
     async def _named(self, key: ModelKey) -> str:
         """Return the revision that NAME means for the key's bundle; "" if that is not known."""

@@ -136,7 +136,9 @@ class Lending:
         """Give the memory to no reader any more. `written`: readers are told that it changed."""
         self._say_withdrawn(why)
         async with self._busy:
-            await uncut(self._server.retire_memory(self.held.arena, 0.0, changed=written))
+            await uncut(
+                self._server.retirement.retire_memory(self.held.arena, 0.0, changed=written)
+            )
 
     def _say_withdrawn(self, why: str, level: int = logging.ERROR) -> None:
         self._state.step(LentEvent.WITHDRAW, why)
@@ -247,11 +249,11 @@ class Lending:
         async def retire() -> None:
             until_s = time.monotonic() + change.grace_s
             async with self._busy:  # what hashes it has stopped then
-                await self._server.retire_memory(
+                await self._server.retirement.retire_memory(
                     self.held.arena, change.grace_s, lambda: change.gone or self._is_closed()
                 )
                 left_s = max(0.0, until_s - time.monotonic())
-                await self._server.let_go(self.held.key, left_s)
+                await self._server.retirement.let_go(self.held.key, left_s)
 
         self._retiring = retiring = asyncio.create_task(retire(), name="mx-withdraw")
         done, _ = await asyncio.wait((retiring,), timeout=change.grace_s + ENTER_S)
@@ -287,7 +289,7 @@ class Lending:
             await uncut(self._server.offer(now))
             await self._list(now, stopped)
         except BaseException:
-            await uncut(self._server.retire(now.source_id, 0.0))
+            await uncut(self._server.retirement.retire(now.source_id, 0.0))
             raise
         self._state.step(LentEvent.LIST)
         self._listed = now.manifest.ref.identity

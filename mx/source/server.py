@@ -6,29 +6,27 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mx import discovery, trace
 from mx.core.grants import Principal
-from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceRecord, SourceState
-from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ConfigError, LocalError, MxError
 from mx.log import event
-from mx.memory.live import Memory
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
-from mx.source.doubts import Doubts, looked_at
+from mx.source.doubts import Doubts
 from mx.source.endpoint import dialled_host, require_dialable
-from mx.source.exposures import expose, withdraw
+from mx.source.exposures import expose
 from mx.source.grants import Grants
 from mx.source.lending import Lending
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
 from mx.source.registrar import Registrar
+from mx.source.retirement import Retirement, until
 from mx.source.served import Participant, Served
 from mx.source.service import PeerServicer
 from mx.swarm.origin import Origin
@@ -44,8 +42,6 @@ log = logging.getLogger(__name__)
 
 #: The grace for calls that are about to end: gRPC's client logs an error for each that is cut.
 _LAST_WORDS_S = 0.2
-#: How long readers that copy from frozen memory have to let it go.
-_LET_GO_S = 1.0
 #: How long readers of a source that has another id by now have to finish.
 _RENAMED_GRACE_S = 3600.0
 
@@ -96,8 +92,10 @@ class SourceServer:
         self._doubts = Doubts(self._is_right)
         self._grants = Grants(options.reader_lease_s, self._limits)
         self._servicer = PeerServicer(self._record, self._doubts, self._grants)
-        #: Why a source that lends nothing is given to no reader any more; "" while it is.
-        self.withdrawn = ""
+        #: Takes sources away again.
+        self.retirement = Retirement(
+            self._servicer, self._grants, lambda: self.registrar, options.stall_timeout_s
+        )
         #: Looks after live memory, if this process lends any.
         self.lending: Lending | None = None
         self._listening: Listening | None = None
@@ -106,9 +104,6 @@ class SourceServer:
         #: The port at which this process takes an engine's requests; 0: at none.
         self.requests_port = 0
         self._tasks: list[asyncio.Task[object]] = []
-        self._closing = False
-        #: Exposures of frozen memory, withdrawn, to which readers are still attached.
-        self._attached: list[Exposure] = []
         # Found by `start`: this takes a millisecond, and most pulls' servers never start.
         self._place: Place  # that readers see
         self._expose_place: Place
@@ -243,6 +238,14 @@ class SourceServer:
         )
         return await in_thread(expose, held, self._transports, options)
 
+    async def _is_right(self, served: Served, chunk: int) -> bool:
+        return await self.retirement.is_right(served, chunk)
+
+    def _lost(self, held: HeldModel, why: str) -> None:
+        if not self.retirement.closing:
+            losing = self.retirement.lost(held, why)
+            self._tasks.append(asyncio.create_task(losing, name="mx-lost"))
+
     async def register(self, coordinator: str, *, update: bool = False) -> None:
         """Register every model and stay registered, even if the coordinator restarts.
 
@@ -297,7 +300,7 @@ class SourceServer:
         if idle:  # at once, since the ports for data may be few
             self._servicer.supersede(was.source_id, was.generation + 1, 0.0)
             self._servicer.remove(was.source_id)
-            await self._withdraw(before)
+            await self.retirement.withdraw(before)
         held.source_id, held.generation = str(uuid.uuid4()), was.generation + 1
         try:
             await self.offer(held)
@@ -308,13 +311,13 @@ class SourceServer:
                 await self.offer(held)
             raise
         if not idle:
-            retiring = self.retire(was.source_id, _RENAMED_GRACE_S)
+            retiring = self.retirement.retire(was.source_id, _RENAMED_GRACE_S)
             self._tasks.append(asyncio.create_task(retiring, name="mx-retire"))
 
     # -- new weights ----------------------------------------------------------------------------
 
     async def replace(self, source_id: str, held: HeldModel) -> None:
-        """Serve `held` as a new revision beside the source that it replaces. Then `retire` that
+        """Serve `held` as a new revision beside the source that it replaces. Then retire that
         source.
 
         Args:
@@ -356,150 +359,9 @@ class SourceServer:
 
     async def _take_back(self, held: HeldModel) -> None:
         if held.source_id in self._servicer.models:
-            await self.retire(held.source_id, 0.0)
+            await self.retirement.retire(held.source_id, 0.0)
         else:
             held.release()
-
-    async def retire(
-        self,
-        source_id: str,
-        grace_s: float,
-        hurry: Callable[[], bool] = lambda: False,
-        *,
-        changed: bool = False,
-    ) -> bool:
-        """Stop serving a source, and release its memory once no reader can trust it any more.
-
-        No new grants are given. Readers may finish within `grace_s`; the rest are cut off.
-
-        Args:
-            source_id: The source.
-            grace_s: How long its readers have to finish.
-            hurry: Polled; if it returns True, the grace ends at once.
-            changed: Nothing replaces it: this process has written to its memory. Readers are told
-                at once.
-
-        Returns:
-            False if readers were cut off.
-        """
-        served = self._servicer.models.get(source_id)
-        if served is None:
-            return True
-        self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
-        if changed:
-            served.changed = True
-            self._servicer.cut(source_id)
-        event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
-        if self.registrar is not None:
-            # Live memory comes back under its name.
-            await self.registrar.unlist(served.held, keeps_name=served.held.live)
-        leases = self._grants.leases
-        await self._until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
-        finished = not leases.of_source(source_id)
-        self._servicer.cut(source_id)
-        # No lease is renewed any more, so all have ended by then.
-        longest_s = leases.lease_s + MARGIN_S
-        await self._until(lambda: not self._grants.has_unexpired(source_id), longest_s)
-        if self._servicer.remove(source_id) is not None:
-            await self._free(served)
-        return finished
-
-    async def retire_memory(
-        self,
-        memory: Memory,
-        grace_s: float,
-        hurry: Callable[[], bool] = lambda: False,
-        *,
-        changed: bool = False,
-    ) -> None:
-        """Retire every source of this memory: readers may have it under an earlier id, too."""
-        models = self._servicer.models.items()
-        ids = [source_id for source_id, served in models if served.held.arena is memory]
-        retiring = (self.retire(source_id, grace_s, hurry, changed=changed) for source_id in ids)
-        await asyncio.gather(*retiring)
-
-    async def _is_right(self, served: Served, chunk: int) -> bool:
-        """Hash a chunk again that a reader found wrong, and withdraw its source if it is wrong in
-        this process's memory. Returns True if it is right."""
-        held = served.held
-        if served.newer or self._servicer.models.get(held.source_id) is not served:
-            return False
-        try:
-            if served.watchman is not None:
-                return await served.watchman.doubt(lambda: looked_at(held, chunk))
-            found = await uncut(in_thread(looked_at, held, chunk))
-        except MxError as error:  # such as a GPU's
-            log.warning("%s could not be hashed again: %s", held.key, error)
-            if isinstance(error, CudaError) and error.code in GONE_CODES:
-                self._lost(held, str(error))
-            return False
-        wrong = found.moved or (found.wrong and f"{found.wrong}: written to while others read")
-        if wrong and not served.newer:
-            await uncut(self._give_up(held, wrong))
-        return not wrong
-
-    def _lost(self, held: HeldModel, why: str) -> None:
-        """Withdraw a source whose memory can't be read any more, as it is on a lost GPU."""
-        served = self._servicer.models.get(held.source_id)
-        if served is not None and not (served.newer or served.changed or self._closing):
-            served.changed = True
-            giving_up = self._give_up(held, why)
-            self._tasks.append(asyncio.create_task(giving_up, name="mx-lost"))
-
-    async def _give_up(self, held: HeldModel, why: str) -> None:
-        self.withdrawn = why
-        event(
-            log,
-            "source.withdrawn",
-            level=logging.ERROR,
-            model=str(held.key),
-            source=held.source_id,
-            text=f"{self.withdrawn}; no reader gets anything of it here any more",
-        )
-        await self.retire_memory(held.arena, 0.0, changed=True)
-
-    async def _free(self, served: Served) -> None:
-        await self._withdraw(served)
-        # The same memory may be served under an earlier id, too.
-        shared = any(
-            each.held.arena is served.held.arena for each in self._servicer.models.values()
-        )
-        # Live memory stays while its owner changes it.
-        stays = served.held.borrowed or (served.held.live and not self._closing)
-        if not stays and not shared:
-            served.held.release()
-
-    async def _withdraw(self, served: Served) -> None:
-        served.participant.withdrawn()
-        frozen = served.held.frozen
-        # Readers that copy let go at once, and who has attached is waited for by `let_go`.
-        timeout_s = _LET_GO_S if frozen else 2 * self.options.stall_timeout_s
-        left = await in_thread(withdraw, served.all_exposures(), timeout_s)
-        if frozen:
-            self._attached += left
-
-    async def let_go(self, key: ModelKey, timeout_s: float) -> None:
-        """Wait until no reader is attached to frozen memory that was withdrawn.
-
-        Args:
-            key: The model, for the error.
-            timeout_s: How long to wait at most, if it is longer than a message may take.
-
-        Raises:
-            LocalError: Some still are. Nothing was freed.
-        """
-        if self._attached:
-            # Who has closed just now is heard of a moment later.
-            waited_s = max(timeout_s, _LET_GO_S)
-            self._attached = await in_thread(withdraw, self._attached, waited_s)
-        if self._attached:
-            raise _in_use(key)
-
-    def require_let_go(self) -> None:
-        """Raise as `let_go` does, after `close`. Blocks, and needs no loop."""
-        self._attached = withdraw(self._attached, _LET_GO_S)
-        if self._attached and self.lending is not None:
-            raise _in_use(self.lending.held.key)
 
     # -------------------------------------------------------------------------------------------
 
@@ -523,8 +385,9 @@ class SourceServer:
         """
         served = self._servicer.models.get(source_id)
         if served is None or served.newer:
+            why = self.retirement.withdrawn or "it was withdrawn"
             raise LocalError(
-                f"what was pulled can't be given to others: {self.withdrawn or 'it was withdrawn'}",
+                f"what was pulled can't be given to others: {why}",
                 hint="serve it as it is now, under a name of its own",
             )
         served.held.growing, served.held.layers = False, None
@@ -564,25 +427,16 @@ class SourceServer:
         self._servicer.drain(grace_s)
         readers = len(self._grants.leases)
         event(log, "source.draining", endpoint=self.endpoint, readers=readers, grace_s=grace_s)
-        if not await self._until(lambda: not len(self._grants.leases), grace_s):
+        if not await until(lambda: not len(self._grants.leases), grace_s):
             return False
         # A stream without a lease has nothing to finish.
         for served in self._servicer.models.values():
             served.participant.end()
-        return await self._until(lambda: not self._servicer.streams, grace_s)
-
-    @staticmethod
-    async def _until(done: Callable[[], bool], timeout_s: float) -> bool:
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while not done():
-            if asyncio.get_running_loop().time() >= deadline_s:
-                return False
-            await asyncio.sleep(0.02)
-        return True
+        return await until(lambda: not self._servicer.streams, grace_s)
 
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
-        self._closing = True
+        self.retirement.closing = True
         self._servicer.state = SourceState.DRAINING
         if self.lending is not None:
             await self.lending.close()
@@ -604,16 +458,9 @@ class SourceServer:
         for source_id in list(self._servicer.models):
             gone = self._servicer.remove(source_id)
             if gone is not None:
-                await self._free(gone)
-        if self.lending is not None and not self.lending.held.borrowed:
-            self.lending.held.release()  # also where it is not lent at the moment
-        if self._attached and self.lending is not None:  # their exposures keep the memory
-            await self.let_go(self.lending.held.key, _LET_GO_S)
-
-
-def _in_use(key: ModelKey) -> LocalError:
-    return LocalError(
-        f"{key} is in use: readers are attached to its memory, which must be neither written to "
-        "nor freed",
-        hint="close what has attached to it, and try again",
-    )
+                await self.retirement.free(gone)
+        if self.lending is not None:
+            held = self.lending.held
+            if not held.borrowed:
+                held.release()  # also where it is not lent at the moment
+            await self.retirement.let_go(held.key, 0.0)  # exposures that are attached to keep it

@@ -115,7 +115,7 @@ async def doubt():
     lent["weight"].untyped_storage().resize_(0)
     return await server._is_right(served, 0)
 assert source._loop.run(doubt()) is False
-print(*(server.withdrawn or source.withdrawn).split()[:5])
+print(*(server.retirement.withdrawn or source.withdrawn).split()[:5])
 source.close()
 """
 

@@ -60,7 +60,7 @@ def reports_of(commands: list[Command]) -> list[Any]:
     return reports
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
 @pytest.mark.timeout(180)
 def test_pulls_of_one_machine_give_to_each_other_where_that_is_asked_for(
     run: Run, coordinator: str, weights: Path, tmp_path: Path, transport: str

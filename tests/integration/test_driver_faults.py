@@ -16,7 +16,11 @@ pytestmark = pytest.mark.integration
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rounds", "seed", "major"),
-    [(10, 1, MAJORS[1]), pytest.param(40, 1001, MAJORS[0], marks=pytest.mark.long)],
+    [
+        (4, 1, MAJORS[1]),  # a target's failures and a source's; one ends its pull
+        pytest.param(6, 5, MAJORS[1], marks=pytest.mark.long),
+        pytest.param(40, 1001, MAJORS[0], marks=pytest.mark.long),
+    ],
 )
 def test_a_call_that_fails_is_a_typed_error_or_none(rounds: int, seed: int, major: int) -> None:
     if reason := why_not(major):

@@ -152,7 +152,10 @@ for source in sources:
     assert found["01"] == found["10"] == [["cuda_ipc", False]]
 
 
-@pytest.mark.parametrize("settings", [{}, LEGACY], ids=["vmm", "legacy"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, id="vmm"), pytest.param(LEGACY, marks=pytest.mark.long, id="legacy")],
+)
 def test_bad_luck(major: int, tmp_path: Path, settings: dict[str, object]) -> None:
     """A GPU that can't be mapped, one that is lost, a source that is killed: typed errors, and
     nothing kept; other readers go on. To attach more takes no more calls."""

@@ -58,10 +58,32 @@ def look(pull: api.Pull, how: str) -> tuple[api.LayerEvent, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("kind", "hold"),
-    [(None, False), (None, True), ("tensors", False), ("tensors", True), ("buffer", False)],
+    ("how", "hold", "kind"),
+    [
+        # Each waits for a slow source; these have each way to look, and each memory, with and
+        # without a hold.
+        ("event", False, None),
+        ("layer", True, None),
+        ("nothing", False, "tensors"),
+        ("event", True, "tensors"),
+        ("layer", False, "buffer"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                ("event", True, None),
+                ("event", False, "tensors"),
+                ("event", False, "buffer"),
+                ("layer", False, None),
+                ("layer", False, "tensors"),
+                ("layer", True, "tensors"),
+                ("nothing", False, None),
+                ("nothing", True, None),
+                ("nothing", True, "tensors"),
+                ("nothing", False, "buffer"),
+            ]
+        ),
+    ],
 )
-@pytest.mark.parametrize("how", ["event", "layer", "nothing"])
 def test_what_a_pull_gives_is_of_the_revision_that_it_reports(
     coordinator: str, how: str, hold: bool, kind: str | None
 ) -> None:

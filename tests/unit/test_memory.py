@@ -14,9 +14,11 @@ import pytest
 from mx.buffers import HUGE_PAGE_BYTES
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory import budget
-from mx.memory.arena import SEALS, HostArena, MemfdArena
+from mx.memory.arena import HostArena, MemfdArena
 from mx.units import MIB
 from tests.support.daemon import ended, python
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 def test_host_arena_is_aligned_and_writable() -> None:
