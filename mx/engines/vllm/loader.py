@@ -128,6 +128,9 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             Path(model.model),
         )
         watch(run.loading, vllm_config)
+        if getattr(vllm_config, "kv_transfer_config", None) is not None:
+            # Its connector may move GPU memory by NIXL, with the UCX that a pull loads before.
+            os.environ.setdefault("UCX_MODULES", "*")
         return run
 
     def _load_and_process(self, run: Run, vllm_config: Any, plain: bool) -> Any:
