@@ -331,6 +331,12 @@ def library_environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
 
 
+def set_default(name: str, text: str) -> None:
+    """Set a variable for good, unless it is set: for a library that others load later."""
+    with _environment_lock:
+        os.environ.setdefault(name, text)
+
+
 def load(
     flags: Mapping[str, object] | None = None,
     *,

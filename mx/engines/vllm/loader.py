@@ -13,6 +13,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import mx
+from mx import config
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.logs import logger_of
@@ -130,7 +131,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         watch(run.loading, vllm_config)
         if getattr(vllm_config, "kv_transfer_config", None) is not None:
             # Its connector may move GPU memory by NIXL, with the UCX that a pull loads before.
-            os.environ.setdefault("UCX_MODULES", "*")
+            config.set_default("UCX_MODULES", "*")
         return run
 
     def _load_and_process(self, run: Run, vllm_config: Any, plain: bool) -> Any:
