@@ -202,7 +202,7 @@ def test_only_what_is_named_is_hashed_again(coordinator: str) -> None:
         own = tensors(0)
         with api.pull("m", coordinator=coordinator, into=own) as pull:
             error = error_of(pull)
-        assert isinstance(error, IncompleteError) and "has changed" in error.message
+        assert isinstance(error, IncompleteError) and "have changed" in error.message
 
 
 def test_what_has_not_changed_is_no_new_revision(coordinator: str) -> None:
@@ -316,7 +316,7 @@ def test_a_write_that_was_not_announced_is_noticed_and_no_wrong_byte_is_accepted
         lent["model.layers.3.mlp.weight"].fill_(9)
         with api.pull("m", peer=source.endpoint, into=tensors(0)) as pull:
             error = error_of(pull)
-        assert isinstance(error, IncompleteError) and "has changed" in error.message
+        assert isinstance(error, IncompleteError) and "have changed" in error.message
         deadline_s = time.monotonic() + 60
         while not source.withdrawn and time.monotonic() < deadline_s:
             time.sleep(0.1)
@@ -551,7 +551,7 @@ def test_follow_does_not_follow_what_was_written_without_a_word(coordinator: str
         own = tensors(0)
         with api.pull("m", peer=source.endpoint, into=own, follow=True, wait_s=1) as pull:
             error = error_of(pull, 60)
-    assert isinstance(error, IncompleteError) and "has changed" in error.message
+    assert isinstance(error, IncompleteError) and "have changed" in error.message
 
 
 def test_an_interrupt_while_readers_are_waited_for_leaves_the_tensors_as_they_were(
