@@ -134,7 +134,7 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
     if not (isinstance(name, str) and isinstance(message, str) and isinstance(hint, str)):
         return None
     kind = getattr(errors, name, None)
-    if not isinstance(kind, type):
+    if not isinstance(kind, type) or issubclass(kind, errors.LocalError):
         return None
     message, hint = plain(message), plain(hint)
     if issubclass(kind, PeerVersionError | CoordinatorVersionError):

@@ -17,7 +17,9 @@ CLAIMS = {
     "torch's own allocations, expandable segments too": ["test_transports.py::test_torch"],
     "cuda_ipc: within a GPU, and to another one": ["test_cuda_ipc.py"],
     "pcie_p2p: host to GPU, GPU to host, GPU to GPU": ["test_pcie_p2p.py"],
-    "tcp from a GPU and into one, through pinned memory": ["test_tcp.py", "test_staged.py"],
+    "tcp and ucx from a GPU and into one, through pinned memory": [
+        *("test_tcp.py", "test_ucx.py", "test_staged.py"),
+    ],
     "attach and copy between processes; deaths, lies, leaks": [
         *("test_transports.py", "test_ends.py", "test_labels.py"),
     ],

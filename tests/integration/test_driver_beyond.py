@@ -33,8 +33,9 @@ from mx.testing.certificates import certificates
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Piece, Read
 from mx_transports.tcp import TcpTransport
-from mx_transports.tcp.wire import MAGIC, RESPONSE, encode_request
+from mx_transports.tcp.wire import MAGIC, REQUEST, RESPONSE
 from mx_transports.toolkit import dial, pinned
+from mx_transports.toolkit.pieces import encode_request
 from pathlib import Path
 
 NBYTES, HOGS, PATIENT_S = 16 * MIB, 40, 300.0
@@ -71,7 +72,7 @@ def read(sink):
 hogs = []
 for number in range(HOGS):
     (stream,) = dial.open_streams(MAGIC, grant(f"hog {{number}}"))
-    stream.send_all([encode_request(0, 1, read(Sink())[1])])
+    stream.send_all([encode_request(REQUEST, (0, 1), read(Sink())[1].pieces)])
     hogs.append(stream)
 while exposure.active_readers() < HOGS:
     time.sleep(0.01)
@@ -115,7 +116,7 @@ from mx.cuda.driver import load
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Piece, Read
 from mx_transports.toolkit import dial, framing, slots
-from mx_transports.toolkit.pieces import PIECE, encode_pieces
+from mx_transports.toolkit.pieces import encode_request
 from mx_transports.ucx import UcxTransport, wire
 from mx_transports.ucx.opening import _receive_info
 
@@ -147,9 +148,8 @@ def greeted(standing):
     return stream, _receive_info(stream, "peer")
 
 def begin(stream, number, *pieces, kind=wire.BEGIN):
-    table = encode_pieces(pieces)
-    head = wire.REQUEST.pack(kind, number, 1, len(table) // PIECE.size)
-    stream.send_all([head, table])
+    wanted = [Piece(region, at, memoryview(bytes(nbytes))) for region, at, nbytes in pieces]
+    stream.send_all([encode_request(wire.REQUEST, (kind, number, 1), wanted)])
 
 def answer(stream):
     return wire.RESPONSE.unpack(stream.receive(wire.RESPONSE.size))

@@ -7,8 +7,9 @@ from collections import deque
 from mx.errors import MxError, PeerLostError, PeerProtocolError, SourceError
 from mx.transport import Grant, Read
 from mx.units import MIB
-from mx_transports.tcp.wire import RESPONSE, encode_request
+from mx_transports.tcp.wire import REQUEST, RESPONSE
 from mx_transports.toolkit import dial, framing
+from mx_transports.toolkit.pieces import encode_request
 from mx_transports.toolkit.session import StreamSession
 from mx_transports.toolkit.slicing import host_steps
 from mx_transports.toolkit.stream import SocketStream
@@ -56,7 +57,7 @@ class TcpSession(StreamSession):
             try:
                 self.check_bounds(read)
                 self.check_generation(framing.MAX_U64)
-                frame = encode_request(request_id, self.grant.generation, read)
+                frame = encode_request(REQUEST, (request_id, self.grant.generation), read.pieces)
             except MxError as error:
                 self.fail(read, error)
                 continue

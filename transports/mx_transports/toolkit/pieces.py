@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Mapping
 
 from mx.errors import LocalError
-from mx.transport import DeviceView, ScatteredView, Span, View, spans_of
+from mx.transport import DeviceView, Piece, ScatteredView, Span, View, spans_of
 
 PIECE = struct.Struct("!IQQ")
 MAX_PIECES = 1 << 16
@@ -17,26 +17,32 @@ MAX_PIECES = 1 << 16
 MAX_SPANS = 1 << 17
 
 
-def encode_pieces(pieces: Iterable[tuple[int, int, int]]) -> bytes:
-    """Return a table of pieces, PIECE.size bytes for each; adjacent ones travel as one.
+def encode_request(head: struct.Struct, fields: tuple[int, ...], pieces: Iterable[Piece]) -> bytes:
+    """Return a request: its head, and a table of pieces, of which adjacent ones travel as one.
 
     Args:
-        pieces: The region, the offset in it and the length of each.
+        head: The format of the head, which ends with the number of pieces.
+        fields: What else is in it.
+        pieces: The pieces, which lie within the source's regions.
 
     Raises:
-        LocalError: They are more than a request holds.
+        LocalError: There are more pieces than a request holds.
     """
     merged: list[tuple[int, int, int]] = []
-    for region, offset, nbytes in pieces:
+    for piece in pieces:
+        nbytes = len(piece.view)
         if merged:
-            before, begin, run = merged[-1]
-            if (before, begin + run) == (region, offset):
-                merged[-1] = (region, begin, run + nbytes)
+            region, offset, before = merged[-1]
+            if (region, offset + before) == (piece.region, piece.region_offset):
+                merged[-1] = (region, offset, before + nbytes)
                 continue
-        merged.append((region, offset, nbytes))
+        merged.append((piece.region, piece.region_offset, nbytes))
     if len(merged) > MAX_PIECES:
         raise LocalError(f"{len(merged)} pieces in one read are more than {MAX_PIECES}")
-    return b"".join(PIECE.pack(*piece) for piece in merged)
+    frame = bytearray(head.pack(*fields, len(merged)))
+    for each in merged:
+        frame += PIECE.pack(*each)
+    return bytes(frame)
 
 
 def find_piece(

@@ -12,10 +12,10 @@ from itertools import accumulate
 from typing import Any
 
 from mx.errors import MxError, PeerLostError, PeerProtocolError, PeerTimeoutError, SourceError
-from mx.transport import Grant, Read, Span, host_view
+from mx.transport import Grant, Piece, Read, Span, host_view
 from mx.units import MIB
 from mx_transports.toolkit import dial, framing
-from mx_transports.toolkit.pieces import PIECE, encode_pieces
+from mx_transports.toolkit.pieces import encode_request
 from mx_transports.toolkit.session import StreamSession
 from mx_transports.toolkit.slicing import Slice, host_steps
 from mx_transports.toolkit.stream import SocketStream
@@ -177,19 +177,19 @@ class UcxSession(StreamSession):
 
     def _begin(self, reading: _Reading) -> None:
         """Begin the read or, if the bytes come through slots, its next step."""
-        steps, table = reading.steps, b""
+        steps, pieces = reading.steps, list[Piece]()
         reading.begun_all = not self._slot_bytes
         if self._slot_bytes:
             parts, landed = next(steps, ([], 0))
             reading.begun_all = landed == reading.read.nbytes
-            table = encode_pieces((part.region, part.offset, len(part.view)) for part in parts)
+            pieces = [Piece(part.region, part.offset, part.view) for part in parts]
             steps = iter([(parts, landed)] if parts else [])
         if reading.begun_all:
             self._reading = None
         self._number = (self._number + 1) & framing.MAX_U32
         reading.flights += 1
         self._flights.append(_Flight(self._number, reading, steps))
-        self._send(BEGIN, self._number, table)
+        self._send(BEGIN, self._number, pieces)
 
     def _turn(self) -> None:
         """One look at everything that may have moved."""
@@ -214,9 +214,9 @@ class UcxSession(StreamSession):
             waiting.register(self._stream.fileno(), select.POLLIN)
             waiting.poll(_ANSWER_TICK_S * 1000)
 
-    def _send(self, kind: int, number: int, table: bytes = b"") -> None:
-        pieces = len(table) // PIECE.size
-        self._stream.send_all([REQUEST.pack(kind, number, self.grant.generation, pieces), table])
+    def _send(self, kind: int, number: int, pieces: Sequence[Piece] = ()) -> None:
+        fields = kind, number, self.grant.generation
+        self._stream.send_all([encode_request(REQUEST, fields, pieces)])
 
     def _receive(self) -> bool:
         """Take the source's answers that have come."""
