@@ -51,8 +51,12 @@ def replica(model: str, coordinator: str, conn: Connection) -> None:
     """Run one engine: send what it generates, and what it loaded, and stay until told to end."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is this process
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    import torch
     from vllm import LLM, SamplingParams
 
+    # vLLM 0.32 computes attention with AMX where the CPU has it, and does not ask the kernel for its
+    # registers: SIGILL, unless something else in the process has asked.
+    torch.cpu._init_amx()
     llm = LLM(
         model=model,
         load_format="mx-peer",
