@@ -54,8 +54,8 @@ def replica(model: str, coordinator: str, conn: Connection) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    # vLLM 0.32 computes attention with AMX where the CPU has it, and does not ask the kernel for its
-    # registers: SIGILL, unless something else in the process has asked.
+    # vLLM 0.32 computes attention with AMX where the CPU has it, and asks the kernel for its
+    # registers nowhere: SIGILL, unless something else in the process has asked.
     torch.cpu._init_amx()
     llm = LLM(
         model=model,

@@ -226,8 +226,8 @@ def main() -> None:
     import torch
     from vllm import ModelRegistry
 
-    # vLLM 0.32 computes attention with AMX where the CPU has it, and does not ask the kernel for its
-    # registers: SIGILL, unless something else in the process has asked.
+    # vLLM 0.32 computes attention with AMX where the CPU has it, and asks the kernel for its
+    # registers nowhere: SIGILL, unless something else in the process has asked.
     torch.cpu._init_amx()
     ModelRegistry.register_model("LlamaWithTensor", "tests.vllm.with_tensor:LlamaWithTensor")
     host = Host()
