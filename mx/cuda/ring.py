@@ -23,6 +23,8 @@ from mx.views import DeviceView
 
 SLOT_BYTES = 2 * MIB
 SLOTS = 8
+#: More copies than so many into a slot, of small tensors, take longer than its user should wait.
+MAX_COPIES = 1024
 _MEMFD_NAME = "mx:ring"
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1, 2, 4, 16
 
@@ -190,11 +192,11 @@ class PinnedRing:
             self.device.driver.copy_dtoh(slot.address + offset, source, nbytes, self._down.handle)
         slot.event.record(self._down)
 
-    def gather(self, slot: Slot, spans: Iterable[DeviceView]) -> None:
-        """Queue copies of device memory into the slot, one after the other, as `fetch` does;
-        adjacent spans are copied as one."""
+    def gather(self, slot: Slot, spans: Iterable[DeviceView], *, offset: int = 0) -> None:
+        """Queue copies of device memory into the slot, one after the other from `offset` on, as
+        `fetch` does; adjacent spans are copied as one."""
         copy, stream = self.device.driver.copy_dtoh, self._down.handle
-        into, address, run = slot.address, 0, 0
+        into, address, run = slot.address + offset, 0, 0
         with self.device.current():
             try:
                 for span in spans:

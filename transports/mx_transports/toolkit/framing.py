@@ -33,6 +33,8 @@ REFUSED = 1
 STALE = 2
 OUT_OF_RANGE = 3
 FULL = 4
+#: No answer yet, but one will follow.
+WAITING = 5
 
 STATUS_TEXT = {
     REFUSED: "the source does not know the ticket, or has withdrawn it",

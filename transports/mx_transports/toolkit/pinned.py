@@ -17,7 +17,7 @@ from itertools import groupby
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.errors import GONE_CODES, CudaError
-from mx.cuda.ring import PinnedRing, Slot
+from mx.cuda.ring import MAX_COPIES, PinnedRing, Slot
 from mx.transport import DeviceView
 from mx.units import KIB, MIB
 from mx_transports.toolkit.stream import SocketStream
@@ -140,7 +140,7 @@ class _Feed:
     def _copy(self, slot: Slot) -> None:
         filled = _Filled(slot)
         self._filled.append(filled)  # so that `close` gives the slot back, whatever happens
-        while self._left and filled.nbytes < self._size:
+        while self._left and filled.nbytes < self._size and len(filled.spans) < MAX_COPIES:
             span = self._left.popleft()
             room = self._size - filled.nbytes
             if len(span) > room:

@@ -18,7 +18,7 @@ from typing import cast
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.errors import GONE_CODES, CudaError
-from mx.cuda.ring import PinnedRing, SharedPinned, Slot
+from mx.cuda.ring import MAX_COPIES, PinnedRing, SharedPinned, Slot
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions
 from mx.units import MIB
@@ -109,10 +109,11 @@ class Slots:
             return None
         return [span for span in spans if isinstance(span, DeviceView) and len(span)]
 
-    def fill(self, slot: Slot, spans: Sequence[DeviceView]) -> None:
-        """Queue the copies of memory into a slot. Raises ConnectionError: the GPU fails."""
+    def fill(self, slot: Slot, spans: Sequence[DeviceView], offset: int) -> None:
+        """Queue the copies of memory into a slot, from `offset` on. Raises ConnectionError: the GPU
+        fails."""
         with self._edge():
-            self._ring.gather(slot, spans)
+            self._ring.gather(slot, spans, offset=offset)
 
     def wait(self, slot: Slot) -> None:
         """Return once a slot is filled. Raises ConnectionError: the GPU fails."""
@@ -142,6 +143,7 @@ class _Step:
         self.number, self.generation, self.spans = number, generation, spans
         self.slot: Slot | None = None
         self.since_s = 0.0
+        self.copied, self.copied_nbytes = 0, 0  # or about to be: spans, and their bytes
 
 
 class Turns:
@@ -183,7 +185,8 @@ class Turns:
         """Move steps on as far as they can go without a message.
 
         Yields:
-            For each that can be read now: its number, its status, and its slot's offset.
+            For each that can be read now: its number, its status, and its slot's offset. Those that
+            take many copies come several times before, as WAITING.
 
         Raises:
             OSError: The GPU fails, or a slot was held too long while others wait.
@@ -196,6 +199,9 @@ class Turns:
             step = self._filling[0]
             if step.slot is not None:
                 self._slots.wait(step.slot)
+                if self._copy(step, step.slot):
+                    yield step.number, framing.WAITING, 0
+                    continue
             self._filling.popleft()
             step.since_s = time.monotonic()
             self._read[step.number] = step
@@ -212,8 +218,17 @@ class Turns:
             step.slot = self._slots.take(self._grant, bool(self._filling or self._read))
             if step.slot is None:
                 return False
-            self._slots.fill(step.slot, step.spans)
+            self._copy(step, step.slot)
         return True
+
+    def _copy(self, step: _Step, slot: Slot) -> bool:
+        """Queue the next of a step's copies. Returns False if there are none left."""
+        part = (step.spans or [])[step.copied : step.copied + MAX_COPIES]
+        if part:
+            self._slots.fill(slot, part, step.copied_nbytes)
+            step.copied += len(part)
+            step.copied_nbytes += sum(map(len, part))
+        return bool(part)
 
     def close(self) -> None:
         """Give all slots back."""

@@ -15,7 +15,7 @@ from mx.errors import MxError, PeerLostError, PeerProtocolError, PeerTimeoutErro
 from mx.transport import Grant, Piece, Read, Span, host_view
 from mx.units import MIB
 from mx_transports.toolkit import dial, framing
-from mx_transports.toolkit.pieces import encode_request
+from mx_transports.toolkit.pieces import MAX_SPANS, encode_request
 from mx_transports.toolkit.session import StreamSession
 from mx_transports.toolkit.slicing import Slice, host_steps
 from mx_transports.toolkit.stream import SocketStream
@@ -30,6 +30,8 @@ STEP_BYTES = 4 * MIB
 STEPS = 8
 #: Reads under way, those whose END is not answered yet included.
 READS = 6
+#: How often a source may say of a step that it is still being copied.
+MAX_WAITING = MAX_SPANS // 1024
 #: A pause after a look that found nothing to do at all: 20 us and 100 us cost no bandwidth over
 #: loopback, as the socket's buffer goes on filling, and a fifth less of the CPU's time.
 PAUSE_S = 20e-6
@@ -68,6 +70,7 @@ class _Flight:
         self.steps = steps
         self.address = 0
         self.begun = False
+        self.patience = MAX_WAITING
         self.posted_all = False
         self.sent_end = False
         self.landings: deque[tuple[int, int]] = deque()
@@ -233,6 +236,9 @@ class UcxSession(StreamSession):
                     f"{self.peer} sent an answer that fits no request (read {number})",
                     peer=self.peer,
                 )
+            if status == framing.WAITING and not flight.begun and flight.patience:
+                flight.patience -= 1
+                continue
             self._answered(flight, status, address)
         return True
 

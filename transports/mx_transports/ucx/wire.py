@@ -9,6 +9,7 @@ that the grant and the generation still stood when its bytes had arrived.
 Where the source's memory is a GPU's, `slot_bytes` in INFO is not 0, and no region has an address.
 Then BEGIN names pieces (`mx_transports.toolkit.pieces`) of at most so many bytes together, and the
 answer says where in the agent's memory they are, one after the other; END gives that place back.
+An answer WAITING comes before, once or more, where many small pieces take long to copy.
 """
 
 from __future__ import annotations
