@@ -16,7 +16,13 @@ SETTINGS = {12: ["--set", "LATE_US=300"], 13: []}
 
 
 #: Run by themselves, since they take long; all others are the last part.
-_LONG = [["test_cuda_ipc.py"], ["test_pcie_p2p.py"], ["test_tcp.py"], ["test_staged.py"]]
+_LONG = [
+    ["test_cuda_ipc.py"],
+    ["test_pcie_p2p.py"],
+    ["test_staged.py"],
+    ["test_tcp.py"],
+    ["test_ucx.py"],
+]
 _FILES = {path.name for path in (_ROOT / "tests/gpu").glob("test_*.py")}
 PARTS = [*_LONG, sorted(_FILES - {name for part in _LONG for name in part})]
 
