@@ -1,6 +1,7 @@
 """What is particular to tcp: faults on the wire, hostile readers and sources, TLS."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -397,5 +398,11 @@ exposure.close()
 exposure.join()
 print([name for name in sys.modules if name.startswith(("mx.cuda", "cuda"))])
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     assert found.stdout == "[]\n"
