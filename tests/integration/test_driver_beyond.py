@@ -113,6 +113,7 @@ def test_readers_that_stop_leave_slots(major: int, tmp_path: Path, kind: str, tl
 _HOLDERS = """
 import dataclasses
 from mx.cuda.driver import load
+from mx.errors import LocalError
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Piece, Read
 from mx_transports.toolkit import dial, framing, slots
@@ -126,6 +127,13 @@ memory = Memory(NBYTES, 3, Kind.GPU, device)
 transport = UcxTransport()
 lost = []
 options = ExposeOptions(stall_timeout_s=STALL_S, on_lost=lost.append)
+host = dataclasses.replace(memory.region(0), index=1, view=memoryview(bytes(9)), device="cpu")
+try:
+    transport.expose([memory.region(0), host], options)
+except LocalError as error:
+    assert "one GPU" in str(error), error
+else:
+    raise AssertionError("host memory among a GPU's is exposed")
 exposure = transport.expose([memory.region(0)], options)
 exposure.set_generation(1)
 

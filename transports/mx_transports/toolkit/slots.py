@@ -48,8 +48,9 @@ class Slots:
 
     def __init__(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> None:
         devices = {device for each in regions for device in devices_of(each.view)}
-        if len(devices) != 1:
-            raise LocalError("the memory of more than one GPU can't be exposed together")
+        elsewhere = any(len(each.view) and not devices_of(each.view) for each in regions)
+        if elsewhere or len(devices) != 1:
+            raise LocalError("what is not in the memory of one GPU can't be exposed together")
         self._views = {region.index: region.view for region in regions}
         self._on_lost: Callable[[CudaError], None] = options.on_lost
         #: A slot may be held for so long while no other is free.
@@ -103,11 +104,15 @@ class Slots:
         return slot.address - self._ring.memory.address
 
     def find(self, table: memoryview) -> list[DeviceView] | None:
-        """Return the memory of pieces, None where there is none or more than a slot takes."""
+        """Return the memory of pieces, None where there is none of the GPU's or more than a slot
+        takes."""
         spans = find_table(self._views, table)
         if spans is None or sum(map(len, spans)) > SLOT_BYTES:
             return None
-        return [span for span in spans if isinstance(span, DeviceView) and len(span)]
+        found = [span for span in spans if isinstance(span, DeviceView)]
+        # Bytes of the host's would be missing between those of the GPU.
+        whole = sum(map(len, found)) == sum(map(len, spans))
+        return list(filter(len, found)) if whole else None
 
     def fill(self, slot: Slot, spans: Sequence[DeviceView], offset: int) -> None:
         """Queue the copies of memory into a slot, from `offset` on. Raises ConnectionError: the GPU
