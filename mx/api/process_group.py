@@ -65,11 +65,18 @@ class Step:
     def __init__(self, work: Any, device: torch.device) -> None:
         self._work, self._device = work, device
         self._ended = threading.Event()
-        self.then(self._ended.set)
+        self.then(lambda: None)
 
     def then(self, tell: Callable[[], None]) -> None:
         """Have `tell` called at the end, or now: on any thread."""
-        self._work.get_future().add_done_callback(lambda _: tell())
+
+        def over(_: object) -> None:
+            # A callback that is added after the end is called at once, maybe before those that
+            # were added earlier: each says itself that the step has ended.
+            self._ended.set()
+            tell()
+
+        self._work.get_future().add_done_callback(over)
 
     @property
     def ended(self) -> bool:
