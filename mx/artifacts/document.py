@@ -1,0 +1,232 @@
+"""The document of a set of artefacts: what an operator signs, and a target checks. Pure.
+
+Everything in it is bounded, and it has one valid encoding: a document that is read and written
+again is the same bytes, so that nothing can hide in it.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NoReturn
+
+from blake3 import blake3
+from google.protobuf.message import DecodeError
+
+from mx.errors import ArtifactError
+from mx.text import has_control, shown
+from mx.units import GIB, MIB
+from mx.wire.v1 import artifacts_pb2 as pb
+
+FORMAT = 1
+COMPILE_CACHE = "compile-cache"
+CUDA_GRAPH = "cuda-graph"
+KINDS = (COMPILE_CACHE, CUDA_GRAPH)
+
+DIGEST_BYTES = 32
+#: The characters of a set's id: 128 bits of the digest of its document.
+ID_CHARS = 32
+MAX_DOCUMENT_BYTES = 32 * MIB
+MAX_FILES = 100_000
+MAX_SET_BYTES = 16 * GIB
+MAX_FIELDS = 64
+_MAX_NAME_CHARS = 256
+_MAX_VALUE_CHARS = 512
+_MAX_PATH_CHARS = 1024
+_MAX_PART_BYTES = 255
+_FIELD = re.compile(r"[a-z][a-z0-9_.]{0,31}", re.ASCII)
+_PIN = re.compile(r"[0-9a-f]{64,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes of a set. Each has an entry of its own: files with the same bytes share one."""
+
+    blake3: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactFile:
+    """A file of a set. `path` is relative, with "/" between its parts; `blob` numbers its bytes."""
+
+    path: str
+    blob: int
+    executable: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a set is for, and what is in it.
+
+    `environment` has the fields that a target's environment must agree with. `created_s` is the
+    time of its making, in seconds since 1970. `pin` and `graph` are those of a CUDA graph.
+    """
+
+    model: str
+    kind: str
+    created_s: int
+    environment: Mapping[str, str]
+    blobs: Sequence[Blob]
+    files: Sequence[ArtifactFile] = ()
+    pin: str = ""
+    graph: bytes = field(default=b"", repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all blobs."""
+        return sum(blob.nbytes for blob in self.blobs)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each blob begins among the bytes of all."""
+        return list(accumulate((blob.nbytes for blob in self.blobs), initial=0))[:-1]
+
+
+def set_id(document: bytes) -> str:
+    """Return the id of a set: of the bytes of its document, which name all others."""
+    return blake3(document).hexdigest()[:ID_CHARS]
+
+
+def encode(document: Document) -> bytes:
+    """Return the one encoding of a document.
+
+    Raises:
+        ArtifactError: It is not valid; `decode` would refuse it.
+    """
+    check(document)
+    return _message(document).SerializeToString(deterministic=True)
+
+
+def decode(data: bytes) -> Document:
+    """Return the document that bytes from elsewhere encode.
+
+    Raises:
+        ArtifactError: They encode none, or not in the one way; or a value is out of its bounds.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        _refuse(f"its document has {len(data)} bytes, more than {MAX_DOCUMENT_BYTES}")
+    try:
+        message = pb.ArtifactDocument.FromString(data)
+    except DecodeError:
+        _refuse("its document is malformed")
+    if message.format != FORMAT:
+        raise ArtifactError(
+            f"a set of artefacts has format {message.format}, and this release reads {FORMAT}",
+            hint="publish it with this release of mx",
+        )
+    document = Document(
+        message.model,
+        message.kind,
+        message.created_s,
+        {each.name: each.value for each in message.environment},
+        [Blob(each.blake3, each.nbytes) for each in message.blobs],
+        [ArtifactFile(each.path, each.blob, each.executable) for each in message.files],
+        message.pin,
+        message.graph,
+    )
+    check(document)
+    if _message(document).SerializeToString(deterministic=True) != data:
+        _refuse("its document is not in canonical form")
+    return document
+
+
+def check(document: Document) -> None:
+    """Check every value of a document.
+
+    Raises:
+        ArtifactError: A value is out of its bounds, or two contradict each other.
+    """
+    if not document.model or not _is_text(document.model, _MAX_NAME_CHARS):
+        _refuse(f"it names the model {shown(document.model)}")
+    if document.kind not in KINDS:
+        _refuse(f"it is of the kind {shown(document.kind)}")
+    if not 0 < document.created_s < 1 << 40:
+        _refuse("it was made at no time")
+    if len(document.environment) > MAX_FIELDS:
+        _refuse(f"its environment has more than {MAX_FIELDS} fields")
+    for name, value in document.environment.items():
+        if not _FIELD.fullmatch(name) or not _is_text(value, _MAX_VALUE_CHARS):
+            _refuse(f"its environment has the field {shown(name)}: {shown(value)}")
+    if not len(document.blobs) <= MAX_FILES >= len(document.files):
+        _refuse(f"it has more than {MAX_FILES} files")
+    if any(len(blob.blake3) != DIGEST_BYTES for blob in document.blobs):
+        _refuse("a digest has another length")
+    if document.nbytes > MAX_SET_BYTES:
+        _refuse(f"it has {document.nbytes} bytes, more than {MAX_SET_BYTES}")
+    if len({blob.blake3 for blob in document.blobs}) != len(document.blobs):
+        _refuse("it has the same bytes twice")
+    is_graph = document.kind == CUDA_GRAPH
+    if is_graph != bool(document.graph) or is_graph != bool(_PIN.fullmatch(document.pin)):
+        _refuse("a graph, and nothing else, has a pin and a description")
+    if is_graph and document.files:
+        _refuse("a graph has files")
+    _check_files(document)
+
+
+def _check_files(document: Document) -> None:
+    used = set()
+    for each in document.files:
+        check_path(each.path)
+        if each.blob >= len(document.blobs):
+            _refuse(f"{shown(each.path)} has bytes that are not in it")
+        used.add(each.blob)
+    if document.kind == COMPILE_CACHE and len(used) != len(document.blobs):
+        _refuse("it has bytes that are no file's")
+    paths = [each.path for each in document.files]
+    if any(first >= second for first, second in pairwise(paths)):
+        _refuse("its files are not in the order of their paths")
+    # Some file systems take these for one: there one file would replace another.
+    folded = {unicodedata.normalize("NFC", path).casefold() for path in paths}
+    if len(folded) != len(paths):
+        _refuse("two of its paths differ in case or accents only")
+    folders = {path[:at] for path in folded for at, sign in enumerate(path) if sign == "/"}
+    if not folders.isdisjoint(folded):
+        _refuse("a path is a file and a folder")
+
+
+def check_path(path: str) -> None:
+    """Check a path in a set: relative, below a folder, plain.
+
+    Raises:
+        ArtifactError: It is not such a path.
+    """
+    parts = path.split("/")
+    if (
+        len(parts) < 2
+        or not _is_text(path, _MAX_PATH_CHARS)
+        or "\\" in path
+        or any(p in ("", ".", "..") or len(p.encode()) > _MAX_PART_BYTES for p in parts)
+    ):
+        _refuse(f"it has a file at {shown(path)}")
+
+
+def _is_text(text: str, most: int) -> bool:
+    return len(text) <= most and not has_control(text)
+
+
+def _message(document: Document) -> pb.ArtifactDocument:
+    fields = sorted(document.environment.items())
+    return pb.ArtifactDocument(
+        format=FORMAT,
+        model=document.model,
+        kind=document.kind,
+        created_s=document.created_s,
+        environment=[pb.EnvironmentField(name=name, value=value) for name, value in fields],
+        blobs=[pb.ArtifactBlob(blake3=each.blake3, nbytes=each.nbytes) for each in document.blobs],
+        files=[
+            pb.ArtifactFile(path=each.path, blob=each.blob, executable=each.executable)
+            for each in document.files
+        ],
+        pin=document.pin,
+        graph=document.graph,
+    )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ArtifactError(
+        f"a set of artefacts is not valid: {what}", hint="it was not made by `mx artifacts publish`"
+    )
