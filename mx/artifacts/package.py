@@ -1,8 +1,9 @@
 """A set of artefacts as a file: the signed document, and the blobs that it describes.
 
-The file is a safetensors file of two tensors of bytes. So a set is served, listed, pulled and
-verified as a model's weights are, block by block and from many sources, and the document, which is
-its first layer, arrives first.
+The file is a safetensors file of tensors of bytes: the document, then the blobs, in parts. So a set
+is served, listed, pulled and verified as a model's weights are, block by block and from many
+sources. Each tensor is a layer: the document arrives first, and a pull that was cut off goes on
+from the parts that it has.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import BinaryIO, NoReturn, Self
 
 from blake3 import blake3
 
-from mx.artifacts.document import Document
+from mx.artifacts.document import MAX_SET_BYTES, Document
 from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
 from mx.core.layout import TensorSpec
 from mx.errors import ArtifactError, ConfigError
 from mx.storage.disk_file import read_tensor_file
 from mx.storage.header import header_bytes
 from mx.storage.osfile import open_regular, read_error, write_error
+from mx.units import MIB
 
-#: The two tensors, which are a layer each.
-DOCUMENT, BLOBS = "set.0.document", "set.1.blobs"
+#: The tensor of the document.
+DOCUMENT = "set.0.document"
+#: The bytes of a tensor of blobs, but for the last one. A set of the most bytes has 2,048.
+PART_BYTES = 8 * MIB
 _BYTES = "U8"
 
 
@@ -41,12 +45,11 @@ class Package:
             LocalError: The disk fails.
         """
         self._path = path
-        found = {each.spec.name: each for each in read_tensor_file(path, path.name).tensors}
-        if found.keys() != {DOCUMENT, BLOBS} or any(
-            each.spec.dtype != _BYTES or len(each.spec.shape) != 1 for each in found.values()
-        ):
+        tensors = read_tensor_file(path, path.name).tensors
+        start, end = tensors[0].begin, tensors[0].end
+        nbytes = tensors[-1].end - end
+        if [each.spec for each in tensors] != [_document(start, end), *_parts(nbytes)]:
             _refuse(path, "it is a checkpoint, or something else")
-        start, end = found[DOCUMENT].begin, found[DOCUMENT].end
         if end - start > MAX_SIGNED_BYTES:
             _refuse(path, f"its document has {end - start} bytes")
         try:
@@ -54,11 +57,10 @@ class Package:
         except OSError as error:
             raise read_error(error, path) from error
         try:
-            self._begin = found[BLOBS].begin
             self.signed: Signed = read_signed(self._bytes(start, end - start))
-            if self.document.nbytes != found[BLOBS].end - self._begin:
+            if self.document.nbytes != nbytes:
                 _refuse(path, "it is shorter or longer than its document says")
-            self._offsets = self.document.offsets
+            self._begin, self._offsets = end, self.document.offsets
         except BaseException:
             self.close()
             raise
@@ -127,11 +129,7 @@ def write(path: Path, signed: Signed, blobs: Iterable[bytes]) -> None:
         ConfigError: There is such a file.
         CapacityError, OutputError: It can't be written.
     """
-    nbytes = signed.document.nbytes
-    specs = [
-        TensorSpec(DOCUMENT, _BYTES, (len(signed.data),)),
-        TensorSpec(BLOBS, _BYTES, (nbytes,)),
-    ]
+    specs = [_document(0, len(signed.data)), *_parts(signed.document.nbytes)]
     with _appearing(path) as file:
         file.write(header_bytes(specs, None))
         file.write(signed.data)
@@ -139,6 +137,18 @@ def write(path: Path, signed: Signed, blobs: Iterable[bytes]) -> None:
             if len(data) != wanted.nbytes or blake3(data).digest() != wanted.blake3:
                 _refuse(path, "its files changed while it was made")
             file.write(data)
+
+
+def _document(begin: int, end: int) -> TensorSpec:
+    return TensorSpec(DOCUMENT, _BYTES, (end - begin,))
+
+
+def _parts(nbytes: int) -> list[TensorSpec]:
+    """Return the tensors of blobs that have this many bytes together."""
+    return [
+        TensorSpec(f"set.{at // PART_BYTES + 1}.blobs", _BYTES, (min(PART_BYTES, nbytes - at),))
+        for at in range(0, min(nbytes, MAX_SET_BYTES), PART_BYTES)
+    ]
 
 
 @contextlib.contextmanager
