@@ -1,0 +1,2 @@
+"""Compile caches and CUDA graphs that travel with a model's weights: signed, bounded, off by
+default."""
