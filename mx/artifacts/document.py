@@ -7,7 +7,6 @@ again is the same bytes, so that nothing can hide in it.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -16,6 +15,7 @@ from typing import NoReturn
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
+from mx.artifacts.caches import MAX_FILES, CacheFile, check_files
 from mx.errors import ArtifactError
 from mx.text import has_control, shown
 from mx.units import GIB, MIB
@@ -30,13 +30,10 @@ DIGEST_BYTES = 32
 #: The characters of a set's id: 128 bits of the digest of its document.
 ID_CHARS = 32
 MAX_DOCUMENT_BYTES = 32 * MIB
-MAX_FILES = 100_000
 MAX_SET_BYTES = 16 * GIB
 MAX_FIELDS = 64
 _MAX_NAME_CHARS = 256
 _MAX_VALUE_CHARS = 512
-_MAX_PATH_CHARS = 1024
-_MAX_PART_BYTES = 255
 _FIELD = re.compile(r"[a-z][a-z0-9_.]{0,31}", re.ASCII)
 _PIN = re.compile(r"[0-9a-f]{64,128}", re.ASCII)
 
@@ -79,6 +76,14 @@ class Document:
     def nbytes(self) -> int:
         """The bytes of all blobs."""
         return sum(blob.nbytes for blob in self.blobs)
+
+    @property
+    def cache_files(self) -> list[CacheFile]:
+        """The files, as a cache's folder has them."""
+        return [
+            CacheFile(each.path, self.blobs[each.blob].nbytes, each.executable)
+            for each in self.files
+        ]
 
     @property
     def offsets(self) -> list[int]:
@@ -168,40 +173,15 @@ def check(document: Document) -> None:
 
 
 def _check_files(document: Document) -> None:
-    used = set()
-    for each in document.files:
-        check_path(each.path)
-        if each.blob >= len(document.blobs):
-            _refuse(f"{shown(each.path)} has bytes that are not in it")
-        used.add(each.blob)
-    if document.kind == COMPILE_CACHE and len(used) != len(document.blobs):
-        _refuse("it has bytes that are no file's")
-    paths = [each.path for each in document.files]
-    if any(first >= second for first, second in pairwise(paths)):
-        _refuse("its files are not in the order of their paths")
-    # Some file systems take these for one: there one file would replace another.
-    folded = {unicodedata.normalize("NFC", path).casefold() for path in paths}
-    if len(folded) != len(paths):
-        _refuse("two of its paths differ in case or accents only")
-    folders = {path[:at] for path in folded for at, sign in enumerate(path) if sign == "/"}
-    if not folders.isdisjoint(folded):
-        _refuse("a path is a file and a folder")
-
-
-def check_path(path: str) -> None:
-    """Check a path in a set: relative, below a folder, plain.
-
-    Raises:
-        ArtifactError: It is not such a path.
-    """
-    parts = path.split("/")
-    if (
-        len(parts) < 2
-        or not _is_text(path, _MAX_PATH_CHARS)
-        or "\\" in path
-        or any(p in ("", ".", "..") or len(p.encode()) > _MAX_PART_BYTES for p in parts)
+    if any(each.blob >= len(document.blobs) for each in document.files):
+        _refuse("a file has bytes that are not in it")
+    if document.kind == COMPILE_CACHE and {f.blob for f in document.files} != set(
+        range(len(document.blobs))
     ):
-        _refuse(f"it has a file at {shown(path)}")
+        _refuse("it has bytes that are no file's")
+    if any(first.path >= second.path for first, second in pairwise(document.files)):
+        _refuse("its files are not in the order of their paths")
+    check_files(document.cache_files)
 
 
 def _is_text(text: str, most: int) -> bool:

@@ -167,7 +167,8 @@ class _Run:
             self._say(listed.set_id, error.message)
             return None
         theirs = found.signed.document.environment
-        differ = environment.differences(environment.here(fields=self._fields), theirs)
+        ours = environment.here(theirs.get("engine", ""), self._fields, names=theirs)
+        differ = environment.differences(ours, theirs)
         if differ:
             shown = [
                 f"{each.field} is {each.first or 'absent'} here, {each.second} there"
@@ -188,11 +189,9 @@ class _Run:
                 found, staging, coordinator=self._coordinator, settings=self._settings
             ) as package,
         ):
-            files = [
-                caches.CacheFile(each.path, document.blobs[each.blob].nbytes, each.executable)
-                for each in document.files
-            ]
-            caches.lay_out(files, lambda at: package.read(document.files[at].blob), folder)
+            caches.lay_out(
+                document.cache_files, lambda at: package.read(document.files[at].blob), folder
+            )
 
     def _say(self, set_id: str, why: str) -> None:
         self.reasons.append(f"the set {set_id[:8]} is not used: {why}")
@@ -203,13 +202,13 @@ def _staging(place: Path, set_id: str) -> Iterator[Path]:
     """Give a path for a set that arrives: one that a later run goes on from, or one of this run
     alone while another process fetches the same set. A process that is stopped keeps none
     waiting."""
-    with open(place / f".{set_id}.lock", "ab") as lock:
+    with open(place / f".lock-{set_id}", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield place / f".{set_id}.{secrets.token_hex(8)}"
+            yield place / f".arriving-{set_id}-{secrets.token_hex(8)}"
         else:
-            yield place / f".{set_id}.arriving"
+            yield place / f".arriving-{set_id}"
 
 
 class Used:

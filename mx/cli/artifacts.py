@@ -286,7 +286,7 @@ def artifacts_check(
     signer = Trust.load(trust).check(signed, model or signed.document.model, time.time())
     theirs = signed.document.environment
     differ = environment.differences(
-        environment.here(theirs.get("engine", ""), fields_of(fields)), theirs
+        environment.here(theirs.get("engine", ""), fields_of(fields), names=theirs), theirs
     )
     if differ:
         lines = [

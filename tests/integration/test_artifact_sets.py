@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import mx
 from mx import config
 from mx.artifacts import carry, package
-from mx.artifacts.carry import Fetched, Listed, fetch_document, fetched, find, listed_name
+from mx.artifacts.carry import Listed, fetch_document, fetched, find, listed_name
 from mx.artifacts.package import Package
-from mx.errors import ArtifactError, IncompleteError, MxError, NoSourceError
+from mx.errors import ArtifactError, MxError
 from tests.support import artifact_sets
-from tests.support.commands import Run
 
 pytestmark = pytest.mark.integration
 
@@ -130,14 +128,14 @@ def _listed(path: Path, set_id: str, settings: config.Settings) -> Iterator[List
         yield found
 
 
-Liar = Callable[[Path, config.Settings], "contextmanager[tuple[Listed, bytes]]"]
+Liar = Callable[[Path, config.Settings], AbstractContextManager[tuple[Listed, bytes]]]
 
 
 @pytest.mark.parametrize("liar", [_another_set, _another_model, _a_checkpoint, _huge, _more_bytes])
 def test_what_is_not_the_set_is_refused_by_its_document(
     tmp_path: Path, asked: config.Settings, liar: Liar
 ) -> None:
-    with liar(tmp_path, asked) as (found, _), pytest.raises(MxError) as caught:  # type: ignore[attr-defined]
+    with liar(tmp_path, asked) as (found, _), pytest.raises(MxError) as caught:
         fetch_document(found, settings=asked)
     assert caught.value.exit_code in (2, 4), caught.value  # `only` names no tensor of a checkpoint
 
@@ -162,80 +160,3 @@ def test_other_bytes_than_the_documents_are_refused(tmp_path: Path, asked: confi
         ):
             arrived.verify()
     assert not (tmp_path / "arriving").exists()
-
-
-def _serve(run: Run, path: Path, coordinator: str, *more: str) -> None:
-    command = run("serve", "--artifacts", str(path), "--coordinator", coordinator, "--json", *more)
-    assert command.json()["artifacts"][0]["endpoint"]
-
-
-def test_a_source_that_is_lost_in_mid_set(tmp_path: Path, run: Run, asked: config.Settings) -> None:
-    """Another goes on; without one what has arrived is kept for the next run."""
-    path = tmp_path / "set.safetensors"
-    contents = _contents(16 << 20)
-    artifact_sets.write(path, contents, KEY)
-    arriving = tmp_path / "arriving"
-    with ExitStack() as alone:
-        slow = run(
-            *("serve", "--artifacts", str(path), "--coordinator", asked.coordinator, "--json"),
-            *("--max-bandwidth", "4MB/s"),
-        )
-        slow.json()
-        (found,) = find("m", settings=asked)
-        document = fetch_document(found, settings=asked)
-        timer = _Later(lambda: slow.signal(signal.SIGKILL), arriving)
-        alone.callback(timer.join)
-        with pytest.raises((IncompleteError, NoSourceError)):
-            alone.enter_context(fetched(document, arriving, settings=asked))
-    _serve(run, path, asked.coordinator)
-    with fetched(document, arriving, settings=asked) as arrived:
-        assert _read(arrived) == contents
-    assert not arriving.exists()
-
-
-class _Later:
-    """Calls something from a thread, once a set has begun to arrive."""
-
-    def __init__(self, call: Callable[[], None], arriving: Path) -> None:
-        import threading
-
-        self._call, self._arriving = call, arriving
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        import time
-
-        deadline_s = time.monotonic() + 30
-        while time.monotonic() < deadline_s:
-            if any(self._arriving.parent.glob(f".{self._arriving.name}*")):
-                break
-            time.sleep(0.02)
-        time.sleep(0.5)
-        self._call()
-
-    def join(self) -> None:
-        self._thread.join()
-
-
-def test_a_set_comes_from_all_of_its_sources(
-    tmp_path: Path, run: Run, asked: config.Settings
-) -> None:
-    path = tmp_path / "set.safetensors"
-    contents = _contents(8 << 20)
-    artifact_sets.write(path, contents, KEY)
-    first = run(
-        *("serve", "--artifacts", str(path), "--coordinator", asked.coordinator, "--json"),
-        *("--max-bandwidth", "4MB/s"),
-    )
-    first.json()
-    (found,) = find("m", settings=asked)
-    document: Fetched = fetch_document(found, settings=asked)
-    _serve(run, path, asked.coordinator, "--max-bandwidth", "4MB/s")
-    timer = _Later(lambda: first.signal(signal.SIGKILL), tmp_path / "arriving")
-    try:
-        with fetched(document, tmp_path / "arriving", settings=asked) as arrived:
-            assert _read(arrived) == contents
-    finally:
-        timer.join()
-    assert first.wait() == -signal.SIGKILL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -71,7 +72,7 @@ def test_a_checkpoint_is_no_set(tmp_path: Path) -> None:
 
     path = tmp_path / "model.safetensors"
     one = np.ones(4, np.uint8)
-    for tensors in (
+    wrong: list[dict[str, Any]] = [
         {"model.weight": one},
         {package.DOCUMENT: one},
         {package.DOCUMENT: one, "set.1.blobs": one, "more": one},
@@ -81,7 +82,8 @@ def test_a_checkpoint_is_no_set(tmp_path: Path) -> None:
         {package.DOCUMENT: np.zeros(0, np.uint8), "set.1.blobs": one},
         {package.DOCUMENT: one, "set.1.blobs": one, "set.2.blobs": one},
         {package.DOCUMENT: one, "set.2.blobs": one},
-    ):
+    ]
+    for tensors in wrong:
         save_file(tensors, path)
         with pytest.raises(ArtifactError):
             Package(path)
