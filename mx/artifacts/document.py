@@ -86,6 +86,11 @@ class Document:
         ]
 
     @property
+    def digests(self) -> list[bytes]:
+        """The blake3 of each file."""
+        return [self.blobs[each.blob].blake3 for each in self.files]
+
+    @property
     def offsets(self) -> list[int]:
         """Where each blob begins among the bytes of all."""
         return list(accumulate((blob.nbytes for blob in self.blobs), initial=0))[:-1]

@@ -85,7 +85,13 @@ def obtain(
     trusted = Trust.load(Path(trust))
     settings = settings or config.load()
     place = Path(root) if root is not None else config.cache_folder() / "artifacts"
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    caches.check_private(place)
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{place} can't be made: {error.strerror}", hint="name a folder of this user"
+        ) from error
     caches.check_private(place)
     run = _Run(name, trusted, place, dict(fields or {}), coordinator, settings)
     try:
@@ -179,10 +185,9 @@ class _Run:
         return found, signer
 
     def _lay_out(self, found: Fetched) -> None:
-        folder = self._place / found.signed.set_id
-        if folder.is_dir():  # it is put there whole
+        folder, document = self._place / found.signed.set_id, found.signed.document
+        if caches.is_whole(folder, document.cache_files, document.digests):
             return
-        document = found.signed.document
         with (
             _staging(self._place, found.signed.set_id) as staging,
             fetched(
