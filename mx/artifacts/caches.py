@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -19,9 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx.errors import CapacityError, ConfigError, IntegrityError, LocalError, OutputError
+from mx.core.json_bounds import check_json
+from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.text import shown
-from mx.units import GIB, format_bytes
+from mx.units import GIB, MIB, format_bytes
 
 COMPONENTS = ("inductor", "triton", "vllm")
 MAX_FILES = 20_000
@@ -32,11 +34,13 @@ _MAX_PARTS = 16
 _PART = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.+=@,~-]{1,255}", re.ASCII)
 _VLLM = "torch_compile_cache"
 #: What engines leave that no other process can use.
-_STAYS = re.compile(r"locks|__pycache__|precompiled_headers|tmp\..*|.*\.(lock|tmp|pyc)")
+_STAYS = re.compile(r"locks?|__pycache__|precompiled_headers|tmp\..*|.*\.(lock|tmp|pyc)")
+#: Triton's list of a kernel's files has absolute paths; all are of the folder that has the list.
+_TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
+_MAX_GROUP_BYTES = MIB
 _MAX_LINKS = 40
 _MAX_TRIES = 8
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -72,24 +76,24 @@ def check_files(files: Sequence[CacheFile]) -> None:
     """Check the names and sizes of a cache's files, whoever named them.
 
     Raises:
-        IntegrityError: There are too many, they are too large, or a name could mean a place outside
+        ArtifactError: There are too many, they are too large, or a name could mean a place outside
             the cache, or the same place as another does on some file system.
     """
     if len(files) > MAX_FILES:
-        raise IntegrityError(f"the cache has {len(files)} files, more than {MAX_FILES}")
+        raise ArtifactError(f"the cache has {len(files)} files, more than {MAX_FILES}")
     total = 0
     #: By lower-case path: the path, and whether it is a file.
     places: dict[str, tuple[str, bool]] = {}
     for file in files:
         total += file.nbytes
         if file.nbytes < 0 or total > MAX_BYTES:
-            raise IntegrityError(f"the cache has more than {format_bytes(MAX_BYTES)}")
+            raise ArtifactError(f"the cache has more than {format_bytes(MAX_BYTES)}")
         parts = _checked_parts(file.path)
         for end in range(1, len(parts) + 1):
             place = "/".join(parts[:end]), end == len(parts)
             known = places.setdefault(place[0].lower(), place)
             if known != place or (end == len(parts) and known is not place):
-                raise IntegrityError(
+                raise ArtifactError(
                     f"the cache's files {shown(known[0])} and {shown(file.path)} may be one place"
                 )
 
@@ -101,7 +105,7 @@ def _checked_parts(path: str) -> list[str]:
         or parts[0] not in COMPONENTS
         or not all(map(_PART.fullmatch, parts))
     ):
-        raise IntegrityError(
+        raise ArtifactError(
             f"{shown(path)} can't be a cache's file",
             hint=f"files are in {', '.join(COMPONENTS)}, their names in ASCII and short",
         )
@@ -115,7 +119,7 @@ def scan(root: Path) -> list[CacheFile]:
         root: A folder that engines used by `variables`.
 
     Raises:
-        IntegrityError: As `check_files`, or there is a link or a special file. It is named.
+        ArtifactError: As `check_files`, or there is a link or a special file. It is named.
         LocalError: It can't be read.
     """
     found: list[CacheFile] = []
@@ -125,7 +129,7 @@ def scan(root: Path) -> list[CacheFile]:
             prefix = f"{part}/{_VLLM}" if part == "vllm" else part
             for folder in (root / part, start):
                 if os.path.lexists(folder) and not stat.S_ISDIR(folder.lstat().st_mode):
-                    raise IntegrityError(f"{shown(str(folder))} is no folder")
+                    raise ArtifactError(f"{shown(str(folder))} is no folder")
             if os.path.lexists(start):
                 _scan(start, prefix, found)
     except OSError as error:
@@ -144,7 +148,7 @@ def _scan(folder: Path, prefix: str, found: list[CacheFile]) -> None:
                 seen += 1
                 # Three times: an object's source, its lock and its own folder.
                 if len(found) > MAX_FILES or seen > 8 * MAX_FILES:
-                    raise IntegrityError(f"the cache has more than {MAX_FILES} files")
+                    raise ArtifactError(f"the cache has more than {MAX_FILES} files")
                 if _STAYS.fullmatch(entry.name):
                     continue
                 path = f"{prefix}/{entry.name}"
@@ -157,7 +161,7 @@ def _scan(folder: Path, prefix: str, found: list[CacheFile]) -> None:
                     _checked_parts(path)
                     found.append(CacheFile(path, status.st_size, bool(status.st_mode & 0o100)))
                     continue
-                raise IntegrityError(
+                raise ArtifactError(
                     f"{shown(path)} in the cache is neither a file nor a folder",
                     hint="record the cache again: links and special files do not travel",
                 )
@@ -223,20 +227,22 @@ def lay_out(
 ) -> bool:
     """Lay a cache out, all of it or nothing: files are written beside `root`, then renamed.
 
+    Nothing is synced: what a lost power supply leaves is not whole, and laid out anew.
+
     Args:
         files: The files.
         read: Returns the checked bytes of the file of an index.
-        root: The cache's folder. If it exists with these files in it, whoever else laid it out, it
-            is used as it is. One that has changed is laid out anew unless it is in use (`hold`).
+        root: The cache's folder. If it is whole, whoever laid it out, it is used as it is. One that
+            is not is laid out anew unless it is in use (`hold`).
 
     Returns:
         True if this call has laid it out, False if it was there.
 
     Raises:
-        IntegrityError: As `check_files`.
+        ArtifactError: As `check_files`, or a file of Triton's is malformed.
         ConfigError: As `check_private`, or the file system does not execute code.
         CapacityError: The disk is full. Nothing is left there.
-        LocalError: The folder has changed and is in use.
+        LocalError: The folder is not whole and in use.
         OutputError: It can't be written. Nothing is left there.
     """
     check_files(files)
@@ -253,7 +259,7 @@ def lay_out(
         _remove_leftovers(root)
         for _ in range(_MAX_TRIES):
             if os.path.lexists(root):
-                if _equal(files, read, root):
+                if is_whole(files, root):
                     return False
                 _take_away(root)
             if _write_and_rename(files, read, root):
@@ -265,6 +271,26 @@ def lay_out(
             ) from error
         raise OutputError(f"{root} could not be written: {error.strerror}") from error
     raise LocalError(f"{root} keeps changing", hint="name another folder")
+
+
+def is_whole(files: Sequence[CacheFile], root: Path) -> bool:
+    """Return True if a cache is laid out: all its files are there, and none is shorter than it was.
+
+    An engine may have added files, and have written to its own lists of them since.
+
+    Raises:
+        ConfigError: As `check_private`.
+    """
+    check_private(root)
+    for file in files:
+        try:
+            status = (root / file.path).lstat()
+        except OSError:
+            return False
+        least = 1 if _TRITON_GROUP.fullmatch(file.path) else file.nbytes
+        if not stat.S_ISREG(status.st_mode) or status.st_size < least:
+            return False
+    return True
 
 
 def _temporary(root: Path) -> Path:
@@ -290,7 +316,9 @@ def _write_and_rename(
                 _make_folders(temporary, folder, made)
             data = memoryview(read(index))
             if data.nbytes != file.nbytes:
-                raise IntegrityError(f"{shown(file.path)} has not the size that was announced")
+                raise ArtifactError(f"{shown(file.path)} has not the size that was announced")
+            if _TRITON_GROUP.fullmatch(file.path):
+                data = memoryview(_relocated(file.path, data, root))
             _write(f"{temporary}/{file.path}", data, 0o700 if file.executable else 0o600)
         try:
             temporary.rename(root)
@@ -313,6 +341,22 @@ def _make_folders(temporary: Path, folder: str, made: set[str]) -> None:
     made.add(folder)
 
 
+def _relocated(path: str, data: memoryview, root: Path) -> bytes:
+    """Return Triton's list of a kernel's files with their paths here. Raises ArtifactError."""
+    try:
+        if data.nbytes > _MAX_GROUP_BYTES:
+            raise ValueError("it is too large")
+        text = bytes(data)
+        check_json(text, most_bytes=_MAX_GROUP_BYTES * 64)
+        names = json.loads(text)["child_paths"]
+        if not isinstance(names, dict) or not all(map(_PART.fullmatch, names)):
+            raise ValueError("it names no files")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{shown(path)} is no list of Triton's: {error}") from error
+    folder = root / os.path.dirname(path)
+    return json.dumps({"child_paths": {name: str(folder / name) for name in names}}).encode()
+
+
 def _write(path: str, data: memoryview, mode: int) -> None:
     fd = os.open(path, _WRITE, mode)
     try:
@@ -320,29 +364,6 @@ def _write(path: str, data: memoryview, mode: int) -> None:
             data = data[os.write(fd, data) :]
     finally:
         os.close(fd)
-
-
-def _equal(
-    files: Sequence[CacheFile], read: Callable[[int], memoryview | bytes], root: Path
-) -> bool:
-    """Return True if all the files are in the folder with the same bytes; there may be others.
-
-    Nothing is synced when a cache is laid out, so this is also what finds that power was lost.
-    """
-    check_private(root)
-    for index, file in enumerate(files):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            fd = os.open(root / file.path, _READ)
-            with open(fd, "rb", buffering=0) as opened:
-                status = os.fstat(fd)
-                if (
-                    stat.S_ISREG(status.st_mode)
-                    and status.st_size == file.nbytes
-                    and opened.read() == read(index)
-                ):
-                    continue
-        return False
-    return True
 
 
 def _is_at(fd: int, path: Path) -> bool:

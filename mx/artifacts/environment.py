@@ -34,11 +34,10 @@ _ID_CHARS = 16
 _COMPILER_S = 20
 #: What -march=native may use, as /proc/cpuinfo names it.
 _INSTRUCTIONS = re.compile(
-    r"(?!fpu|smep)(mmx|sse|pni|ssse|avx|amx|fma|f16c|bmi|abm|aes|vaes|pclmul|vpclmul|gfni|popcnt|movbe|adx|sha"
-    r"|rdrnd|rdseed|xsave|clwb|clflush|fsgsbase|lahf|cx16|rdpid|wbnoinvd|pku|xop|tbm|3dnow|prfchw"
-    r"|movdir|enqcmd|serialize|waitpkg|asimd|sve|sme|neon|fp|crc32|atomics|bf16|i8mm|dotprod|fcma"
-    r"|flagm|lrcpc|jscvt|paca|pacg|bti|rng|dcp|dit|pmull|vfp).*"
+    r"(avx|amx|fma|f16c|bmi|abm|aes|vaes|pclmul|vpclmul|gfni|adx|sha|movbe|sse4|ssse3|popcnt|xop|tbm"
+    r"|asimd|sve|neon|crc32|atomics|bf16|i8mm|pmull|fphp|vfp|sme(?!p)).*"
 )
+_MAX_CHARS = 500
 
 
 def here(
@@ -199,7 +198,10 @@ def _isa() -> tuple[str]:
             found.update(each for each in value.split() if _INSTRUCTIONS.fullmatch(each))
             break
     variables = config.inherited("ATEN_CPU_CAPABILITY")
-    return (" ".join([*sorted(found), *(f"{name}={text}" for name, text in variables.items())]),)
+    text = " ".join([*sorted(found), *(f"{name}={text}" for name, text in variables.items())])
+    if len(text) > _MAX_CHARS:  # a field has 512 at most
+        text = f"{text[: _MAX_CHARS - 40]} {blake3(text.encode()).hexdigest()[:_ID_CHARS]}"
+    return (text,)
 
 
 def _compiler() -> tuple[str]:
