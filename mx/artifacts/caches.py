@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.text import shown
@@ -37,7 +39,10 @@ _VLLM = "torch_compile_cache"
 _STAYS = re.compile(r"locks?|__pycache__|precompiled_headers|tmp\..*|.*\.(lock|tmp|pyc)")
 #: Triton's list of a kernel's files has absolute paths; all are of the folder that has the list.
 _TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
+#: Files that change where they are laid out, or by an engine's adding to them.
+_CHANGES = re.compile(_TRITON_GROUP.pattern + r"|(?:.*/)?vllm_compile_cache\.py")
 _MAX_GROUP_BYTES = MIB
+_READ_BYTES = MIB
 _MAX_LINKS = 40
 _MAX_TRIES = 8
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -259,7 +264,7 @@ def lay_out(
         _remove_leftovers(root)
         for _ in range(_MAX_TRIES):
             if os.path.lexists(root):
-                if is_whole(files, root):
+                if is_whole(root, files):
                     return False
                 _take_away(root)
             if _write_and_rename(files, read, root):
@@ -273,24 +278,44 @@ def lay_out(
     raise LocalError(f"{root} keeps changing", hint="name another folder")
 
 
-def is_whole(files: Sequence[CacheFile], root: Path) -> bool:
-    """Return True if a cache is laid out: all its files are there, and none is shorter than it was.
+def is_whole(root: Path, files: Sequence[CacheFile], digests: Sequence[bytes] = ()) -> bool:
+    """Return True if a cache is laid out and as it was, apart from what engines do with it: they
+    add files, and write to lists of their own.
 
-    An engine may have added files, and have written to its own lists of them since.
+    Args:
+        root: The cache's folder. It need not exist.
+        files: The files that were laid out.
+        digests: The blake3 of each; without them only sizes are looked at.
 
     Raises:
         ConfigError: As `check_private`.
     """
+    if not os.path.lexists(root):
+        return False
     check_private(root)
-    for file in files:
+    for index, file in enumerate(files):
+        changes = _CHANGES.fullmatch(file.path)
         try:
             status = (root / file.path).lstat()
+            if not stat.S_ISREG(status.st_mode) or (
+                status.st_size == 0 < file.nbytes if changes else status.st_size != file.nbytes
+            ):
+                return False
+            if digests and not changes and digest_of(root / file.path) != digests[index]:
+                return False
         except OSError:
             return False
-        least = 1 if _TRITON_GROUP.fullmatch(file.path) else file.nbytes
-        if not stat.S_ISREG(status.st_mode) or status.st_size < least:
-            return False
     return True
+
+
+def digest_of(path: Path) -> bytes:
+    """Return the blake3 of a file. Raises OSError."""
+    hasher = blake3()
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb", buffering=0) as opened:
+        while data := opened.read(_READ_BYTES):
+            hasher.update(data)
+    return hasher.digest()
 
 
 def _temporary(root: Path) -> Path:
