@@ -195,7 +195,10 @@ class _Run:
             ) as package,
         ):
             caches.lay_out(
-                document.cache_files, lambda at: package.read(document.files[at].blob), folder
+                document.cache_files,
+                lambda at: package.read(document.files[at].blob),
+                folder,
+                document.digests,
             )
 
     def _say(self, set_id: str, why: str) -> None:
@@ -252,8 +255,14 @@ def use(
     found = obtain(
         model, trust=trust, root=root, fields=fields, coordinator=coordinator, settings=settings
     )
-    used = Used(found)
-    with config.environment(found.variables):
+    with contextlib.ExitStack() as using:
+        if found.folder is not None:
+            try:
+                using.enter_context(caches.hold(found.folder))
+            except OSError as error:  # another process has put it right just now
+                found = Obtained(reasons=[*found.reasons, f"{found.folder}: {error.strerror}"])
+        used = Used(found)
+        using.enter_context(config.environment(found.variables))
         try:
             yield used
         finally:
