@@ -20,8 +20,9 @@ from typing import Any
 from blake3 import blake3
 
 from mx import config
-from mx.artifacts.caches import CacheFile, check_files, check_private, scan, variables
+from mx.artifacts.caches import CacheFile, check_files, scan, variables
 from mx.artifacts.environment import CPU_FIELDS
+from mx.artifacts.private import check_private
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, ConfigError, LocalError, OutputError
 from mx.text import listed, shown
