@@ -22,6 +22,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from mx.artifacts.private import check_private
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.text import shown
@@ -43,7 +44,6 @@ _TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
 _CHANGES = re.compile(_TRITON_GROUP.pattern + r"|(?:.*/)?vllm_compile_cache\.py")
 _MAX_GROUP_BYTES = MIB
 _READ_BYTES = MIB
-_MAX_LINKS = 40
 _MAX_TRIES = 8
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -170,61 +170,6 @@ def _scan(folder: Path, prefix: str, found: list[CacheFile]) -> None:
                     f"{shown(path)} in the cache is neither a file nor a folder",
                     hint="record the cache again: links and special files do not travel",
                 )
-
-
-def check_private(folder: Path) -> None:
-    """Refuse a folder that other users could put code into.
-
-    Args:
-        folder: It need not exist; then the folders that do are checked.
-
-    Raises:
-        ConfigError: It, or a folder or link on the way to it, belongs to another user than this
-            process's and root, or others may write to it. A folder on the way may be sticky, as
-            /tmp is.
-    """
-    waiting = list(reversed(folder.absolute().parts))
-    at = Path(waiting.pop())
-    links = 0
-    _check_owned(at, last=not waiting)
-    while waiting:
-        part = waiting.pop()
-        if part == "..":
-            at = at.parent
-            continue
-        at = at / part
-        try:
-            status = at.lstat()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ConfigError(f"{at} could not be looked at: {error.strerror}") from error
-        if not stat.S_ISLNK(status.st_mode):
-            _check_owned(at, last=not waiting)
-            continue
-        links += 1
-        if status.st_uid not in (0, os.geteuid()) or links > _MAX_LINKS:
-            raise ConfigError(f"{at} is a link of another user", hint="name another folder")
-        target = Path(os.readlink(at))
-        waiting += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-        at = Path("/") if target.is_absolute() else at.parent
-
-
-def _check_owned(folder: Path, *, last: bool) -> None:
-    status = folder.lstat()
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{folder} is no folder", hint="name another folder")
-    if status.st_uid != os.geteuid() and (last or status.st_uid != 0):
-        raise ConfigError(
-            f"{folder} belongs to user {status.st_uid}, who could put code into the cache",
-            hint="name a folder of this user",
-        )
-    if mode & 0o022 and (last or not mode & stat.S_ISVTX):
-        raise ConfigError(
-            f"other users may write to {folder}: its mode is {mode:04o}, and a cache is code",
-            hint=f"chmod go-w {folder}, if no other user has written to it; else name another",
-        )
 
 
 def lay_out(

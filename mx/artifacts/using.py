@@ -19,6 +19,7 @@ from mx import config
 from mx.artifacts import caches, environment
 from mx.artifacts.carry import Fetched, Listed, fetch_document, fetched, find
 from mx.artifacts.document import COMPILE_CACHE
+from mx.artifacts.private import check_private
 from mx.artifacts.trust import Trust
 from mx.artifacts.usage import Usage, Watch
 from mx.core.reference import parse_reference
@@ -85,14 +86,14 @@ def obtain(
     trusted = Trust.load(Path(trust))
     settings = settings or config.load()
     place = Path(root) if root is not None else config.cache_folder() / "artifacts"
-    caches.check_private(place)
+    check_private(place)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{place} can't be made: {error.strerror}", hint="name a folder of this user"
         ) from error
-    caches.check_private(place)
+    check_private(place)
     run = _Run(name, trusted, place, dict(fields or {}), coordinator, settings)
     try:
         found = run.obtain()
