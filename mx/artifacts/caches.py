@@ -22,6 +22,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from mx.artifacts.private import check_private
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.text import shown
@@ -45,7 +46,6 @@ _MAX_GROUP_BYTES = MIB
 _READ_BYTES = MIB
 #: Whether Inductor compiles its C++ header once for all.
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-_MAX_LINKS = 40
 _MAX_TRIES = 8
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -174,63 +174,11 @@ def _scan(folder: Path, prefix: str, found: list[CacheFile]) -> None:
                 )
 
 
-def check_private(folder: Path) -> None:
-    """Refuse a folder that other users could put code into.
-
-    Args:
-        folder: It need not exist; then the folders that do are checked.
-
-    Raises:
-        ConfigError: It, or a folder or link on the way to it, belongs to another user than this
-            process's and root, or others may write to it. A folder on the way may be sticky, as
-            /tmp is.
-    """
-    waiting = list(reversed(folder.absolute().parts))
-    at = Path(waiting.pop())
-    links = 0
-    _check_owned(at, last=not waiting)
-    while waiting:
-        part = waiting.pop()
-        if part == "..":
-            at = at.parent
-            continue
-        at = at / part
-        try:
-            status = at.lstat()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ConfigError(f"{at} could not be looked at: {error.strerror}") from error
-        if not stat.S_ISLNK(status.st_mode):
-            _check_owned(at, last=not waiting)
-            continue
-        links += 1
-        if status.st_uid not in (0, os.geteuid()) or links > _MAX_LINKS:
-            raise ConfigError(f"{at} is a link of another user", hint="name another folder")
-        target = Path(os.readlink(at))
-        waiting += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-        at = Path("/") if target.is_absolute() else at.parent
-
-
-def _check_owned(folder: Path, *, last: bool) -> None:
-    status = folder.lstat()
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{folder} is no folder", hint="name another folder")
-    if status.st_uid != os.geteuid() and (last or status.st_uid != 0):
-        raise ConfigError(
-            f"{folder} belongs to user {status.st_uid}, who could put code into the cache",
-            hint="name a folder of this user",
-        )
-    if mode & 0o022 and (last or not mode & stat.S_ISVTX):
-        raise ConfigError(
-            f"other users may write to {folder}: its mode is {mode:04o}, and a cache is code",
-            hint=f"chmod go-w {folder}, if no other user has written to it; else name another",
-        )
-
-
 def lay_out(
-    files: Sequence[CacheFile], read: Callable[[int], memoryview | bytes], root: Path
+    files: Sequence[CacheFile],
+    read: Callable[[int], memoryview | bytes],
+    root: Path,
+    digests: Sequence[bytes] = (),
 ) -> bool:
     """Lay a cache out, all of it or nothing: files are written beside `root`, then renamed.
 
@@ -241,6 +189,7 @@ def lay_out(
         read: Returns the checked bytes of the file of an index.
         root: The cache's folder. If it is whole, whoever laid it out, it is used as it is. One that
             is not is laid out anew unless it is in use (`hold`).
+        digests: As for `is_whole`.
 
     Returns:
         True if this call has laid it out, False if it was there.
@@ -266,7 +215,7 @@ def lay_out(
         _remove_leftovers(root)
         for _ in range(_MAX_TRIES):
             if os.path.lexists(root):
-                if is_whole(root, files):
+                if is_whole(root, files, digests):
                     return False
                 _take_away(root)
             if _write_and_rename(files, read, root):

@@ -62,7 +62,10 @@ def here(
             found.update(zip(given, read(), strict=True))
     if engine:
         version, build = library(engine)
-        found.update(engine=engine, engine_version=version, engine_build=build)
+        place = str(_folder(engine) or "")
+        found.update(
+            engine=engine, engine_version=version, engine_build=build, engine_path=place
+        )  # fmt: skip
     found.update(fields or {})
     return {name: text for name, text in found.items() if text and (names is None or name in names)}
 

@@ -20,6 +20,7 @@ from mx import config
 from mx.artifacts import caches, environment
 from mx.artifacts.carry import Fetched, Listed, fetch_document, fetched, find
 from mx.artifacts.document import COMPILE_CACHE
+from mx.artifacts.private import check_private
 from mx.artifacts.trust import Trust
 from mx.artifacts.usage import Usage, Watch
 from mx.core.reference import parse_reference
@@ -86,14 +87,14 @@ def obtain(
     trusted = Trust.load(Path(trust))
     settings = settings or config.load()
     place = Path(root) if root is not None else config.cache_folder() / "artifacts"
-    caches.check_private(place)
+    check_private(place)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{place} can't be made: {error.strerror}", hint="name a folder of this user"
         ) from error
-    caches.check_private(place)
+    check_private(place)
     run = _Run(name, trusted, place, dict(fields or {}), coordinator, settings)
     try:
         found = run.obtain()
@@ -196,7 +197,10 @@ class _Run:
             ) as package,
         ):
             caches.lay_out(
-                document.cache_files, lambda at: package.read(document.files[at].blob), folder
+                document.cache_files,
+                lambda at: package.read(document.files[at].blob),
+                folder,
+                document.digests,
             )
 
     def _say(self, set_id: str, why: str) -> None:
@@ -266,8 +270,15 @@ def use(
     found = obtain(
         model, trust=trust, root=root, fields=fields, coordinator=coordinator, settings=settings
     )
-    used = Used(found)
-    with config.environment(found.variables), _inductor(found.variables):
+    with contextlib.ExitStack() as using:
+        if found.folder is not None:
+            try:
+                using.enter_context(caches.hold(found.folder))
+            except OSError as error:  # another process has put it right just now
+                found = Obtained(reasons=[*found.reasons, f"{found.folder}: {error.strerror}"])
+        used = Used(found)
+        using.enter_context(config.environment(found.variables))
+        using.enter_context(_inductor(found.variables))
         try:
             yield used
         finally:
