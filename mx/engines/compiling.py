@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 
 
-def counts() -> dict[str, int]:
+def compile_counts() -> dict[str, int]:
     """Return how often engines of this process used compile caches, by the words of `STATES`."""
     with _lock:
         return {state: _counts[state] for state in STATES}

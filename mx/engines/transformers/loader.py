@@ -151,7 +151,10 @@ def load(
             running = pull(pinned, **where, **which, **how)
         arrival = _loadings[model] = Loading(running, model, values)
         if compile:
-            compile_forward(model, arrival, parse_reference(name).name, where["settings"])
+            asked = {"coordinator": coordinator} if coordinator else {}
+            compile_forward(
+                model, arrival, parse_reference(name).name, config.given(where["settings"], **asked)
+            )
     except BaseException:
         if running is not None:
             running.close()
