@@ -100,7 +100,9 @@ def load(
         "wait_s": wait_s,
         # A cache would have the whole model before it gave a layer. One that has it is a source.
         "settings": config.given(
-            settings or config.load(), cache_socket="off", **({"trust": str(trust)} if trust else {})
+            settings or config.load(),
+            cache_socket="off",
+            trust=None if trust is None else str(trust),
         ),
     }
     which: dict[str, Any] = {"revision": revision, "variant": variant}
@@ -151,10 +153,8 @@ def load(
             running = pull(pinned, **where, **which, **how)
         arrival = _loadings[model] = Loading(running, model, values)
         if compile:
-            asked = {"coordinator": coordinator} if coordinator else {}
-            compile_forward(
-                model, arrival, parse_reference(name).name, config.given(where["settings"], **asked)
-            )
+            asked = config.given(where["settings"], coordinator=coordinator)
+            compile_forward(model, arrival, parse_reference(name).name, asked)
     except BaseException:
         if running is not None:
             running.close()
