@@ -85,7 +85,7 @@ def obtain(
     name = parse_reference(model).name
     trusted = Trust.load(Path(trust))
     settings = settings or config.load()
-    place = Path(root) if root is not None else config.cache_folder() / "artifacts"
+    place = config.cache_folder() / "artifacts" if root is None else Path(root).absolute()
     check_private(place)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
