@@ -102,7 +102,8 @@ def test_links_and_special_files_are_refused(tmp_path: Path) -> None:
 
 HOSTILE = (
     "", "x", "inductor", "/inductor/x", "inductor//x", "inductor/", "inductor/./x", "inductor/../x",
-    "../inductor/x", "other/x", "record.json/x", "inductor/a\nb", "inductor/a\x1b[2J", "inductor/\0",
+    "../inductor/x", "other/x", "record.json/x", "inductor/a\nb", "inductor/a\x1b[2J",
+    "inductor/\0",
     "inductor/a\\b", "inductor/é", unicodedata.normalize("NFD", "inductor/é"), "inductor/\u202ex",
     "inductor/" + "x" * 256, "inductor/" + "x/" * 15 + "x", "inductor/" + "x/" * 600 + "x",
     "inductor/a b", "inductor/a:b", "Inductor/x", "inductor/\udcff",
