@@ -91,7 +91,7 @@ class Watch:
             if path not in self._before
             or (_NATIVE.fullmatch(path) and seen.made != self._before[path].made)
         ))  # fmt: skip
-        timed = not os.statvfs(self._root).f_flag & os.ST_NOATIME
+        timed = _keeps_times(self._root)
         opened = sum(
             path in now and now[path].read_ns != seen.read_ns for path, seen in self._before.items()
         )
@@ -126,7 +126,14 @@ def _text(
     said = [f"{hits} hits, {misses} misses" if counted else "no counters in this process"]
     said.append(f"{len(new)} new objects ({listed(new, 2)})" if new else "no new object")
     said.append(f"{opened} of {of} objects read" if opened >= 0 else f"{of} objects")
-    return f"{state}: {', '.join(said)}"
+    return plain(f"{state}: {', '.join(said)}")
+
+
+def _keeps_times(root: Path) -> bool:
+    try:
+        return not os.statvfs(root).f_flag & os.ST_NOATIME
+    except OSError:
+        return False
 
 
 def _objects(root: Path) -> dict[str, _Seen]:
