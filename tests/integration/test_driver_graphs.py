@@ -364,7 +364,7 @@ print(*map(kind, nodes_of(inner)))
 within = call("cuGraphChildGraphNodeGetGraph", child)
 print(*map(kind, nodes_of(graph)), len(nodes_of(within)), attempt("cuGraphDestroy", within))
 executable = instantiated(graph)
-run(executable), run(executable)
+run(executable)  # once: the bindings of CUDA 12 free what they hand a host function
 print(len(noted), set(get(Z).tolist()), attempt("cuEventQuery", outer))
 def unsafe(stream):
     address = int(call("cuMemAllocAsync", 64, stream))
@@ -391,7 +391,7 @@ print(*map(kind, nodes_of(allocates)), attempt("cuMemAllocAsync", 64, s))
     assert layer(major, code) == [
         "MEMCPY MEMCPY MEMSET WAIT_EVENT EVENT_RECORD HOST",
         "EMPTY KERNEL GRAPH 6 INVALID_VALUE",
-        "2 {3.0} ",
+        "1 {3.0} ",
         "MEM_FREE BATCH_MEM_OP MEM_ALLOC NOT_SUPPORTED",
         "CONDITIONAL NOT_SUPPORTED",
         "MEM_ALLOC NOT_SUPPORTED",
