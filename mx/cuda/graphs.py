@@ -27,8 +27,8 @@ class Launch(NamedTuple):
 
     function: int
     context: int
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
     shared_bytes: int
     parameters: int
 
@@ -124,7 +124,8 @@ class GraphCalls(Bindings):
 
     def parameters(self, function: int) -> tuple[tuple[int, int], ...]:
         """Return the offset and the size of each parameter (cuFuncGetParamInfo)."""
-        handle, found = self._d.CUfunction(function), []
+        handle = self._d.CUfunction(function)
+        found: list[tuple[int, int]] = []
         while True:
             result, *values = self._d.cuFuncGetParamInfo(handle, len(found))
             if result == self._d.CUresult.CUDA_ERROR_INVALID_VALUE:

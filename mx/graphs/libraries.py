@@ -50,7 +50,7 @@ def _identified(path: Path, nbytes: int, _changed: int) -> Library:
         for section in sections:
             begin, length = section[4], section[5]
             name_at = names[4] + section[0]
-            name = data[name_at : data.index(b"\0", name_at)]
+            name = data[name_at : data.find(b"\0", name_at)]
             if name == b".note.gnu.build-id":
                 build_id = _build_id(data[begin : begin + min(length, _MAX_NOTES)])
             elif name == b".nv_fatbin":

@@ -47,7 +47,6 @@ def make_pool(region: Region) -> Any:
         )
     ordinal = region.device.ordinal
 
-    @_ALLOCATE
     def allocate(nbytes: int, device: int, _stream: int | None) -> int:
         # torch takes NULL for "out of memory"; an exception here would be lost.
         try:
@@ -58,12 +57,12 @@ def make_pool(region: Region) -> Any:
             _log.warning("torch's pool: %s", error)
         return 0
 
-    @_FREE
     def free(_address: int, _nbytes: int, _device: int, _stream: int | None) -> None:
         """Do nothing: addresses have to be the same in every process, and so are never reused."""
 
-    pointers = [ctypes.cast(each, ctypes.c_void_p).value for each in (allocate, free)]
+    callbacks = (_ALLOCATE(allocate), _FREE(free))
+    pointers = [ctypes.cast(each, ctypes.c_void_p).value for each in callbacks]
     allocator = make_allocator(*pointers)
     pool = memory_pool(allocator)
-    _kept.extend((allocate, free, allocator))
+    _kept.extend((callbacks, allocator))
     return pool
