@@ -27,7 +27,10 @@ def _value(draw: Any, field: Any) -> Any:
 
 def spoil(draw: Any, message: Any) -> None:
     """Change one field somewhere inside a message."""
-    field = draw(st.sampled_from(list(message.DESCRIPTOR.fields)))
+    fields = list(message.DESCRIPTOR.fields)
+    if not fields:
+        return
+    field = draw(st.sampled_from(fields))
     repeated = field.is_repeated
     if field.message_type is None:
         if not repeated:
