@@ -316,7 +316,12 @@ class RestoredGraph:
         functions = []
         for kernel in graph.kernels:
             if kernel.image is not None:
-                function = self._driver.module_function(modules[kernel.image], kernel.name)
+                try:
+                    function = self._driver.module_function(modules[kernel.image], kernel.name)
+                except CudaError as error:
+                    if error.code == "CUDA_ERROR_NOT_FOUND":
+                        _refuse(Cause.KERNEL, f"{kernel.name} is not in its image")
+                    raise
             else:
                 assert kernel.call is not None
                 call_name = graph.calls[kernel.call].name

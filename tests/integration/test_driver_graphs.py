@@ -6,31 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mx.graphs.export import Package, combine
-from mx.graphs.message import Capture, decode
+from mx.graphs.message import decode
 from mx.graphs.package import KernelNode
-from tests.support.driver.graph_programs import export, runs
+from tests.support.driver.graph_programs import package_of, runs, written
 from tests.support.driver.programs import each_major
 
 pytestmark = [pytest.mark.integration, each_major]
-
-
-def package_of(major: int, folder: Path, **changes: object) -> Package:
-    """Capture the layer in two processes, and return the package."""
-    captures = []
-    for shifted in (False, True):
-        out = folder / f"capture-{shifted}"
-        assert export(major, out, shifted=shifted, **changes) == "exported"  # type: ignore[arg-type]
-        captures.append(Capture.from_bytes(out.read_bytes()))
-    return combine(*captures)
-
-
-def written(package: Package, folder: Path) -> Path:
-    """Write a package into a folder: the message, and images by their hashes."""
-    (folder / "graph").write_bytes(package.graph)
-    for digest, image in package.images.items():
-        (folder / digest).write_bytes(image)
-    return folder
 
 
 _RESTORE = """

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from mx.graphs.export import Package, combine
+from mx.graphs.message import Capture
 from tests.support.driver import programs
 from tests.support.driver.build import kernels_library
 
@@ -110,3 +112,30 @@ def export(
         out=str(out), shifted=shifted, before=before, more=more, images=images, calls=calls
     )
     return runs(major, code, **settings)[-1]
+
+
+def package_of(major: int, folder: Path, **changes: object) -> Package:
+    """Capture the layer in two processes, and return the package."""
+    captures = []
+    for shifted in (False, True):
+        out = folder / f"capture-{shifted}"
+        assert export(major, out, shifted=shifted, **changes) == "exported"  # type: ignore[arg-type]
+        captures.append(Capture.from_bytes(out.read_bytes()))
+    return combine(*captures)
+
+
+def written(package: Package, folder: Path) -> Path:
+    """Write a package into a folder: the message, and images by their hashes."""
+    (folder / "graph").write_bytes(package.graph)
+    for digest, image in package.images.items():
+        (folder / digest).write_bytes(image)
+    return folder
+
+
+@functools.cache
+def packaged(major: int) -> Path:
+    """Return a folder with the layer's package, made once for each process."""
+    folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
+    _folders.append(folder)
+    path = Path(folder.name)
+    return written(package_of(major, path), path)
