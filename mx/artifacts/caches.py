@@ -46,6 +46,8 @@ _TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
 _CHANGES = re.compile(_TRITON_GROUP.pattern + r"|(?:.*/)?vllm_compile_cache\.py")
 _MAX_GROUP_BYTES = MIB
 _READ_BYTES = MIB
+#: Whether Inductor compiles its C++ header once for all.
+PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 _MAX_TRIES = 8
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -75,7 +77,7 @@ def variables(root: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
         "TRITON_CACHE_DIR": str(root / "triton"),
         "VLLM_CACHE_ROOT": str(root / "vllm"),
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        PRECOMPILED_HEADERS: "0",
     }
 
 

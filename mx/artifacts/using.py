@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,19 @@ class Used:
 
 
 @contextlib.contextmanager
+def _inductor(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have Inductor, if it is imported already, see what it reads of the environment only then: on
+    this thread, as its settings are. It is a part of the keys by which it finds what it compiled."""
+    loaded = sys.modules.get("torch._inductor.config")
+    headers = variables.get(caches.PRECOMPILED_HEADERS)
+    if loaded is None or headers is None:
+        yield
+        return
+    with loaded.patch(cpp_cache_precompile_headers=headers == "1"):
+        yield
+
+
+@contextlib.contextmanager
 def use(
     model: str,
     *,
@@ -190,6 +204,7 @@ def use(
                 found = Obtained(reasons=[*found.reasons, f"{found.folder}: {error.strerror}"])
         used = Used(found)
         using.enter_context(config.environment(found.variables))
+        using.enter_context(_inductor(found.variables))
         try:
             yield used
         finally:
