@@ -73,6 +73,7 @@ def _write(place: Path) -> list[caches.CacheFile]:
     for number, weight in enumerate(weights):
         data = rng.randbytes(int(NBYTES * weight / sum(weights)))
         contents[f"inductor/{number % 128:02x}/c{number}.main.so"] = data
+    contents = dict(sorted(contents.items()))
     files = [ArtifactFile(path, blob, True) for blob, path in enumerate(contents)]
     blobs = [Blob(blake3(data).digest(), len(data)) for data in contents.values()]
     document = Document("bench", COMPILE_CACHE, int(time.time()), {}, blobs, files)
