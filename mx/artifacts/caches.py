@@ -173,7 +173,10 @@ def _scan(folder: Path, prefix: str, found: list[CacheFile]) -> None:
 
 
 def lay_out(
-    files: Sequence[CacheFile], read: Callable[[int], memoryview | bytes], root: Path
+    files: Sequence[CacheFile],
+    read: Callable[[int], memoryview | bytes],
+    root: Path,
+    digests: Sequence[bytes] = (),
 ) -> bool:
     """Lay a cache out, all of it or nothing: files are written beside `root`, then renamed.
 
@@ -184,6 +187,7 @@ def lay_out(
         read: Returns the checked bytes of the file of an index.
         root: The cache's folder. If it is whole, whoever laid it out, it is used as it is. One that
             is not is laid out anew unless it is in use (`hold`).
+        digests: As for `is_whole`.
 
     Returns:
         True if this call has laid it out, False if it was there.
@@ -209,7 +213,7 @@ def lay_out(
         _remove_leftovers(root)
         for _ in range(_MAX_TRIES):
             if os.path.lexists(root):
-                if is_whole(root, files):
+                if is_whole(root, files, digests):
                     return False
                 _take_away(root)
             if _write_and_rename(files, read, root):

@@ -16,6 +16,7 @@ from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from mx.artifacts.caches import MAX_FILES, CacheFile, check_files
+from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError
 from mx.text import has_control, shown
 from mx.units import GIB, MIB
@@ -27,8 +28,6 @@ CUDA_GRAPH = "cuda-graph"
 KINDS = (COMPILE_CACHE, CUDA_GRAPH)
 
 DIGEST_BYTES = 32
-#: The characters of a set's id: 128 bits of the digest of its document.
-ID_CHARS = 32
 MAX_DOCUMENT_BYTES = 32 * MIB
 MAX_SET_BYTES = 16 * GIB
 MAX_FIELDS = 64

@@ -85,7 +85,7 @@ def obtain(
     name = parse_reference(model).name
     trusted = Trust.load(Path(trust))
     settings = settings or config.load()
-    place = Path(root) if root is not None else config.cache_folder() / "artifacts"
+    place = config.cache_folder() / "artifacts" if root is None else Path(root).absolute()
     check_private(place)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -196,7 +196,10 @@ class _Run:
             ) as package,
         ):
             caches.lay_out(
-                document.cache_files, lambda at: package.read(document.files[at].blob), folder
+                document.cache_files,
+                lambda at: package.read(document.files[at].blob),
+                folder,
+                document.digests,
             )
 
     def _say(self, set_id: str, why: str) -> None:
@@ -253,8 +256,14 @@ def use(
     found = obtain(
         model, trust=trust, root=root, fields=fields, coordinator=coordinator, settings=settings
     )
-    used = Used(found)
-    with config.environment(found.variables):
+    with contextlib.ExitStack() as using:
+        if found.folder is not None:
+            try:
+                using.enter_context(caches.hold(found.folder))
+            except OSError as error:  # another process has put it right just now
+                found = Obtained(reasons=[*found.reasons, f"{found.folder}: {error.strerror}"])
+        used = Used(found)
+        using.enter_context(config.environment(found.variables))
         try:
             yield used
         finally:

@@ -34,7 +34,7 @@ def test_the_fields_of_this_machine() -> None:
     assert all(text and len(text) <= 512 for text in found.values()), found
     assert found["isa"]
     if shutil.which("g++"):
-        assert "g++" in found["compiler"]
+        assert "version" in found["compiler"]
 
 
 def test_only_what_is_asked_for_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
