@@ -173,7 +173,8 @@ def _counts() -> tuple[int, int]:
 def _factors(root: Path) -> dict[str, dict[str, str]]:
     """Return the factors of vLLM's keys, by the path of the file that has them."""
     found: dict[str, dict[str, str]] = {}
-    for path in sorted((root / "vllm" / "torch_compile_cache").glob(f"*/rank_*/*/{_FACTORS}")):
+    keys = root / "vllm" / "torch_compile_cache"
+    for path in sorted([*keys.glob(f"*/rank_*/{_FACTORS}"), *keys.glob(f"*/rank_*/*/{_FACTORS}")]):
         factors = _read_factors(path)
         if factors and len(found) < _MOST_SETS_OF_FACTORS:
             found[str(path.relative_to(root))] = factors
