@@ -29,6 +29,8 @@ from mx.text import shown
 from mx.units import GIB, MIB, format_bytes
 
 COMPONENTS = ("inductor", "triton", "vllm")
+#: CUDA graphs are recorded beside caches, and travel in sets of their own, which are not laid out.
+GRAPHS = "graphs"
 MAX_FILES = 20_000
 MAX_BYTES = 4 * GIB
 _MAX_PATH_CHARS = 1024
@@ -109,12 +111,12 @@ def _checked_parts(path: str) -> list[str]:
     parts = path.split("/", _MAX_PARTS + 1) if len(path) <= _MAX_PATH_CHARS else []
     if (
         not 2 <= len(parts) <= _MAX_PARTS
-        or parts[0] not in COMPONENTS
+        or parts[0] not in (*COMPONENTS, GRAPHS)
         or not all(map(_PART.fullmatch, parts))
     ):
         raise ArtifactError(
             f"{shown(path)} can't be a cache's file",
-            hint=f"files are in {', '.join(COMPONENTS)}, their names in ASCII and short",
+            hint=f"files are in {', '.join(COMPONENTS)} or {GRAPHS}; names are ASCII and short",
         )
     return parts
 
@@ -131,7 +133,7 @@ def scan(root: Path) -> list[CacheFile]:
     """
     found: list[CacheFile] = []
     try:
-        for part in COMPONENTS:
+        for part in (*COMPONENTS, GRAPHS):
             start = root / part / _VLLM if part == "vllm" else root / part
             prefix = f"{part}/{_VLLM}" if part == "vllm" else part
             for folder in (root / part, start):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,17 +23,16 @@ from mx.api.planning import plan
 from mx.api.pulling import pull
 from mx.api.serving import serve as serve_checkpoint
 from mx.api.source import Source
-from mx.artifacts.document import ID_CHARS, KINDS
+from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, Package
 from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
+from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference
 from mx.core.variant import ProcessingKey
 from mx.errors import ArtifactError, ConfigError
 
 log = logging.getLogger(__name__)
 
-_PLACE = "artifacts"
-_NAME = re.compile(rf"(.+)/{_PLACE}/([0-9a-f]{{{ID_CHARS}}})", re.ASCII | re.DOTALL)
 #: Of a signer's key, in what is listed.
 _SIGNER_CHARS = 16
 
@@ -58,11 +56,6 @@ class Listed:
     signer: str
     nbytes: int
     sources: int
-
-
-def listed_name(model: str, set_id: str) -> str:
-    """Return the name by which a set is listed."""
-    return f"{model}/{_PLACE}/{set_id}"
 
 
 def serve(
@@ -123,8 +116,8 @@ def find(
     wanted = parse_reference(model).name if model else ""
     found = []
     for status in list_models(coordinator=coordinator, settings=settings):
-        match = _NAME.fullmatch(status.model.name)
-        if match is None or not status.sources or wanted not in ("", match[1]):
+        named = model_and_set(status.model.name)
+        if named is None or not status.sources or wanted not in ("", named[0]):
             continue
         try:
             fields = ProcessingKey.parse(status.model.variant).fields
@@ -134,8 +127,7 @@ def find(
             found.append(
                 Listed(
                     status.model.name,
-                    match[1],
-                    match[2],
+                    *named,
                     fields["kind"],
                     fields.get("signer", ""),
                     status.nbytes,

@@ -211,17 +211,15 @@ def _compiler() -> tuple[str]:
     """Return what Inductor calls, as it says itself; "" if it can't be called."""
     called = config.inherited("CXX").get("CXX", "g++")
     try:
-        first, whole = (
-            subprocess.run(
-                ["env", "LC_ALL=C", called, option],
-                check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_COMPILER_S,
-            ).stdout
-            for option in ("--version", "-v")
-        )  # fmt: skip
+        said = subprocess.run(
+            ["env", "LC_ALL=C", called, "-v"],
+            check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_COMPILER_S,
+        ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ("",)
-    line = first.decode(errors="replace").partition("\n")[0]
-    return (f"{line} {blake3(whole).hexdigest()[:_ID_CHARS]}",)
+    # gcc names its version on the last line, clang on the first.
+    lines = [line for line in said.decode(errors="replace").splitlines() if " version " in line]
+    return (f"{' '.join(lines[:1]).strip()} {blake3(said).hexdigest()[:_ID_CHARS]}",)
 
 
 def _threads() -> tuple[str]:

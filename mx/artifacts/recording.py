@@ -297,11 +297,14 @@ def _write(folder: Path, python: str, fields: Mapping[str, str]) -> None:
     engine = fields.get("engine", "vllm" if of_vllm else "")
     environment = _probe(python, engine, fields)
     # C++ is compiled for this very CPU; where there is none, another CPU will do.
-    needed = not environment.get("gpu") or any(file.path.endswith(".cpp") for file in files)
-    for name in CPU_FIELDS:
-        # Paths of modules are in vLLM's keys.
-        if not needed and not (of_vllm and name == "torch_path") and name not in fields:
-            environment.pop(name, None)
+    on_cpu = not environment.get("gpu") or any(file.path.endswith(".cpp") for file in files)
+    unneeded = set() if on_cpu else set(CPU_FIELDS)
+    if of_vllm:  # the paths of modules are in its keys
+        unneeded.discard("torch_path")
+    else:
+        unneeded.add("engine_path")
+    for name in unneeded - fields.keys():
+        environment.pop(name, None)
     text = json.dumps({
         "format": _FORMAT,
         "environment": environment,

@@ -30,6 +30,7 @@ from google.protobuf.message import DecodeError
 from mx import keyfile
 from mx.artifacts import document as documents
 from mx.artifacts.document import Document
+from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
 from mx.namekey import is_signed
 from mx.text import has_control, shown
@@ -46,7 +47,7 @@ _STATEMENT = b"mx artifact set, format 1\0"
 _KEY_BYTES, _SIGNATURE_BYTES = 32, 64
 _MAX_TRUST_BYTES = 1 << 20
 _KEY = re.compile(f"{KEY_PREFIX}([0-9a-f]{{64}})", re.ASCII)
-_SET_ID = re.compile(f"[0-9a-f]{{{documents.ID_CHARS}}}", re.ASCII)
+_SET_ID = re.compile(f"[0-9a-f]{{{ID_CHARS}}}", re.ASCII)
 _SIGNER_FIELDS = {"name", "key", "models", "expires"}
 _EXAMPLE = "docs/artifacts.md has an example of a trust file"
 

@@ -91,7 +91,7 @@ class Watch:
             if path not in self._before
             or (_NATIVE.fullmatch(path) and seen.made != self._before[path].made)
         ))  # fmt: skip
-        timed = not os.statvfs(self._root).f_flag & os.ST_NOATIME
+        timed = _keeps_times(self._root)
         opened = sum(
             path in now and now[path].read_ns != seen.read_ns for path, seen in self._before.items()
         )
@@ -126,7 +126,14 @@ def _text(
     said = [f"{hits} hits, {misses} misses" if counted else "no counters in this process"]
     said.append(f"{len(new)} new objects ({listed(new, 2)})" if new else "no new object")
     said.append(f"{opened} of {of} objects read" if opened >= 0 else f"{of} objects")
-    return f"{state}: {', '.join(said)}"
+    return plain(f"{state}: {', '.join(said)}")
+
+
+def _keeps_times(root: Path) -> bool:
+    try:
+        return not os.statvfs(root).f_flag & os.ST_NOATIME
+    except OSError:
+        return False
 
 
 def _objects(root: Path) -> dict[str, _Seen]:
@@ -166,7 +173,8 @@ def _counts() -> tuple[int, int]:
 def _factors(root: Path) -> dict[str, dict[str, str]]:
     """Return the factors of vLLM's keys, by the path of the file that has them."""
     found: dict[str, dict[str, str]] = {}
-    for path in sorted((root / "vllm" / "torch_compile_cache").glob(f"*/rank_*/*/{_FACTORS}")):
+    keys = root / "vllm" / "torch_compile_cache"
+    for path in sorted([*keys.glob(f"*/rank_*/{_FACTORS}"), *keys.glob(f"*/rank_*/*/{_FACTORS}")]):
         factors = _read_factors(path)
         if factors and len(found) < _MOST_SETS_OF_FACTORS:
             found[str(path.relative_to(root))] = factors

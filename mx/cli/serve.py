@@ -182,16 +182,21 @@ def _announce(checkpoint: Source | None, sets: Sequence[Source], *, as_json: boo
         outcome.emit(told | ({"artifacts": [_object(each) for each in sets]} if sets else {}))
     first = checkpoint or sets[0]
     where = "itself, at" if first.embedded else "the one at"
-    lines = []
-    for each in (first, *sets) if checkpoint is not None else sets:
-        layout = each.manifest.layout
-        lines.append(
-            f"serving {each.model}: {format_bytes(layout.payload_nbytes)} in "
+    text = ""
+    if checkpoint is not None:
+        layout = checkpoint.manifest.layout
+        text += (
+            f"serving {checkpoint.model}: {format_bytes(layout.payload_nbytes)} in "
             f"{count(len(layout.layers), 'layer')}\n"
-            f"  at {each.endpoint}, coordinator: {where} {each.coordinator_address}\n"
-            f"  pin {each.pinned} {outcome.pin_covers(each.manifest.ref.packaging)}\n"
+            f"  at {checkpoint.endpoint}, coordinator: {where} {checkpoint.coordinator_address}\n"
+            f"  pin {checkpoint.pinned} {outcome.pin_covers(checkpoint.manifest.ref.packaging)}\n"
         )
-    outcome.say("".join(lines) + "  stop with Ctrl-C")
+    for each in sets:
+        text += (
+            f"serving {each.model.name}: {format_bytes(each.manifest.layout.payload_nbytes)}\n"
+            f"  at {each.endpoint}, coordinator: {where} {each.coordinator_address}\n"
+        )
+    outcome.say(text + "  stop with Ctrl-C")
 
 
 def _object(source: Source) -> dict[str, object]:

@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 import mx
 from mx import config
 from mx.artifacts import carry, environment, package
-from mx.artifacts.carry import listed_name
 from mx.artifacts.trust import Signed, public_key, shown_key
 from mx.artifacts.using import Obtained, obtain
+from mx.core.artifact_names import listed_name
 from mx.errors import ConfigError
 from tests.support import artifact_sets
 

@@ -13,8 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import mx
 from mx import config
 from mx.artifacts import carry, package
-from mx.artifacts.carry import Listed, fetch_document, fetched, find, listed_name
+from mx.artifacts.carry import Listed, fetch_document, fetched, find
 from mx.artifacts.package import Package
+from mx.core.artifact_names import listed_name
 from mx.errors import ArtifactError, MxError
 from tests.support import artifact_sets
 

@@ -74,6 +74,6 @@ with gpu.current():
 
 
 def test_an_unknown_instruction_is_refused() -> None:
-    ptx = ".entry k(\n)\n{\n\t.reg .b32 %r<3>;\n\tshfl.sync.bfly.b32 \t%r1, %r2, 1, 31, -1;\n}\n"
-    with pytest.raises(ValueError, match="shfl.sync.bfly.b32 is not translated"):
-        translated("k", ptx)
+    ptx = ".entry k(\n)\n{\n\t.reg .b32 %r<3>;\n\tvote.sync.any.pred \t%r1, %r2, -1;\n}\n"
+    with pytest.raises(ValueError, match="vote.sync.any.pred is not translated"):
+        translated("k", ptx, "k")

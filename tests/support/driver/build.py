@@ -85,14 +85,15 @@ def build(major: int) -> Path:
 
 
 @functools.cache
-def kernels_library(capability: int) -> Path:
+def kernels_library(capability: int, extra: tuple[kernels.Image, ...] = ()) -> Path:
     """Build the library of mx's kernels for a compute capability, once for each process.
 
     Args:
         capability: Times ten: 90 is 9.0.
+        extra: More kernels of the same capability (`kernels.compiled`).
 
     Returns:
-        Its path. It is removed when the process ends.
+        Its path; the cubins lie beside it, as NAME.cubin. They are removed when the process ends.
 
     Raises:
         LocalError: Triton is missing or can't compile the kernels.
@@ -100,9 +101,22 @@ def kernels_library(capability: int) -> Path:
     """
     folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
     _folders.append(folder)
-    source = kernels.write(Path(folder.name), capability)
+    source = Path(folder.name) / f"kernels_{capability}.c"
+    images = [*kernels.digests(capability), *extra]
+    source.write_text(kernels.source(images))
+    for image in images:
+        source.with_name(f"{image.name}.cubin").write_bytes(image.cubin)
     library = source.with_suffix(".so")
-    command = [compiler() or "cc", *_FLAGS, *_SHARED, f"-I{_HERE}", str(source), "-o", str(library)]
+    command = [
+        compiler() or "cc",
+        *_FLAGS,
+        *_SHARED,
+        f"-I{_HERE}",
+        str(source),
+        "-o",
+        str(library),
+        "-lm",
+    ]
     subprocess.run(command, check=True)
     return library
 

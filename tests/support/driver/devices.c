@@ -136,6 +136,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 #define ATTRIBUTE(name, says)                                                                      \
     case CU_DEVICE_ATTRIBUTE_##name: *value = says; break
     switch ((int)attribute) {
+        ATTRIBUTE(MULTIPROCESSOR_COUNT, 132);
         ATTRIBUTE(COMPUTE_CAPABILITY_MAJOR, settings.compute_capability / 10);
         ATTRIBUTE(COMPUTE_CAPABILITY_MINOR, settings.compute_capability % 10);
         ATTRIBUTE(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, settings.vmm);
@@ -182,13 +183,13 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
     GIVE(active, contexts[device].retained > 0);
 }
 
-static bool is_context(CUcontext context) {
+bool context_exists(CUcontext context) {
     return context >= contexts && context < contexts + count && context->retained;
 }
 
 CUresult cuCtxPushCurrent(CUcontext context) {
     CALL(NEEDS_DRIVER, "%p", context);
-    REQUIRE(is_context(context) && depth < STACK, INVALID_CONTEXT);
+    REQUIRE(context_exists(context) && depth < STACK, INVALID_CONTEXT);
     FINISH(stack[depth++] = context);
 }
 
@@ -209,13 +210,15 @@ SAYS(cuCtxGetFlags, unsigned, NEEDS_CONTEXT, 0)
 CUresult cuCtxGetId(CUcontext context, unsigned long long *id) {
     CALL(NEEDS_DRIVER, "%p", context);
     context = context ? context : context_current();
-    REQUIRE(is_context(context), INVALID_CONTEXT);
+    REQUIRE(context_exists(context), INVALID_CONTEXT);
     GIVE(id, context->id);
 }
 
 CUresult cuCtxSynchronize(void) {
     CALL(NEEDS_CONTEXT | UNSAFE, " ");
     CUcontext context = context_current();
+    CUresult held = capture_refuses_any(context);
+    if (held) return call_end(held);
     streams_drain(context);
     return call_end(context->broken);
 }
@@ -226,7 +229,7 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     REQUIRE(flags == 0, INVALID_VALUE);
     /* "Returns CUDA_ERROR_INVALID_CONTEXT if there is no current context, peerContext is not a
      * valid context, or if the current context is peerContext." */
-    REQUIRE(is_context(peer) && peer != context, INVALID_CONTEXT);
+    REQUIRE(context_exists(peer) && peer != context, INVALID_CONTEXT);
     REQUIRE(device_reaches(context->device, gpus[peer->device]), PEER_ACCESS_UNSUPPORTED);
     unsigned bit = 1u << peer->device;
     REQUIRE(!(context->peers & bit), PEER_ACCESS_ALREADY_ENABLED);
@@ -248,20 +251,22 @@ CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
 /* -- the table of calls ----------------------------------------------------------------------- */
 
 /* The bindings ask for names without versions; the latest version is what cuda.h of the same major
- * declares, and what this library exports. */
+ * declares, and what this library exports. Where it exports two, the later one is of the release in
+ * which edges got data. */
+#define EDGES 12030
+
 CUresult cuGetProcAddress(const char *name, void **function, int version, cuuint64_t flags,
                           CUdriverProcAddressQueryResult *status) {
     static const char *const suffixes[] = {"_v4", "_v3", "_v2", ""};
-    (void)version;
     (void)flags;
     Dl_info self;
     *function = NULL;
     if (!dladdr((void *)&driver_process, &self)) return CUDA_ERROR_UNKNOWN;
     /* It is loaded: this only returns its handle, which need not be closed. */
     void *library = dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-    for (size_t i = 0; library && !*function && i < sizeof suffixes / sizeof *suffixes; i++) {
+    for (int i = 0; library && !*function && i < 4; i++) {
         char symbol[128];
-        snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
+        snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[version < EDGES ? 3 - i : i]);
         *function = dlsym(library, symbol);
     }
     if (status)

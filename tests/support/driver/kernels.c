@@ -1,23 +1,18 @@
 /* Modules and launches. A cubin loads if the library of kernels that MX_STANDIN_KERNELS names has
  * its bytes; what runs is the library's translation of it (kernels.py). */
-#include "launch.h"
-#include "standin.h"
+#include "kernels.h"
 
 #include <dlfcn.h>
 
-#define MOST_PARAMETERS 16
-
-/* A module is its one kernel, and so is the function in it. */
-#define KERNEL(handle) ((struct kernel *)(handle))
-
 struct run {
     struct launch launch;
-    const struct kernel *kernel;
+    struct kernel_copy copy;
     CUcontext context;
     struct range **touched; /* until it ends: memory that is unmapped meanwhile stays till then */
     size_t touches;
-    uint64_t parameters[MOST_PARAMETERS];
 };
+
+static struct loaded *images;
 
 static struct kernel *kernels(void) {
     static struct kernel *found;
@@ -37,21 +32,41 @@ static bool is_image(const unsigned char *image, const struct kernel *kernel) {
     return at == kernel->cubin_nbytes;
 }
 
-CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", image);
-    if (settings.load_syncs) streams_drain(context_current());
+struct loaded *image_load(const void *image, CUcontext context) {
     struct kernel *at = kernels();
     while (at && at->name && !is_image(image, at))
         at++;
-    REQUIRE(at && at->name, NO_BINARY_FOR_GPU);
-    GIVE(module, (CUmodule)at);
+    if (!at || !at->name) return NULL;
+    struct loaded *made = calloc(1, sizeof *made);
+    *made = (struct loaded){images, at, .context = context};
+    return images = made;
+}
+
+struct loaded *image_of(const void *handle, enum image_handles kind) {
+    for (struct loaded *at = images; at; at = at->next)
+        if ((uintptr_t)at + kind == (uintptr_t)handle && !at->unloaded) return at;
+    return NULL;
+}
+
+CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", image);
+    if (settings.load_syncs) streams_drain(context_current());
+    FIND(loaded, image_load(image, context_current()), NO_BINARY_FOR_GPU);
+    GIVE(module, IMAGE_HANDLE(loaded, MODULE));
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+    CALL(NEEDS_CONTEXT | UNSAFE, "%p", module);
+    FIND(loaded, image_of(module, MODULE), INVALID_VALUE);
+    REQUIRE(loaded->context, INVALID_VALUE); /* a library's goes with it */
+    FINISH(loaded->unloaded = true);
 }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     CALL(NEEDS_CONTEXT, "%p, %s", module, name);
-    REQUIRE(module, INVALID_HANDLE);
-    REQUIRE(!strcmp(KERNEL(module)->name, name), NOT_FOUND);
-    GIVE(function, (CUfunction)module);
+    FIND(loaded, image_of(module, MODULE), INVALID_HANDLE);
+    REQUIRE(!strcmp(loaded->kernel->name, name), NOT_FOUND);
+    GIVE(function, IMAGE_HANDLE(loaded, FUNCTION));
 }
 
 static char *find(struct launch *launch, uint64_t address, bool write, size_t *nbytes) {
@@ -68,16 +83,69 @@ static char *find(struct launch *launch, uint64_t address, bool write, size_t *n
     return memory;
 }
 
-static void run_kernel(CUcontext context, void *argument) {
-    struct run *run = argument;
+void kernel_run(CUcontext context, void *copy) {
+    struct run *run = calloc(1, sizeof *run);
+    run->copy = *(struct kernel_copy *)copy;
+    const CUDA_KERNEL_NODE_PARAMS *with = &run->copy.with;
+    run->launch = (struct launch){
+        run->copy.values, with->gridDimX,       with->gridDimY, with->gridDimZ,
+        with->blockDimX,  with->sharedMemBytes, .find = find,
+    };
     run->context = context;
-    driver_unlock();
-    run->kernel->run(&run->launch);
-    driver_lock();
+    const struct loaded *loaded = run->copy.loaded;
+    if (!loaded->unloaded) {
+        driver_unlock();
+        loaded->kernel->run(&run->launch);
+        driver_lock();
+    }
     for (size_t at = 0; at < run->touches; at++)
         range_leave(run->touched[at]);
+    if (run->launch.failed || loaded->unloaded)
+        context_break(context, CUDA_ERROR_ILLEGAL_ADDRESS, loaded->kernel->name);
     free(run->touched);
-    if (run->launch.failed) context_break(context, CUDA_ERROR_ILLEGAL_ADDRESS, run->kernel->name);
+    free(run);
+}
+
+CUresult kernel_keep(struct kernel_copy *copy, const CUDA_KERNEL_NODE_PARAMS *with,
+                     CUcontext context) {
+    struct loaded *loaded = with->func ? image_of(with->func, FUNCTION) : NULL;
+    /* A kernel may be launched by its own handle. */
+    const void *kernel = with->func ? (void *)with->func : (void *)with->kern;
+    if (!loaded) loaded = image_of(kernel, KERNEL);
+    if (!loaded || (loaded->context && loaded->context != context))
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!with->gridDimX || !with->gridDimY || !with->gridDimZ ||
+        with->blockDimX != loaded->kernel->threads)
+        return CUDA_ERROR_INVALID_VALUE;
+    /* What mx's kernels don't need is not translated. */
+    if (with->blockDimY != 1 || with->blockDimZ != 1 || with->extra ||
+        with->sharedMemBytes > 48 << 10 || loaded->kernel->parameters > MOST_PARAMETERS)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (!with->kernelParams) return CUDA_ERROR_INVALID_VALUE;
+    *copy = (struct kernel_copy){.loaded = loaded, .with = *with};
+    /* "The number of kernel parameters and their offsets and sizes" are copied by the call. */
+    for (unsigned at = 0; at < loaded->kernel->parameters; at++)
+        memcpy(&copy->values[at], with->kernelParams[at], loaded->kernel->layout[at][1]);
+    bool is_kernel = image_of(kernel, KERNEL) == loaded;
+    copy->with.func = is_kernel ? NULL : (CUfunction)kernel;
+    copy->with.kern = is_kernel ? (CUkernel)kernel : NULL;
+    copy->with.ctx = context;
+    return CUDA_SUCCESS;
+}
+
+static CUresult launch(CUstream handle, const CUDA_KERNEL_NODE_PARAMS *with,
+                       const CUlaunchConfig *config) {
+    CUstream stream = stream_of(handle);
+    REQUIRE(stream, INVALID_HANDLE);
+    struct kernel_copy copy;
+    CUresult kept = kernel_keep(&copy, with, stream->context);
+    if (kept) return call_end(kept);
+    for (unsigned at = 0; config && at < config->numAttrs; at++)
+        REQUIRE(kernel_attribute_is_known(config->attrs[at].id), INVALID_VALUE);
+    CAPTURE(stream, KERNEL, node_launches(node, &copy, config));
+    struct kernel_copy *queued = malloc(sizeof *queued);
+    *queued = copy;
+    FINISH(stream_queue(stream, kernel_run, queued));
 }
 
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
@@ -85,18 +153,17 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         CUstream handle, void **parameters, void **extra) {
     CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %ux%ux%u, %u, %p", function, grid_x, grid_y, grid_z, block_x,
          block_y, block_z, shared_bytes, handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(function && stream, INVALID_HANDLE);
-    REQUIRE(grid_x && grid_y && grid_z && block_x && block_x <= 1024, INVALID_VALUE);
-    /* What mx's kernels don't need is not translated. */
-    REQUIRE(block_y == 1 && block_z == 1 && !shared_bytes && !extra, NOT_SUPPORTED);
-    REQUIRE(KERNEL(function)->parameters <= MOST_PARAMETERS, NOT_SUPPORTED);
-    REQUIRE(!capture_has(stream), NOT_SUPPORTED);
-    struct run *run = calloc(1, sizeof *run);
-    run->kernel = KERNEL(function);
-    run->launch = (struct launch){run->parameters, grid_x, grid_y, grid_z, block_x, .find = find};
-    /* "The number of kernel parameters and their offsets and sizes" are copied by this call. */
-    for (unsigned at = 0; at < KERNEL(function)->parameters; at++)
-        memcpy(&run->parameters[at], parameters[at], sizeof run->parameters[at]);
-    FINISH(stream_queue(stream, run_kernel, run));
+    CUDA_KERNEL_NODE_PARAMS with = {function, grid_x,  grid_y,       grid_z,     block_x,
+                                    block_y,  block_z, shared_bytes, parameters, .extra = extra};
+    return launch(handle, &with, NULL);
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *of, CUfunction function, void **parameters,
+                          void **extra) {
+    CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %u attributes, %p", function, of->gridDimX, of->gridDimY,
+         of->gridDimZ, of->numAttrs, of->hStream);
+    CUDA_KERNEL_NODE_PARAMS with = {function,      of->gridDimX,  of->gridDimY,  of->gridDimZ,
+                                    of->blockDimX, of->blockDimY, of->blockDimZ, of->sharedMemBytes,
+                                    parameters,    .extra = extra};
+    return launch(of->hStream, &with, of);
 }

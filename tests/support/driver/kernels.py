@@ -1,20 +1,21 @@
-"""Libraries of mx's kernels for the stand-in: the PTX that Triton makes of them, translated to C.
+"""Libraries of kernels for the stand-in: the PTX that Triton makes of them, translated to C.
 
 The stand-in loads a cubin only if the library has its bytes, and runs its translation: so digests
 on a device are computed by the instructions of mx's own kernels. What the kernels do not use is not
-translated: shared memory, floating point, and what the threads of a warp tell each other.
+translated. Tests may add kernels of their own (`compiled`).
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 _TYPES = {
     "b32": "uint32_t", "u32": "uint32_t", "s32": "int32_t", "pred": "uint32_t",
-    "b64": "uint64_t", "u64": "uint64_t", "s64": "int64_t",
+    "b64": "uint64_t", "f32": "uint32_t", "u64": "uint64_t", "s64": "int64_t",
 }  # fmt: skip
 _UNSIGNED = {"int32_t": "uint32_t", "int64_t": "uint64_t"}
 _OPERATORS = {
@@ -27,63 +28,138 @@ _SPECIAL = {
     "%ctaid.x": "t->block_x",
     "%ctaid.y": "t->block_y",
     "%ctaid.z": "t->block_z",
+    "global_smem": "0",
 }
+#: What instructions that compute with floats do. Approximations are the host's, to the last bit or
+#: so; a GPU's differ.
+_FLOATS = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "fma": "fmaf({0}, {1}, {2})", "neg": "-{0}", "abs": "fabsf({0})", "rcp": "1.0f / {0}",
+    "max": "fmaxf({0}, {1})", "min": "fminf({0}, {1})", "sqrt": "sqrtf({0})",
+    "rsqrt": "1.0f / sqrtf({0})", "ex2": "exp2f({0})", "lg2": "log2f({0})",
+}  # fmt: skip
 
 
-def source(capability: int) -> str:
-    """Return the C source of a library of mx's kernels for one compute capability.
+@dataclass(frozen=True)
+class Image:
+    """A kernel that Triton has compiled: its entry's name, what it is loaded by and made from."""
+
+    name: str
+    cubin: bytes
+    ptx: str
+
+    @classmethod
+    def of(cls, made: Any) -> Image:
+        """Return that of a kernel that `triton.compile` has made."""
+        return cls(made.metadata.name, made.asm["cubin"], made.asm["ptx"])
+
+    @property
+    def parameters(self) -> list[tuple[int, int]]:
+        """Offset and size of each parameter, in bytes."""
+        found: list[tuple[int, int]] = []
+        end = 0
+        for width in re.findall(r"\.param \.[bfsu](\d+)", self._head):
+            nbytes = int(width) // 8
+            found.append((-(-end // nbytes) * nbytes, nbytes))
+            end = sum(found[-1])
+        return found
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return int(re.findall(r"\.reqntid (\d+)", self._head)[0])
+
+    @property
+    def _head(self) -> str:
+        begin = self.ptx.index(f".entry {self.name}(")
+        return self.ptx[begin : self.ptx.index("{", begin)]
+
+
+def compiled(
+    function: object,
+    signature: Mapping[str, str],
+    constants: Mapping[str, object],
+    capability: int = 90,
+    warps: int = 4,
+) -> Image:
+    """Compile a kernel for a compute capability.
 
     Args:
+        function: What `triton.jit` has made.
+        signature: The types of its parameters by name, as Triton writes them: "*fp32", "i32".
+        constants: The values of its parameters that are `tl.constexpr`.
         capability: Times ten: 90 is 9.0.
+        warps: Warps of a block, of 32 threads.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        fn=function,
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constexprs=dict(constants),
+    )
+    # A product and a sum that are not fused are the same on every machine.
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return Image.of(
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    )
+
+
+def digests(capability: int) -> list[Image]:
+    """Return mx's own kernels for a compute capability.
 
     Raises:
-        LocalError: Triton is missing or can't compile the kernels.
-        ValueError: A kernel uses an instruction that is not translated.
+        LocalError: Triton is missing or can't compile them.
     """
     import triton
 
     from mx.cuda import blake3
 
-    ptx: dict[str, str] = {}
+    found: list[Image] = []
     real = triton.compile
 
     def keep(*arguments: Any, **options: Any) -> Any:
         made = real(*arguments, **options)
-        ptx[made.metadata.name] = made.asm["ptx"]
+        found.append(Image.of(made))
         return made
 
     with mock.patch("triton.compile", keep):
-        compiled = blake3.compiled.__wrapped__(capability)
-    kernels = (compiled.chain_chunks, compiled.hash_parents)
-    parts = ['#include "blocks.h"\n']
-    for kernel in kernels:
-        parts.append(translated(kernel.name, ptx[kernel.name]))
-        image = ",".join(map(str, kernel.cubin))
-        parts.append(f"static const unsigned char {kernel.name}_cubin[] = {{{image}}};\n")
+        blake3.compiled.__wrapped__(capability)
+    return found
+
+
+def source(images: Iterable[Image]) -> str:
+    """Return the C source of a library of kernels.
+
+    Raises:
+        ValueError: A kernel uses an instruction that is not translated.
+    """
+    parts, table = ['#include "blocks.h"\n'], []
+    for number, image in enumerate(images):
+        name = f"kernel_{number}"
+        parts.append(translated(image.name, image.ptx, name))
+        data = ",".join(map(str, image.cubin))
+        parts.append(f"static const unsigned char {name}_cubin[] = {{{data}}};")
+        layout = ", ".join(f"{{{offset}, {nbytes}}}" for offset, nbytes in image.parameters)
+        parts.append(f"static const uint32_t {name}_layout[][2] = {{{layout}}};\n")
+        fields = [f'"{image.name}"', f"{name}_cubin", f"sizeof {name}_cubin"]
+        fields += [str(len(image.parameters)), str(image.threads), f"{name}_layout", name]
+        table.append(f"    {{{', '.join(fields)}}},")
     parts.append('__attribute__((visibility("default"))) struct kernel kernels[] = {')
-    for kernel in kernels:
-        name = kernel.name
-        parts.append(
-            f'    {{"{name}", {name}_cubin, sizeof {name}_cubin, {kernel.parameters}, {name}}},'
-        )
-    return "\n".join([*parts, "    {0},", "};\n"])
+    return "\n".join([*parts, *table, "    {0},", "};\n"])
 
 
-def write(folder: Path, capability: int) -> Path:
-    """Write the source into a folder, and return its path."""
-    path = folder / f"kernels_{capability}.c"
-    path.write_text(source(capability))
-    return path
-
-
-def translated(name: str, ptx: str) -> str:
+def translated(entry: str, ptx: str, name: str) -> str:
     """Return a function in C, `void NAME(struct launch *)`, that does what a kernel does.
 
     Args:
-        name: The kernel's.
+        entry: The kernel's name.
         ptx: Its PTX (PTX ISA, version 8.7).
+        name: The function's.
     """
-    body = ptx[ptx.index("{", ptx.index(f".entry {name}(")) + 1 : ptx.rindex("}")]
+    body = ptx[ptx.index("{", ptx.index(f".entry {entry}(")) + 1 : ptx.rindex("}")]
     lines = [f"static void {name}_thread(struct thread *t) {{"]
     for kind, register, count in re.findall(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>;", body):
         every = ", ".join(f"{register}{number} = 0" for number in range(int(count)))
@@ -102,12 +178,14 @@ def translated(name: str, ptx: str) -> str:
         opcode, _, rest = instruction.replace("\t", " ").partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
         lines.append(f"    {condition}{{ {_statement(opcode.split('.'), operands)} }}")
-    barriers = "true" if "bar.sync" in body else "false"
+    barriers = "true" if "bar.sync" in body or "shfl.sync" in body else "false"
     lines += ["}", f"static void {name}(struct launch *launch) {{"]
     return "\n".join([*lines, f"    run_grid(launch, {name}_thread, {barriers});", "}\n"])
 
 
 def _value(operand: str) -> str:
+    if bits := re.fullmatch("0f([0-9A-F]{8})", operand):
+        return f"0x{bits[1]}u"
     return _SPECIAL.get(operand) or operand.removeprefix("%")
 
 
@@ -123,23 +201,30 @@ def _statement(opcode: list[str], operands: list[str]) -> str:
     first, *others = operands or [""]
     a, b, c = [*map(_value, others), "", "", ""][:3]
     match opcode:
+        case [what, *_, "f32"] if what in _FLOATS:
+            found = f"to_bits({_FLOATS[what].format(*(f'to_float({each})' for each in (a, b, c)))})"
+        case ["setp", what, "f32"]:
+            found = f"to_float({a}) {_OPERATORS[what]} to_float({b})"
+        case ["cvt", "rn", "f32", "s32" | "u32"]:
+            found = f"to_bits((float)({kind}){a})"
+        case ["shfl", "sync", "bfly", "b32"]:
+            found = f"butterfly(t, {a}, {b})"
         case ["ld", "param", _]:
             number = others[0].strip("[]").rpartition("_")[2]
             found = f"t->launch->parameters[{number}]"
-        case ["ld" | "st" as what, "global", *_]:
+        case ["ld" | "st" as what, "global" | "shared" as space, *_]:
             where, values = (others[0], first) if what == "ld" else (first, others[0])
             registers = _several(values)
             nbytes = len(registers) * (8 if kind == "uint64_t" else 4)
-            address = where.strip("[] ").replace("%", "")
+            address = where.strip("[] ").replace("%", "").replace("global_smem", "0")
             moves = [
                 f"{each} = at[{number}];" if what == "ld" else f"at[{number}] = {each};"
                 for number, each in enumerate(registers)
             ]
             writes = "true" if what == "st" else "false"
-            return (
-                f"{kind} *at = reach(t, {address}, {nbytes}, {writes}); "
-                f"if (!at) return; {' '.join(moves)}"
-            )
+            reaches = f"reach(t, {address}, {nbytes}, {writes})"
+            found = reaches if space == "global" else f"share(t, {address}, {nbytes})"
+            return f"{kind} *at = {found}; if (!at) return; {' '.join(moves)}"
         case ["mov", _] if first.startswith("{"):
             low, high = _several(first)
             halves = {low: f"(uint32_t){a}", high: f"(uint32_t)({a} >> 32)"}
@@ -154,6 +239,12 @@ def _statement(opcode: list[str], operands: list[str]) -> str:
             found = f"({unsigned}){a} {_OPERATORS[what]} ({unsigned}){b}"
         case ["mul", "wide", _]:
             found = f"({wide})({kind}){a} * ({kind}){b}"
+        case ["mul", "lo", _]:
+            found = f"({unsigned}){a} * ({unsigned}){b}"
+        case ["mad", "lo", _]:
+            found = f"({unsigned}){a} * ({unsigned}){b} + ({unsigned}){c}"
+        case ["div" | "rem" as what, _]:
+            found = f"({kind}){a} {'/' if what == 'div' else '%'} ({kind}){b}"
         case ["mad", "wide", _]:
             found = f"({wide})({kind}){a} * ({kind}){b} + ({wide}){c}"
         case ["shl", _]:

@@ -41,6 +41,7 @@ void settings_read(void) {
         .log_folder = word("MX_STANDIN_LOG", ""),
         .fail = word("MX_STANDIN_FAIL", ""),
         .capture = word("MX_STANDIN_CAPTURE", ""),
+        .graph_order = word("MX_STANDIN_GRAPH_ORDER", "reverse"),
         .kernels = word("MX_STANDIN_KERNELS", ""),
         .root = getenv("MX_STANDIN_ROOT") ? word("MX_STANDIN_ROOT", "") : NULL,
     };

@@ -1,8 +1,8 @@
 /* A stand-in for NVIDIA's driver: libcuda.so.1 and libnvidia-ml.so.1 over host memory.
  *
  * The real cuda-bindings and nvidia-ml-py load both through LD_LIBRARY_PATH. Devices are made up,
- * device memory is memfds, streams are threads, kernels are C. There are no graphs. Where CUDA's
- * documentation leaves a choice, the stand-in takes the one that is harder on its caller:
+ * device memory is memfds, streams are threads, kernels are C. Where CUDA's documentation leaves
+ * a choice, the stand-in takes the one that is harder on its caller:
  *
  * - A device address has no access (PROT_NONE) for the process: a stray host access is a SIGSEGV.
  *   The driver uses another map of the same memory. Freed addresses are not used again.
@@ -12,6 +12,9 @@
  * - Memory of another device needs peer access, or cuMemSetAccess, or a legacy handle.
  * - Memory of a GPU that CUDA_VISIBLE_DEVICES hides opens on a peer of it, since CUDA 10.1 (NCCL
  *   relies on that), and is on device -2 (CU_DEVICE_INVALID).
+ * - A graph lists its nodes last first, and runs those that no edge orders in another order than
+ *   they were made; pageable memory is not captured. Graphs with nodes that allocate, that are
+ *   conditional or that wait for words can be made and looked at; they are not instantiated.
  * - A forked child of a process that called cuInit gets CUDA_ERROR_NOT_INITIALIZED.
  *
  * Settings are read from the environment by cuInit and nvmlInit. A flag is "1" or absent.
@@ -43,6 +46,9 @@
  *   MX_STANDIN_LATE_US             each operation of a stream starts that many microseconds late
  *   MX_STANDIN_ONE_QUEUE           flag: all streams share one hardware queue, first come first run
  *   MX_STANDIN_CAPTURE             "global" or "thread_local": another thread captures all the time
+ *   MX_STANDIN_GRAPH_ORDER         which of the nodes that may run next a graph runs: "reverse" (the
+ *                                  last that was made), "created" (the first), or a seed by which
+ *                                  one is drawn; reverse
  *   MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits for the context's work
  *   MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks of 2 MiB; who opens
  *                                  the handle of one sees its whole block
@@ -83,7 +89,7 @@ struct settings {
     long late_us;
     bool vmm, host_access, reuse_addresses;
     bool one_queue, load_syncs, small_in_blocks, hidden_refused, exporter_death;
-    const char *peers, *nvlink, *log_folder, *fail, *capture, *root, *kernels;
+    const char *peers, *nvlink, *log_folder, *fail, *capture, *root, *kernels, *graph_order;
 };
 extern struct settings settings;
 
@@ -156,6 +162,7 @@ struct CUctx_st {
 extern pid_t driver_process;
 
 CUcontext context_current(void);
+bool context_exists(CUcontext context);
 void context_break(CUcontext context, CUresult error, const char *why);
 int device_count(void);
 /* The GPU of the machine behind an ordinal, and back: CU_DEVICE_INVALID if it is not visible. */
@@ -238,18 +245,63 @@ void memory_end_context(CUcontext context);
 
 /* -- streams.c -------------------------------------------------------------------------------- */
 
+/* Streams and events are never freed, so that a stale handle is found out, not followed. */
+struct CUstream_st {
+    CUstream next;
+    CUcontext context;
+    struct queue *queue;
+    unsigned flags;
+    uint64_t queued, done;
+    bool destroyed;
+};
+
+struct CUevent_st {
+    CUevent next;
+    CUcontext context;
+    uint64_t recorded, happened;
+    bool destroyed;
+};
+
+/* A copy, or with an element's size a setting to its value. */
+struct move {
+    CUdeviceptr target, source;
+    size_t nbytes;
+    unsigned value, element;
+    bool from_host, to_host; /* pageable memory, which no device knows */
+};
+
+/* Move bytes, under the lock, and break the context if it may not touch them. */
+void memory_move(CUcontext context, const struct move *move);
+/* Begin an operation of a stream; false if the context is broken. */
+bool work_begins(CUcontext context);
 /* Wait for all work that a context has queued. */
 void streams_drain(CUcontext context);
 void streams_end_context(CUcontext context);
 CUstream stream_of(CUstream handle);
+CUevent event_of(CUevent handle);
 /* Queue a call, under the lock, with a context and data that is freed after it. */
 void stream_queue(CUstream stream, void (*call)(CUcontext, void *), void *data);
 
-/* -- capture.c -------------------------------------------------------------------------------- */
+/* Find a stream that no capture has, or end the call with an error. */
+#define FIND_STREAM(stream, handle)                                                                \
+    FIND(stream, stream_of(handle), INVALID_HANDLE);                                               \
+    do {                                                                                           \
+        CUresult held = capture_refuses(stream);                                                   \
+        if (held) return call_end(held);                                                           \
+    } while (0)
+
+/* -- graph_capture.c -------------------------------------------------------------------------- */
 
 /* Return true if stream capture forbids this thread an unsafe call, and invalidate the capture. */
 bool capture_forbids(void);
-bool capture_has(CUstream stream);
+/* Return the error of a call that can't be captured, and invalidate the capture. */
+CUresult capture_refuses(CUstream stream);
+/* The same for any stream of a context, and for an event. */
+CUresult capture_refuses_any(CUcontext context);
+CUresult capture_refuses_event(CUevent event);
+/* Record an event; `taken` becomes true if a capture has the stream. */
+CUresult capture_records(CUstream stream, CUevent event, bool external, bool *taken);
+CUresult capture_waits(CUstream stream, CUevent event, bool external, bool *taken);
 
 static inline size_t round_up(size_t nbytes, size_t multiple) {
     return (nbytes + multiple - 1) / multiple * multiple;

@@ -1,6 +1,6 @@
 /* Streams and events by threads: a thread for each hardware queue, which runs what was queued in
  * order, under the driver's lock but for the moving of bytes. */
-#include "standin.h"
+#include "graphs.h"
 
 #include <signal.h>
 
@@ -14,33 +14,13 @@ struct queue {
     bool ending;
 };
 
-/* Streams and events are never freed, so that a stale handle is found out, not followed. */
-struct CUstream_st {
-    CUstream next;
-    CUcontext context;
-    struct queue *queue;
-    unsigned flags;
-    uint64_t queued, done;
-    bool destroyed;
-};
-
-struct CUevent_st {
-    CUevent next;
-    CUcontext context;
-    uint64_t recorded, happened;
-    bool destroyed;
-};
-
 struct work {
     struct work *next;
     CUstream stream;
     void (*run)(struct work *);
-    CUdeviceptr target, source;
-    size_t nbytes;
-    unsigned value;
-    bool sets, from_host, to_host; /* pageable memory, which no device knows */
-    uint64_t *counter, number;     /* of an event or another stream, */
-    CUcontext whose;               /* which is of that context */
+    struct move move;
+    uint64_t *counter, number; /* of an event or another stream, */
+    CUcontext whose;           /* which is of that context */
     CUhostFn function;
     void (*call)(CUcontext, void *);
     void *data, *staged; /* that is freed with the work */
@@ -58,6 +38,14 @@ static void sleep_unlocked(long us) {
     driver_lock();
 }
 
+bool work_begins(CUcontext context) {
+    if (settings.late_us) sleep_unlocked(settings.late_us);
+    /* What a broken context has queued is dropped: its waiters get the error. */
+    CUresult injected = context->broken ? CUDA_SUCCESS : call_injected("work");
+    if (injected) context_break(context, injected, "MX_STANDIN_FAIL");
+    return !context->broken;
+}
+
 static void *run_queue(void *argument) {
     struct queue *queue = argument;
     driver_lock();
@@ -67,12 +55,7 @@ static void *run_queue(void *argument) {
         if (!work) break;
         queue->first = work->next;
         if (!queue->first) queue->last = &queue->first;
-        CUcontext context = work->stream->context;
-        if (settings.late_us) sleep_unlocked(settings.late_us);
-        /* What a broken context has queued is dropped: its waiters get the error. */
-        CUresult injected = context->broken ? CUDA_SUCCESS : call_injected("work");
-        if (injected) context_break(context, injected, "MX_STANDIN_FAIL");
-        if (!context->broken) work->run(work);
+        if (work_begins(work->stream->context)) work->run(work);
         work->stream->done++;
         free(work->staged);
         free(work);
@@ -199,26 +182,21 @@ CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
  * automatically once the device has completed all work in hStream." */
 CUresult cuStreamDestroy(CUstream handle) {
     CALL(NEEDS_CONTEXT, "%p", handle);
-    CUstream stream = stream_of(handle);
-    REQUIRE(stream && stream != context_current()->default_stream, INVALID_HANDLE);
+    FIND_STREAM(stream, handle);
+    REQUIRE(stream != context_current()->default_stream, INVALID_HANDLE);
     FINISH(stream_end(stream));
 }
 
-/* Find a stream that nothing captures, or end the call with an error. */
-#define FIND_STREAM(stream, handle, captured)                                                      \
-    FIND(stream, stream_of(handle), INVALID_HANDLE);                                               \
-    REQUIRE(!capture_has(stream), captured)
-
 CUresult cuStreamSynchronize(CUstream handle) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
-    FIND_STREAM(stream, handle, STREAM_CAPTURE_UNSUPPORTED);
+    FIND_STREAM(stream, handle);
     wait_for_stream(stream);
     return call_end(stream->context->broken);
 }
 
 CUresult cuStreamQuery(CUstream handle) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
-    FIND_STREAM(stream, handle, STREAM_CAPTURE_UNSUPPORTED);
+    FIND_STREAM(stream, handle);
     return call_end(stream->done < stream->queued ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
@@ -231,12 +209,14 @@ static void run_function(struct work *work) {
 CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void *data) {
     CALL(NEEDS_CONTEXT, "%p", handle);
     FIND(stream, stream_of(handle), INVALID_HANDLE);
+    REQUIRE(function, INVALID_VALUE);
+    CAPTURE(stream, HOST, node->host = ((CUDA_HOST_NODE_PARAMS){function, data}));
     QUEUE(stream, .run = run_function, .function = function, .data = data);
 }
 
 /* -- events ----------------------------------------------------------------------------------- */
 
-static CUevent event_of(CUevent handle) {
+CUevent event_of(CUevent handle) {
     for (CUevent at = events; at; at = at->next)
         if (at == handle && !at->destroyed) return at;
     return NULL;
@@ -262,12 +242,22 @@ static void run_record(struct work *work) {
 }
 
 /* "hEvent and hStream must be from the same context". */
-CUresult cuEventRecord(CUevent handle, CUstream on) {
-    CALL(NEEDS_CONTEXT, "%p, %p", handle, on);
+static CUresult record(const char *name, CUevent handle, CUstream on, unsigned flags) {
+    CUresult begun = call_begin(name, NEEDS_CONTEXT, "%p, %p, %u", handle, on, flags);
+    if (begun) return call_end(begun);
+    FIND(stream, stream_of(on), INVALID_HANDLE);
     CUevent event = event_of(handle);
-    FIND_STREAM(stream, on, NOT_SUPPORTED);
     REQUIRE(event && event->context == stream->context, INVALID_HANDLE);
+    bool taken;
+    CUresult refused = capture_records(stream, event, flags & CU_EVENT_RECORD_EXTERNAL, &taken);
+    if (refused || taken) return call_end(refused);
     QUEUE(stream, .run = run_record, .counter = &event->happened, .number = ++event->recorded);
+}
+
+CUresult cuEventRecord(CUevent event, CUstream on) { return record(__func__, event, on, 0); }
+
+CUresult cuEventRecordWithFlags(CUevent event, CUstream on, unsigned flags) {
+    return record(__func__, event, on, flags);
 }
 
 /* "Before the first call to cuEventRecord(), an event represents an empty set of work, so for
@@ -275,6 +265,8 @@ CUresult cuEventRecord(CUevent handle, CUstream on) {
 CUresult cuEventQuery(CUevent handle) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
     FIND(event, event_of(handle), INVALID_HANDLE);
+    CUresult held = capture_refuses_event(event);
+    if (held) return call_end(held);
     if (event->context->broken) return call_end(event->context->broken);
     return call_end(event->happened < event->recorded ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
@@ -282,6 +274,8 @@ CUresult cuEventQuery(CUevent handle) {
 CUresult cuEventSynchronize(CUevent handle) {
     CALL(NEEDS_CONTEXT | UNSAFE, "%p", handle);
     FIND(event, event_of(handle), INVALID_HANDLE);
+    CUresult held = capture_refuses_event(event);
+    if (held) return call_end(held);
     uint64_t number = event->recorded;
     WAIT_WHILE(event->happened < number && !event->context->broken);
     return call_end(event->context->broken);
@@ -290,9 +284,11 @@ CUresult cuEventSynchronize(CUevent handle) {
 /* "hEvent may be from a different context or device than hStream." */
 CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned flags) {
     CALL(NEEDS_CONTEXT, "%p, %p, %u", on, handle, flags);
-    CUevent event = event_of(handle);
-    FIND_STREAM(stream, on, NOT_SUPPORTED);
-    REQUIRE(event, INVALID_HANDLE);
+    FIND(stream, stream_of(on), INVALID_HANDLE);
+    FIND(event, event_of(handle), INVALID_HANDLE);
+    bool taken;
+    CUresult refused = capture_waits(stream, event, flags & CU_EVENT_WAIT_EXTERNAL, &taken);
+    if (refused || taken) return call_end(refused);
     QUEUE(stream, .run = run_wait, .counter = &event->happened, .whose = event->context,
           .number = event->recorded);
 }
@@ -302,14 +298,14 @@ static void run_wait_word(struct work *work) {
     while (!context->broken) {
         size_t run = sizeof(uint32_t);
         struct range *range;
-        char *at = range_touch(context, work->source, false, &run, &range);
+        char *at = range_touch(context, work->move.source, false, &run, &range);
         if (!at) {
             context_break(context, CUDA_ERROR_ILLEGAL_ADDRESS, "a word that a stream waits for");
             return;
         }
         unsigned found = __atomic_load_n((unsigned *)at, __ATOMIC_ACQUIRE);
         range_leave(range);
-        if ((int)(found - work->value) >= 0) return;
+        if ((int)(found - work->move.value) >= 0) return;
         sleep_unlocked(POLL_US);
     }
 }
@@ -320,39 +316,39 @@ CUresult cuStreamWaitValue32(CUstream handle, CUdeviceptr address, cuuint32_t va
     FIND(stream, stream_of(handle), INVALID_HANDLE);
     REQUIRE(address % sizeof(uint32_t) == 0, INVALID_VALUE);
     /* GEQ is the only condition that there is here. */
-    REQUIRE(!capture_has(stream) && flags == CU_STREAM_WAIT_VALUE_GEQ, NOT_SUPPORTED);
-    QUEUE(stream, .run = run_wait_word, .source = address, .value = value);
+    REQUIRE(flags == CU_STREAM_WAIT_VALUE_GEQ, NOT_SUPPORTED);
+    CAPTURE(stream, BATCH_MEM_OP, (void)node);
+    QUEUE(stream, .run = run_wait_word, .move = {.source = address, .value = value});
 }
 
 /* -- copies ----------------------------------------------------------------------------------- */
 
-/* Find one side of a copy; `run` becomes what lies there in one piece. */
-static char *side(struct work *work, CUdeviceptr address, bool pageable, bool write, size_t *run,
+/* Find one side of a move; `run` becomes what lies there in one piece. */
+static char *side(CUcontext context, CUdeviceptr address, bool pageable, bool write, size_t *run,
                   struct range **range) {
     *range = NULL;
     if (pageable) return (char *)(uintptr_t)address;
-    char *at = range_touch(work->stream->context, address, write, run, range);
-    if (!at)
-        context_break(work->stream->context, CUDA_ERROR_ILLEGAL_ADDRESS,
-                      write ? "a write" : "a read");
+    char *at = range_touch(context, address, write, run, range);
+    if (!at) context_break(context, CUDA_ERROR_ILLEGAL_ADDRESS, write ? "a write" : "a read");
     return at;
 }
 
-/* A copy, or a setting to the value. */
-static void run_copy(struct work *work) {
-    for (size_t done = 0; done < work->nbytes;) {
-        size_t run = work->nbytes - done < PIECE ? work->nbytes - done : PIECE;
+void memory_move(CUcontext context, const struct move *move) {
+    for (size_t done = 0; done < move->nbytes;) {
+        size_t run = move->nbytes - done < PIECE ? move->nbytes - done : PIECE;
         struct range *into = NULL, *from = NULL;
         char *target = NULL, *source = NULL;
-        if (!work->sets)
-            source = side(work, work->source + done, work->from_host, false, &run, &from);
-        if (source || work->sets)
-            target = side(work, work->target + done, work->to_host, true, &run, &into);
+        if (!move->element)
+            source = side(context, move->source + done, move->from_host, false, &run, &from);
+        if (source || move->element)
+            target = side(context, move->target + done, move->to_host, true, &run, &into);
         driver_unlock();
         if (target && source)
             memmove(target, source, run);
-        else if (target)
-            memset(target, (int)work->value, run);
+        else if (target && move->element == 1)
+            memset(target, (int)move->value, run);
+        for (size_t at = 0; target && move->element > 1 && at < run; at++)
+            target[at] = (char)(move->value >> (done + at) % move->element * 8);
         driver_lock();
         if (into) range_leave(into);
         if (from) range_leave(from);
@@ -361,22 +357,55 @@ static void run_copy(struct work *work) {
     }
 }
 
-/* Queue a copy, under the lock. Pinned memory is read and written when the copy runs. Pageable
- * memory is staged after the stream's earlier work, and a copy to it returns when it is complete:
- * the driver may do both (CUDA driver API, API synchronization behavior). */
-static CUresult queue_copy(CUstream handle, struct work work, bool wait) {
+static void run_move(struct work *work) { memory_move(work->stream->context, &work->move); }
+
+static CUmemorytype type_of(CUdeviceptr address) {
+    return range_at(address, HOST_KINDS) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+}
+
+static void node_moves(CUgraphNode node, const struct move *move) {
+    node->set = (CUDA_MEMSET_NODE_PARAMS){move->target,
+                                          0,
+                                          move->value,
+                                          move->element,
+                                          move->nbytes / (move->element ? move->element : 1),
+                                          1};
+    node->copy = (CUDA_MEMCPY3D){.srcMemoryType = type_of(move->source),
+                                 .srcHost = (void *)(uintptr_t)move->source,
+                                 .srcDevice = move->source,
+                                 .dstMemoryType = type_of(move->target),
+                                 .dstHost = (void *)(uintptr_t)move->target,
+                                 .dstDevice = move->target,
+                                 .WidthInBytes = move->nbytes,
+                                 .Height = 1,
+                                 .Depth = 1};
+}
+
+/* Queue a move, under the lock. Pinned memory is read and written when it runs. Pageable memory is
+ * staged after the stream's earlier work, and a copy to it returns when it is complete: the driver
+ * may do both (CUDA driver API, API synchronization behavior), and neither can be captured. */
+static CUresult queue_move(CUstream handle, struct move move, bool wait) {
     CUstream stream = stream_of(handle);
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-    if (capture_has(stream)) return CUDA_ERROR_NOT_SUPPORTED;
-    if (!work.nbytes) return CUDA_SUCCESS;
-    if (work.from_host) {
+    CUgraphNode node = NULL;
+    CUresult held =
+        wait || move.from_host || move.to_host
+            ? capture_refuses(stream)
+            : capture_takes(stream,
+                            move.element ? CU_GRAPH_NODE_TYPE_MEMSET : CU_GRAPH_NODE_TYPE_MEMCPY,
+                            &node);
+    if (node) node_moves(node, &move);
+    if (held || node || !move.nbytes) return held;
+    struct work work = {.run = run_move};
+    if (move.from_host) {
         wait_for_stream(stream);
-        work.staged = malloc(work.nbytes);
-        memcpy(work.staged, (void *)(uintptr_t)work.source, work.nbytes);
-        work.source = (uintptr_t)work.staged;
+        work.staged = malloc(move.nbytes);
+        memcpy(work.staged, (void *)(uintptr_t)move.source, move.nbytes);
+        move.source = (uintptr_t)work.staged;
     }
+    work.move = move;
     queue_work(stream, work);
-    if (!wait && !work.to_host) return CUDA_SUCCESS;
+    if (!wait && !move.to_host) return CUDA_SUCCESS;
     wait_for_stream(stream);
     return stream->context->broken;
 }
@@ -389,11 +418,11 @@ static CUresult copy(const char *name, CUdeviceptr to, CUdeviceptr from, size_t 
     unsigned needs = NEEDS_CONTEXT | (wait ? UNSAFE : 0);
     CUresult begun = call_begin(name, needs, "%#llx, %#llx, %zu, %p", to, from, nbytes, stream);
     if (begun) return call_end(begun);
-    struct work work = {.run = run_copy, .target = to, .source = from, .nbytes = nbytes};
+    struct move move = {to, from, .nbytes = nbytes};
     unsigned known = hosts == ANY ? DEVICE_KINDS | HOST_KINDS : HOST_KINDS;
-    work.from_host = hosts & FROM_HOST && !range_at(from, known);
-    work.to_host = hosts & TO_HOST && !range_at(to, known);
-    return call_end(queue_copy(stream, work, wait));
+    move.from_host = hosts & FROM_HOST && !range_at(from, known);
+    move.to_host = hosts & TO_HOST && !range_at(to, known);
+    return call_end(queue_move(stream, move, wait));
 }
 
 #define COPIES(name, to_type, from_type, hosts)                                                    \
@@ -413,8 +442,20 @@ COPIES_AND_WAITS(cuMemcpyDtoH, void *, CUdeviceptr, TO_HOST)
 
 COPIES(cuMemcpyAsync, CUdeviceptr, CUdeviceptr, ANY)
 
-CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
-    CALL(NEEDS_CONTEXT, "%#llx, %u, %zu, %p", to, value, nbytes, stream);
-    struct work work = {.run = run_copy, to, 0, nbytes, value, .sets = true};
-    return call_end(queue_copy(stream, work, false));
+static CUresult set(const char *name, CUdeviceptr to, unsigned value, size_t count,
+                    unsigned element, CUstream stream) {
+    CUresult begun =
+        call_begin(name, NEEDS_CONTEXT, "%#llx, %u, %zu, %p", to, value, count, stream);
+    if (begun) return call_end(begun);
+    REQUIRE(to % element == 0, INVALID_VALUE);
+    struct move move = {to, 0, count * element, value, .element = element};
+    return call_end(queue_move(stream, move, false));
 }
+
+#define SETS(name, type)                                                                           \
+    CUresult name(CUdeviceptr to, type value, size_t count, CUstream stream) {                     \
+        return set(__func__, to, value, count, sizeof value, stream);                              \
+    }
+
+SETS(cuMemsetD8Async, unsigned char)
+SETS(cuMemsetD32Async, unsigned)
