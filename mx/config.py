@@ -23,6 +23,8 @@ from mx.errors import ConfigError
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
 FILE_VARIABLE = "MX_PEER_CONFIG"
+#: Names the folder in which a command's compile caches are recorded.
+RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
 DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
@@ -364,6 +366,12 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = text
+
+
+def recording() -> Path | None:
+    """Return the folder in which this process's compile caches are recorded; None if they are not."""
+    folder = os.environ.get(RECORDING_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def set_default(name: str, text: str) -> None:

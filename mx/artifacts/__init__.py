@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mx.artifacts.carry import find, serve
     from mx.artifacts.publishing import publish
-    from mx.artifacts.recording import record
+    from mx.artifacts.recording import note, record
     from mx.artifacts.using import Obtained, Used, obtain, use
 
 _HOMES = {
     "Obtained": "using",
     "Used": "using",
     "find": "carry",
+    "note": "recording",
     "obtain": "using",
     "publish": "publishing",
     "record": "recording",
@@ -30,7 +31,7 @@ _HOMES = {
     "use": "using",
 }
 
-__all__ = ["Obtained", "Used", "find", "obtain", "publish", "record", "serve", "use"]
+__all__ = ["Obtained", "Used", "find", "note", "obtain", "publish", "record", "serve", "use"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,8 @@ from mx.text import shown
 from mx.units import GIB, MIB, format_bytes
 
 COMPONENTS = ("inductor", "triton", "vllm")
+#: CUDA graphs are recorded beside caches, and travel in sets of their own, which are not laid out.
+GRAPHS = "graphs"
 MAX_FILES = 20_000
 MAX_BYTES = 4 * GIB
 _MAX_PATH_CHARS = 1024
@@ -44,6 +46,8 @@ _TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
 _CHANGES = re.compile(_TRITON_GROUP.pattern + r"|(?:.*/)?vllm_compile_cache\.py")
 _MAX_GROUP_BYTES = MIB
 _READ_BYTES = MIB
+#: Whether Inductor compiles its C++ header once for all.
+PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 _MAX_TRIES = 8
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,7 +77,7 @@ def variables(root: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
         "TRITON_CACHE_DIR": str(root / "triton"),
         "VLLM_CACHE_ROOT": str(root / "vllm"),
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        PRECOMPILED_HEADERS: "0",
     }
 
 
@@ -107,12 +111,12 @@ def _checked_parts(path: str) -> list[str]:
     parts = path.split("/", _MAX_PARTS + 1) if len(path) <= _MAX_PATH_CHARS else []
     if (
         not 2 <= len(parts) <= _MAX_PARTS
-        or parts[0] not in COMPONENTS
+        or parts[0] not in (*COMPONENTS, GRAPHS)
         or not all(map(_PART.fullmatch, parts))
     ):
         raise ArtifactError(
             f"{shown(path)} can't be a cache's file",
-            hint=f"files are in {', '.join(COMPONENTS)}, their names in ASCII and short",
+            hint=f"files are in {', '.join(COMPONENTS)} or {GRAPHS}; names are ASCII and short",
         )
     return parts
 
@@ -129,7 +133,7 @@ def scan(root: Path) -> list[CacheFile]:
     """
     found: list[CacheFile] = []
     try:
-        for part in COMPONENTS:
+        for part in (*COMPONENTS, GRAPHS):
             start = root / part / _VLLM if part == "vllm" else root / part
             prefix = f"{part}/{_VLLM}" if part == "vllm" else part
             for folder in (root / part, start):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NoReturn
 
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
-from mx.artifacts.caches import MAX_FILES, CacheFile, check_files
+from mx.artifacts.caches import GRAPHS, MAX_FILES, CacheFile, check_files
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError
 from mx.text import has_control, shown
@@ -59,7 +59,8 @@ class Document:
     """What a set is for, and what is in it.
 
     `environment` has the fields that a target's environment must agree with. `created_s` is the
-    time of its making, in seconds since 1970. `pin` and `graph` are those of a CUDA graph.
+    time of its making, in seconds since 1970. `pin` is that of the weights which CUDA graphs are
+    for, "" for caches.
     """
 
     model: str
@@ -69,7 +70,6 @@ class Document:
     blobs: Sequence[Blob]
     files: Sequence[ArtifactFile] = ()
     pin: str = ""
-    graph: bytes = field(default=b"", repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +135,6 @@ def decode(data: bytes) -> Document:
         [Blob(each.blake3, each.nbytes) for each in message.blobs],
         [ArtifactFile(each.path, each.blob, each.executable) for each in message.files],
         message.pin,
-        message.graph,
     )
     check(document)
     if _message(document).SerializeToString(deterministic=True) != data:
@@ -168,21 +167,23 @@ def check(document: Document) -> None:
         _refuse(f"it has {document.nbytes} bytes, more than {MAX_SET_BYTES}")
     if len({blob.blake3 for blob in document.blobs}) != len(document.blobs):
         _refuse("it has the same bytes twice")
-    is_graph = document.kind == CUDA_GRAPH
-    if is_graph != bool(document.graph) or is_graph != bool(_PIN.fullmatch(document.pin)):
-        _refuse("a graph, and nothing else, has a pin and a description")
-    if is_graph and document.files:
-        _refuse("a graph has files")
+    if (document.kind == CUDA_GRAPH) != bool(_PIN.fullmatch(document.pin)):
+        _refuse("graphs, and nothing else, are for the weights of a pin")
     _check_files(document)
 
 
 def _check_files(document: Document) -> None:
     if any(each.blob >= len(document.blobs) for each in document.files):
         _refuse("a file has bytes that are not in it")
-    if document.kind == COMPILE_CACHE and {f.blob for f in document.files} != set(
-        range(len(document.blobs))
-    ):
+    if {each.blob for each in document.files} != set(range(len(document.blobs))):
         _refuse("it has bytes that are no file's")
+    of_graphs = f"{GRAPHS}/{document.pin}/"
+    if any(
+        each.path.startswith(of_graphs) != bool(document.pin)
+        or each.path.startswith(f"{GRAPHS}/") != bool(document.pin)
+        for each in document.files
+    ):
+        _refuse("graphs and caches are in sets of their own")
     if any(first.path >= second.path for first, second in pairwise(document.files)):
         _refuse("its files are not in the order of their paths")
     check_files(document.cache_files)
@@ -206,7 +207,6 @@ def _message(document: Document) -> pb.ArtifactDocument:
             for each in document.files
         ],
         pin=document.pin,
-        graph=document.graph,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -28,8 +29,12 @@ from mx.errors import ArtifactError, ConfigError, LocalError, OutputError
 from mx.text import listed, shown
 from mx.units import MIB
 
+log = logging.getLogger(__name__)
+
 RECORD = "record.json"
 _FORMAT = 1
+#: Begins the names of files in which engines note fields.
+_NOTED = "field."
 _MAX_RECORD_BYTES = 16 * MIB
 _PROBE_S = 120
 _PROBE = """
@@ -105,14 +110,40 @@ def record(
         raise OutputError(f"{folder} could not be made: {error.strerror}") from error
     kept = False
     try:
-        code = _run(command, variables(folder))
+        code = _run(command, {**variables(folder), config.RECORDING_VARIABLE: str(folder)})
         if code == 0:
-            _write(folder, interpreter, fields)
+            _write(folder, interpreter, {**_noted(folder), **fields})
             kept = True
         return code
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def note(fields: Mapping[str, str]) -> None:
+    """Have an engine add to the environment what only it knows, if its caches are being recorded.
+
+    Args:
+        fields: Text by name of field; of several processes that note a field the last counts.
+    """
+    folder = config.recording()
+    if folder is None:
+        return
+    try:
+        for name, text in fields.items():
+            temporary = folder / f".{name}.{os.getpid()}"
+            temporary.write_text(text, encoding="utf-8")
+            temporary.rename(folder / f"{_NOTED}{name}")
+    except OSError as error:
+        log.warning("what is recorded in %s lacks %s: %s", folder, listed(sorted(fields)), error)
+
+
+def _noted(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in folder.glob(f"{_NOTED}*"):
+        found[path.name.removeprefix(_NOTED)] = path.read_text(encoding="utf-8")
+        path.unlink()
+    return found
 
 
 def recorded(folder: Path) -> Recorded:

@@ -10,28 +10,23 @@ import contextlib
 import fcntl
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx import config
-from mx.artifacts import caches, environment
-from mx.artifacts.carry import Fetched, Listed, fetch_document, fetched, find
+from mx.artifacts import caches
+from mx.artifacts.carry import Fetched, fetched
+from mx.artifacts.choosing import Search
 from mx.artifacts.document import COMPILE_CACHE
-from mx.artifacts.private import check_private
-from mx.artifacts.trust import Trust
+from mx.artifacts.private import private_folder
 from mx.artifacts.usage import Usage, Watch
-from mx.core.reference import parse_reference
 from mx.errors import ConfigError, MxError
 from mx.log import event
 
 log = logging.getLogger(__name__)
-
-#: Documents that are fetched at most: others may list any number of sets.
-_MOST_DOCUMENTS = 16
-#: Differences that a reason names at most.
-_MOST_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
@@ -82,132 +77,56 @@ def obtain(
             or to `root`.
     """
     started_s = time.monotonic()
-    name = parse_reference(model).name
-    trusted = Trust.load(Path(trust))
-    settings = settings or config.load()
-    place = config.cache_folder() / "artifacts" if root is None else Path(root).absolute()
-    check_private(place)
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{place} can't be made: {error.strerror}", hint="name a folder of this user"
-        ) from error
-    check_private(place)
-    run = _Run(name, trusted, place, dict(fields or {}), coordinator, settings)
-    try:
-        found = run.obtain()
-    except ConfigError:
-        raise
-    except MxError as error:
-        run.reasons.append(error.message)
-        found = None
-    signer, laid_out = ("", None) if found is None else (found[1], place / found[0])
-    for reason in run.reasons:
-        event(log, "artifacts.refused", model=name, reason=reason)
-    return Obtained(
-        "" if found is None else found[0],
-        signer,
-        laid_out,
-        {} if laid_out is None else caches.variables(laid_out),
-        tuple(run.reasons),
-        time.monotonic() - started_s,
+    search = Search(
+        model,
+        COMPILE_CACHE,
+        trust=trust,
+        fields=fields,
+        coordinator=coordinator,
+        settings=settings,
     )
-
-
-class _Run:
-    """One search for a set."""
-
-    def __init__(
-        self,
-        model: str,
-        trust: Trust,
-        place: Path,
-        fields: Mapping[str, str],
-        coordinator: str | None,
-        settings: config.Settings,
-    ) -> None:
-        self._model = model
-        self._trust = trust
-        self._place = place
-        self._fields = fields
-        self._coordinator = coordinator
-        self._settings = settings
-        self.reasons: list[str] = []
-
-    def obtain(self) -> tuple[str, str] | None:
-        """Return the id of the set that is laid out, and the name of its signer; None for none."""
-        fitting = [each for each in map(self._fitting, self._listed()) if each is not None]
-        for found, signer in sorted(
-            fitting, key=lambda each: each[0].signed.document.created_s, reverse=True
-        ):
-            try:
-                self._lay_out(found)
-            except ConfigError:
-                raise
-            except MxError as error:
-                self._say(found.signed.set_id, error.message)
-            else:
-                return found.signed.set_id, signer
-        return None
-
-    def _listed(self) -> list[Listed]:
-        found = find(self._model, coordinator=self._coordinator, settings=self._settings)
-        found = [each for each in found if each.kind == COMPILE_CACHE]
-        if not found:
-            self.reasons.append(f"no set of compile caches is listed for {self._model}")
-        known = {key.hex() for key in self._trust.signers}
-        # Those that claim to be of a known signer come first, so that others can't crowd them out.
-        found.sort(key=lambda each: not any(key.startswith(each.signer) for key in known))
-        if len(found) > _MOST_DOCUMENTS:
-            self.reasons.append(
-                f"only {_MOST_DOCUMENTS} of {len(found)} listed sets were asked for"
-            )
-        return found[:_MOST_DOCUMENTS]
-
-    def _fitting(self, listed: Listed) -> tuple[Fetched, str] | None:
-        """Return a set's document and signer, if he is trusted and the set is for here."""
+    place = private_folder(config.cache_folder() / "artifacts" if root is None else Path(root))
+    laid_out: tuple[str, str] | None = None
+    for choice in search.choices():
+        set_id = choice.found.signed.set_id
         try:
-            found = fetch_document(listed, coordinator=self._coordinator, settings=self._settings)
-            signer = self._trust.check(found.signed, self._model, time.time())
+            _lay_out(search, choice.found, place)
+        except ConfigError:
+            raise
         except MxError as error:
-            self._say(listed.set_id, error.message)
-            return None
-        theirs = found.signed.document.environment
-        ours = environment.here(theirs.get("engine", ""), self._fields, names=theirs)
-        differ = environment.differences(ours, theirs)
-        if differ:
-            shown = [
-                f"{each.field} is {each.first or 'absent'} here, {each.second} there"
-                for each in differ[:_MOST_DIFFERENCES]
-            ]
-            self._say(listed.set_id, f"its environment differs: {'; '.join(shown)}")
-            return None
-        return found, signer
+            search.refuse(set_id, error.message)
+        else:
+            laid_out = set_id, choice.signer
+            break
+    for reason in search.reasons:
+        event(log, "artifacts.refused", model=search.model, reason=reason)
+    reasons, seconds = tuple(search.reasons), time.monotonic() - started_s
+    if laid_out is None:
+        return Obtained(reasons=reasons, seconds=seconds)
+    folder = place / laid_out[0]
+    return Obtained(*laid_out, folder, caches.variables(folder), reasons, seconds)
 
-    def _lay_out(self, found: Fetched) -> None:
-        folder, document = self._place / found.signed.set_id, found.signed.document
-        if caches.is_whole(folder, document.cache_files, document.digests):
-            return
-        with (
-            _staging(self._place, found.signed.set_id) as staging,
-            fetched(
-                found, staging, coordinator=self._coordinator, settings=self._settings
-            ) as package,
-        ):
-            caches.lay_out(
-                document.cache_files,
-                lambda at: package.read(document.files[at].blob),
-                folder,
-                document.digests,
-            )
 
-    def _say(self, set_id: str, why: str) -> None:
-        self.reasons.append(f"the set {set_id[:8]} is not used: {why}")
+def _lay_out(search: Search, found: Fetched, place: Path) -> None:
+    folder, document = place / found.signed.set_id, found.signed.document
+    if caches.is_whole(folder, document.cache_files, document.digests):
+        return
+    with (
+        staging(place, found.signed.set_id) as arriving,
+        fetched(
+            found, arriving, coordinator=search.coordinator, settings=search.settings
+        ) as package,
+    ):
+        caches.lay_out(
+            document.cache_files,
+            lambda at: package.read(document.files[at].blob),
+            folder,
+            document.digests,
+        )
 
 
 @contextlib.contextmanager
-def _staging(place: Path, set_id: str) -> Iterator[Path]:
+def staging(place: Path, set_id: str) -> Iterator[Path]:
     """Give a path for a set that arrives: one that a later run goes on from, or one of this run
     alone while another process fetches the same set. A process that is stopped keeps none
     waiting."""
@@ -231,6 +150,19 @@ class Used:
         """Return whether the engine has used the set so far: "used", "partly" or "unused", with
         counts; None if there is none."""
         return None if self._watch is None else self._watch.report()
+
+
+@contextlib.contextmanager
+def _inductor(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have Inductor, if it is imported already, see what it reads of the environment only then: on
+    this thread, as its settings are. It is a part of the keys by which it finds what it compiled."""
+    loaded = sys.modules.get("torch._inductor.config")
+    headers = variables.get(caches.PRECOMPILED_HEADERS)
+    if loaded is None or headers is None:
+        yield
+        return
+    with loaded.patch(cpp_cache_precompile_headers=headers == "1"):
+        yield
 
 
 @contextlib.contextmanager
@@ -264,6 +196,7 @@ def use(
                 found = Obtained(reasons=[*found.reasons, f"{found.folder}: {error.strerror}"])
         used = Used(found)
         using.enter_context(config.environment(found.variables))
+        using.enter_context(_inductor(found.variables))
         try:
             yield used
         finally:

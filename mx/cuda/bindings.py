@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, final
 
+from mx.cuda.calling import Bindings
 from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, Driver, PointerInfo
 from mx.cuda.errors import CudaError, CudaForkError, CudaUnavailableError, cuda_error
-from mx.cuda.library import import_driver
 from mx.units import format_bytes
 
 _NAME_BYTES = 256
@@ -25,12 +25,12 @@ _OLDEST_DRIVER = 12000
 
 
 @final
-class BindingsDriver(Driver):
+class BindingsDriver(Bindings, Driver):
     """Raises CudaUnavailableError if CUDA can't be used, and CudaForkError where that is since this
     process was forked from one that uses it."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
-        self._d: Any = module or import_driver()
+        Bindings.__init__(self, module)
         try:
             self._call("cuInit", 0)
             self._version = int(self._call("cuDriverGetVersion"))
@@ -57,25 +57,6 @@ class BindingsDriver(Driver):
         d = self._d
         self._fd_type = d.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._attribute = d.CUpointer_attribute
-
-    def _call(self, name: str, *arguments: Any, detail: str = "") -> Any:
-        function = getattr(self._d, name, None)
-        if function is None:
-            raise cuda_error(name, "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER", "not in cuda-bindings")
-        result, *values = function(*arguments)
-        if int(result):
-            raise self._error(name, result, detail)
-        return values[0] if len(values) == 1 else values
-
-    def _error(self, call: str, result: Any, detail: str) -> CudaError:
-        # A result that is newer than the bindings has no name.
-        code = getattr(result, "name", None) or f"CUresult {int(result)}"
-        return cuda_error(call, code, self._text(self._d.cuGetErrorString(result)), detail)
-
-    @staticmethod
-    def _text(found: Any) -> str:
-        result, text = found
-        return "" if int(result) or not text else text.decode(errors="replace")
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -201,9 +182,9 @@ class BindingsDriver(Driver):
     def vmm_retain(self, address: int) -> int:
         return int(self._call("cuMemRetainAllocationHandle", address, detail=hex(address)))
 
-    def vmm_reserve(self, nbytes: int) -> int:
+    def vmm_reserve(self, nbytes: int, wanted: int = 0) -> int:
         detail = format_bytes(nbytes)
-        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0, detail=detail))
+        return int(self._call("cuMemAddressReserve", nbytes, 0, wanted, 0, detail=detail))
 
     def vmm_unreserve(self, address: int, nbytes: int) -> None:
         self._call("cuMemAddressFree", address, nbytes)

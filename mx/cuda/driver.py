@@ -34,6 +34,7 @@ class DeviceAttribute(enum.Enum):
 
     COMPUTE_CAPABILITY_MAJOR = "COMPUTE_CAPABILITY_MAJOR"
     COMPUTE_CAPABILITY_MINOR = "COMPUTE_CAPABILITY_MINOR"
+    SM_COUNT = "MULTIPROCESSOR_COUNT"
     VMM = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
     RDMA_VMM = "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
     POSIX_FD = "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
@@ -149,8 +150,9 @@ class Driver(Protocol):
         """Return another handle of the allocation mapped at `address`, which the caller releases
         (cuMemRetainAllocationHandle). For VMM memory only, such as torch's expandable segments."""
 
-    def vmm_reserve(self, nbytes: int) -> int:
-        """Reserve a range of addresses without memory (cuMemAddressReserve)."""
+    def vmm_reserve(self, nbytes: int, wanted: int = 0) -> int:
+        """Reserve a range of addresses without memory, at `wanted` if that is possible: it is only
+        a hint (cuMemAddressReserve)."""
 
     def vmm_unreserve(self, address: int, nbytes: int) -> None:
         """Free a range of addresses, exactly as reserved and unmapped (cuMemAddressFree)."""

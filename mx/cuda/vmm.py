@@ -11,7 +11,12 @@ import contextlib
 from collections.abc import Sequence
 
 from mx.cuda.device import Device, LastWork, Mapping
-from mx.units import align_up
+from mx.errors import LocalError
+from mx.units import align_up, format_bytes
+
+
+class OccupiedError(LocalError):
+    """Memory can't be where it has to be: something else is at these addresses."""
 
 
 class VmmMemory(Mapping):
@@ -27,6 +32,8 @@ class VmmMemory(Mapping):
         handles: Sequence[int],
         sizes: Sequence[int],
         last_work: LastWork | None = None,
+        *,
+        base: int = 0,
     ) -> None:
         """Map allocations one behind the other.
 
@@ -35,8 +42,10 @@ class VmmMemory(Mapping):
             handles: The allocations, which this object takes over even if it raises.
             sizes: Their sizes in bytes.
             last_work: See `Mapping`.
+            base: The address to map them at, 0 for any.
 
         Raises:
+            OccupiedError: The addresses from `base` on are not free.
             CudaError: The driver fails.
         """
         super().__init__(last_work)
@@ -46,8 +55,14 @@ class VmmMemory(Mapping):
         with device.current(), contextlib.ExitStack() as undo:
             for handle in handles:
                 undo.callback(driver.vmm_release, handle)
-            self.address = at = driver.vmm_reserve(self.nbytes)
+            self.address = at = driver.vmm_reserve(self.nbytes, base)
             undo.callback(driver.vmm_unreserve, at, self.nbytes)
+            if base and at != base:  # the address was a hint
+                raise OccupiedError(
+                    f"the {format_bytes(self.nbytes)} of addresses from {base:#x} on are in use "
+                    "in this process",
+                    hint="open the region before other memory is allocated",
+                )
             for handle, size in zip(handles, sizes, strict=True):
                 driver.vmm_map(at, size, handle)
                 undo.callback(driver.vmm_unmap, at, size)  # only ranges as they were mapped
@@ -57,18 +72,24 @@ class VmmMemory(Mapping):
             self._owns(device, undo.pop_all().close)
 
     @classmethod
-    def allocate(cls, device: Device, nbytes: int) -> VmmMemory:
+    def allocate(cls, device: Device, nbytes: int, base: int = 0) -> VmmMemory:
         """Return new memory of at least `nbytes` (> 0), rounded up to the device's granularity.
 
         It is lent to the engine.
 
+        Args:
+            device: The GPU.
+            nbytes: The bytes that are needed.
+            base: The address to have them at, a multiple of the granularity; 0 for any.
+
         Raises:
             CudaMemoryError: There is too little memory.
+            OccupiedError: The addresses from `base` on are not free.
         """
         driver = device.driver
         with device.current():
             size = align_up(nbytes, driver.vmm_granularity(device.ordinal))
             handle = driver.vmm_create(device.ordinal, size)
-        memory = cls(device, [handle], [size])
+        memory = cls(device, [handle], [size], base=base)
         memory.lend()
         return memory

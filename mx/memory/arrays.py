@@ -21,7 +21,7 @@ from mx.memory.collector import paused
 from mx.views import DeviceView, Span
 
 #: What numpy's array interface calls the dtypes of safetensors.
-_TYPESTRS = {
+TYPESTRS = {
     "|b1": "BOOL",
     "|u1": "U8",
     "|i1": "I8",
@@ -37,7 +37,7 @@ _TYPESTRS = {
     "<u8": "U64",
 }
 #: DLPack's (type code, bits): int, uint, float, bfloat, complex, bool.
-_DLPACK = {
+DLPACK_TYPES = {
     (0, 8): "I8",
     (0, 16): "I16",
     (0, 32): "I32",
@@ -227,7 +227,7 @@ def _is_numpy_scalar(tensor: object) -> bool:
 
 def _of_interface(name: str, tensor: Any, attribute: str, places: Allocations) -> Array:
     fields = getattr(tensor, attribute)
-    dtype = _TYPESTRS.get(fields["typestr"].replace("=", "<"))
+    dtype = TYPESTRS.get(fields["typestr"].replace("=", "<"))
     if dtype is None or fields.get("mask") is not None:
         raise ConfigError(f"{name} has the type {fields['typestr']}, which no checkpoint has")
     if not isinstance(fields.get("data"), tuple):
@@ -295,7 +295,7 @@ def _of_dlpack(name: str, tensor: Any, attribute: str, places: Allocations) -> A
     except BufferError as error:  # as of a read-only array
         raise ConfigError(f"{name} is not given by its library: {error}") from error
     found = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor") or 0)
-    dtype = _DLPACK.get((found.code, found.bits)) if found.lanes == 1 else None
+    dtype = DLPACK_TYPES.get((found.code, found.bits)) if found.lanes == 1 else None
     if dtype is None:
         raise ConfigError(f"{name} has a type that no checkpoint has")
     shape = tuple(found.shape[i] for i in range(found.ndim))

@@ -26,6 +26,13 @@ from tests.support import artifact_sets
 CONTENTS = {"inductor/a/x.py": b"one", "inductor/a/y.so": b"two", "triton/z": b"one"}
 GOOD = artifact_sets.document(CONTENTS, environment={"torch": "2.13.0", "isa": "avx2"})
 
+PIN = 64 * "1"
+GRAPHS = replace(
+    artifact_sets.document({f"graphs/{PIN}/decode": b"graph", f"graphs/{PIN}/images/x": b"cubin"}),
+    kind=CUDA_GRAPH,
+    pin=PIN,
+)
+
 _names = st.text("abcXYZ019_.+-=@,~", min_size=1, max_size=12).filter(
     lambda text: text not in (".", "..")
 )
@@ -117,27 +124,30 @@ WRONG: dict[str, Callable[[], Document]] = {
     "a file of no blob": lambda: replace(GOOD, files=[ArtifactFile("triton/b", 2)]),
     "another order": lambda: replace(GOOD, files=GOOD.files[::-1]),
     "caches with a pin": lambda: replace(GOOD, pin=64 * "0"),
-    "caches with a graph": lambda: replace(GOOD, graph=b"x"),
-    "a graph without a pin": lambda: replace(GOOD, kind=CUDA_GRAPH, files=[], graph=b"x"),
-    "a graph without one": lambda: replace(GOOD, kind=CUDA_GRAPH, files=[], pin=64 * "0"),
-    "a graph with files": lambda: replace(GOOD, kind=CUDA_GRAPH, pin=64 * "0", graph=b"x"),
+    "caches beside graphs": lambda: replace(
+        GOOD, files=[ArtifactFile(f"graphs/{PIN}/g", 0), *GOOD.files]
+    ),
+    "graphs without a pin": lambda: replace(GRAPHS, pin=""),
+    "graphs of another pin": lambda: replace(GRAPHS, pin=64 * "2"),
+    "graphs with caches": lambda: replace(
+        GRAPHS, files=[*GRAPHS.files, ArtifactFile("inductor/x", 0)]
+    ),
+    "graphs in caches": lambda: replace(GRAPHS, kind=COMPILE_CACHE),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_values_out_of_bounds_are_refused(what: str) -> None:
     wrong = WRONG[what]()
-    with pytest.raises(ArtifactError):
+    with pytest.raises(IntegrityError):
         encode(wrong)
     # Nor are they read, by whomever they were written.
-    with pytest.raises(ArtifactError):
+    with pytest.raises(IntegrityError):
         decode(documents._message(wrong).SerializeToString(deterministic=True))
 
 
-def test_a_graph_is_a_document_too() -> None:
-    graph = replace(GOOD, kind=CUDA_GRAPH, files=[], pin=64 * "0", graph=b"x")
-    assert decode(encode(graph)) == graph
-    assert GOOD.kind == COMPILE_CACHE
+def test_graphs_are_a_document_too() -> None:
+    assert decode(encode(GRAPHS)) == GRAPHS
 
 
 @pytest.mark.parametrize("what", ["unknown field", "order of fields", "field twice", "format"])

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amx/wire/v1/artifacts.proto\x12\nmx.wire.v1\"\xf3\x01\n\x10\x41rtifactDocument\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tcreated_s\x18\x04 \x01(\x04\x12\x31\n\x0b\x65nvironment\x18\x05 \x03(\x0b\x32\x1c.mx.wire.v1.EnvironmentField\x12\'\n\x05\x62lobs\x18\x06 \x03(\x0b\x32\x18.mx.wire.v1.ArtifactBlob\x12\'\n\x05\x66iles\x18\x07 \x03(\x0b\x32\x18.mx.wire.v1.ArtifactFile\x12\x0b\n\x03pin\x18\x08 \x01(\t\x12\r\n\x05graph\x18\t \x01(\x0c\"/\n\x10\x45nvironmentField\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\".\n\x0c\x41rtifactBlob\x12\x0e\n\x06\x62lake3\x18\x01 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\">\n\x0c\x41rtifactFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x62lob\x18\x02 \x01(\r\x12\x12\n\nexecutable\x18\x03 \x01(\x08\"I\n\x0eSignedArtifact\x12\x10\n\x08\x64ocument\x18\x01 \x01(\x0c\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amx/wire/v1/artifacts.proto\x12\nmx.wire.v1\"\xe4\x01\n\x10\x41rtifactDocument\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tcreated_s\x18\x04 \x01(\x04\x12\x31\n\x0b\x65nvironment\x18\x05 \x03(\x0b\x32\x1c.mx.wire.v1.EnvironmentField\x12\'\n\x05\x62lobs\x18\x06 \x03(\x0b\x32\x18.mx.wire.v1.ArtifactBlob\x12\'\n\x05\x66iles\x18\x07 \x03(\x0b\x32\x18.mx.wire.v1.ArtifactFile\x12\x0b\n\x03pin\x18\x08 \x01(\t\"/\n\x10\x45nvironmentField\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\".\n\x0c\x41rtifactBlob\x12\x0e\n\x06\x62lake3\x18\x01 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\">\n\x0c\x41rtifactFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x62lob\x18\x02 \x01(\r\x12\x12\n\nexecutable\x18\x03 \x01(\x08\"I\n\x0eSignedArtifact\x12\x10\n\x08\x64ocument\x18\x01 \x01(\x0c\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mx.wire.v1.artifacts_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ARTIFACTDOCUMENT']._serialized_start=43
-  _globals['_ARTIFACTDOCUMENT']._serialized_end=286
-  _globals['_ENVIRONMENTFIELD']._serialized_start=288
-  _globals['_ENVIRONMENTFIELD']._serialized_end=335
-  _globals['_ARTIFACTBLOB']._serialized_start=337
-  _globals['_ARTIFACTBLOB']._serialized_end=383
-  _globals['_ARTIFACTFILE']._serialized_start=385
-  _globals['_ARTIFACTFILE']._serialized_end=447
-  _globals['_SIGNEDARTIFACT']._serialized_start=449
-  _globals['_SIGNEDARTIFACT']._serialized_end=522
+  _globals['_ARTIFACTDOCUMENT']._serialized_end=271
+  _globals['_ENVIRONMENTFIELD']._serialized_start=273
+  _globals['_ENVIRONMENTFIELD']._serialized_end=320
+  _globals['_ARTIFACTBLOB']._serialized_start=322
+  _globals['_ARTIFACTBLOB']._serialized_end=368
+  _globals['_ARTIFACTFILE']._serialized_start=370
+  _globals['_ARTIFACTFILE']._serialized_end=432
+  _globals['_SIGNEDARTIFACT']._serialized_start=434
+  _globals['_SIGNEDARTIFACT']._serialized_end=507
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ArtifactDocument(_message.Message):
-    __slots__ = ("format", "model", "kind", "created_s", "environment", "blobs", "files", "pin", "graph")
+    __slots__ = ("format", "model", "kind", "created_s", "environment", "blobs", "files", "pin")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -15,7 +15,6 @@ class ArtifactDocument(_message.Message):
     BLOBS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
-    GRAPH_FIELD_NUMBER: _ClassVar[int]
     format: int
     model: str
     kind: str
@@ -24,8 +23,7 @@ class ArtifactDocument(_message.Message):
     blobs: _containers.RepeatedCompositeFieldContainer[ArtifactBlob]
     files: _containers.RepeatedCompositeFieldContainer[ArtifactFile]
     pin: str
-    graph: bytes
-    def __init__(self, format: _Optional[int] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., created_s: _Optional[int] = ..., environment: _Optional[_Iterable[_Union[EnvironmentField, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[ArtifactBlob, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[ArtifactFile, _Mapping]]] = ..., pin: _Optional[str] = ..., graph: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., created_s: _Optional[int] = ..., environment: _Optional[_Iterable[_Union[EnvironmentField, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[ArtifactBlob, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[ArtifactFile, _Mapping]]] = ..., pin: _Optional[str] = ...) -> None: ...
 
 class EnvironmentField(_message.Message):
     __slots__ = ("name", "value")

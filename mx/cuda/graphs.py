@@ -1,0 +1,257 @@
+"""CUDA graphs by the driver's calls, over plain ints: what they are made of, and making them.
+
+Nodes, functions, modules, graphs and executable graphs are ints, as in `mx.cuda.driver`; a current
+context is needed everywhere. The edges of a graph have data (ports) in both majors, under other
+names of the calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mx.cuda.calling import Bindings
+from mx.cuda.driver import RELAXED_CAPTURE
+from mx.cuda.errors import CudaError
+
+_NODE = "CU_GRAPH_NODE_TYPE_"
+_ABSENT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_NOT_SUPPORTED")
+#: What a kernel may have without asking.
+_SHARED_BYTES, _CLUSTER_BLOCKS = 48 << 10, 8
+_ATTRIBUTE_BYTES = 64
+
+
+class Launch(NamedTuple):
+    """A kernel node: `parameters` is where a pointer to each parameter is, 0 if they are packed."""
+
+    function: int
+    context: int
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    parameters: int
+
+
+class Copy(NamedTuple):
+    """A copy node; `plain` if it is of one row, between device addresses."""
+
+    plain: bool
+    target: int
+    source: int
+    nbytes: int
+
+
+class GraphCalls(Bindings):
+    """The driver's calls for graphs. Each raises CudaError if it fails."""
+
+    # -- what a graph is made of -------------------------------------------------------------------
+
+    def nodes(self, graph: int) -> list[Any]:
+        """Return a graph's nodes, as the bindings have them (cuGraphGetNodes)."""
+        handle = self._d.CUgraph(graph)
+        _, count = self._call("cuGraphGetNodes", handle)
+        return list(self._call("cuGraphGetNodes", handle, count)[0])[:count] if count else []
+
+    def node_kind(self, node: Any) -> str:
+        """Return a node's type: "KERNEL" (cuGraphNodeGetType)."""
+        kind = self._call("cuGraphNodeGetType", node)
+        return str(getattr(kind, "name", int(kind))).removeprefix(_NODE)
+
+    def edges(self, graph: int) -> Iterable[tuple[int, int, int, int, int]]:
+        """Return a graph's edges as (from, to, from port, to port, type) (cuGraphGetEdges)."""
+        handle, call = self._d.CUgraph(graph), self._versioned("cuGraphGetEdges")
+        count = self._call(call, handle)[-1]
+        if not count:
+            return []
+        first, second, data, _ = self._call(call, handle, count)
+        return [
+            (int(one), int(other), each.from_port, each.to_port, int(each.type))
+            for one, other, each in zip(first, second, data, strict=True)
+        ]
+
+    def _versioned(self, call: str) -> str:
+        return f"{call}_v2" if hasattr(self._d, f"{call}_v2") else call
+
+    def launch_of(self, node: Any) -> Launch:
+        """Return what a kernel node launches (cuGraphKernelNodeGetParams)."""
+        found = self._call("cuGraphKernelNodeGetParams", node)
+        function = int(found.func)
+        if not function:
+            function = int(self._call("cuKernelGetFunction", found.kern))
+        return Launch(
+            function,
+            int(found.ctx),
+            (found.gridDimX, found.gridDimY, found.gridDimZ),
+            (found.blockDimX, found.blockDimY, found.blockDimZ),
+            found.sharedMemBytes,
+            int(found.kernelParams),
+        )
+
+    def attribute(self, node: Any, attribute: int) -> bytes:
+        """Return the bytes of a kernel node's attribute, b"" if the driver does not have it
+        (cuGraphKernelNodeGetAttribute)."""
+        known = self._d.CUkernelNodeAttrID(attribute)
+        try:
+            value = self._call("cuGraphKernelNodeGetAttribute", node, known)
+        except CudaError as error:
+            if error.code in _ABSENT:
+                return b""
+            raise
+        return ctypes.string_at(int(value.getPtr()), _ATTRIBUTE_BYTES)
+
+    def memset_of(self, node: Any) -> tuple[int, int, int, int, int, int]:
+        """Return (address, pitch, value, bytes of an element, width, height) of a memset node."""
+        found = self._call("cuGraphMemsetNodeGetParams", node)
+        where = (int(found.dst), found.pitch, found.value)
+        return (*where, found.elementSize, found.width, found.height)
+
+    def memcpy_of(self, node: Any) -> Copy:
+        """Return what a copy node copies (cuGraphMemcpyNodeGetParams)."""
+        found = self._call("cuGraphMemcpyNodeGetParams", node)
+        kinds = self._d.CUmemorytype
+        device = (kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_UNIFIED)
+        on_device = found.srcMemoryType in device and found.dstMemoryType in device
+        plain = on_device and found.Height == 1 and found.Depth == 1
+        apart = (found.srcXInBytes, found.srcY, found.srcZ, found.dstXInBytes, found.dstY)
+        plain = plain and not any((*apart, found.dstZ))
+        return Copy(plain, int(found.dstDevice), int(found.srcDevice), found.WidthInBytes)
+
+    def function_name(self, function: int) -> str:
+        """Return a kernel's mangled name (cuFuncGetName)."""
+        name: bytes = self._call("cuFuncGetName", self._d.CUfunction(function))
+        return name.decode(errors="replace")
+
+    def parameters(self, function: int) -> tuple[tuple[int, int], ...]:
+        """Return the offset and the size of each parameter (cuFuncGetParamInfo)."""
+        handle = self._d.CUfunction(function)
+        found: list[tuple[int, int]] = []
+        while True:
+            result, *values = self._d.cuFuncGetParamInfo(handle, len(found))
+            if result == self._d.CUresult.CUDA_ERROR_INVALID_VALUE:
+                return tuple(found)
+            if int(result):
+                raise self._error("cuFuncGetParamInfo", result, "")
+            found.append((int(values[0]), int(values[1])))
+
+    def knows(self, address: int) -> bool:
+        """Return True if an address is one of the driver's (cuPointerGetAttribute)."""
+        kind = self._d.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        return not int(self._d.cuPointerGetAttribute(kind, address)[0])
+
+    # -- kernels -----------------------------------------------------------------------------------
+
+    def module_load(self, image: bytes) -> int:
+        """Load an image (cuModuleLoadData)."""
+        return int(self._call("cuModuleLoadData", image))
+
+    def module_unload(self, module: int) -> None:
+        """cuModuleUnload."""
+        self._call("cuModuleUnload", self._d.CUmodule(module))
+
+    def module_function(self, module: int, name: str) -> int:
+        """cuModuleGetFunction."""
+        handle = self._d.CUmodule(module)
+        return int(self._call("cuModuleGetFunction", handle, name.encode(), detail=name))
+
+    def allow(self, function: int, shared_bytes: int, cluster_blocks: int) -> None:
+        """Let a kernel be launched with so much dynamic shared memory, and clusters so large, where
+        that needs a word (cuFuncSetAttribute)."""
+        names, handle = self._d.CUfunction_attribute, self._d.CUfunction(function)
+        if shared_bytes > _SHARED_BYTES:
+            name = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", handle, name, shared_bytes)
+        if cluster_blocks > _CLUSTER_BLOCKS:
+            name = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            self._call("cuFuncSetAttribute", handle, name, 1)
+
+    # -- making a graph ----------------------------------------------------------------------------
+
+    def graph_create(self) -> int:
+        """cuGraphCreate."""
+        return int(self._call("cuGraphCreate", 0))
+
+    def graph_destroy(self, graph: int) -> None:
+        """cuGraphDestroy."""
+        self._call("cuGraphDestroy", self._d.CUgraph(graph))
+
+    def add_kernel(self, graph: Any, launch: Launch) -> Any:
+        """Add a kernel node without edges; the parameters are copied (cuGraphAddKernelNode)."""
+        made = self._d.CUDA_KERNEL_NODE_PARAMS()
+        made.func = launch.function
+        made.gridDimX, made.gridDimY, made.gridDimZ = launch.grid
+        made.blockDimX, made.blockDimY, made.blockDimZ = launch.block
+        made.sharedMemBytes = launch.shared_bytes
+        made.kernelParams = launch.parameters
+        return self._call("cuGraphAddKernelNode", self._d.CUgraph(graph), None, 0, made)
+
+    def set_attribute(self, node: Any, attribute: int, value: bytes) -> None:
+        """Set a kernel node's attribute from its bytes (cuGraphKernelNodeSetAttribute)."""
+        made = self._d.CUkernelNodeAttrValue()
+        ctypes.memmove(int(made.getPtr()), value, len(value))
+        known = self._d.CUkernelNodeAttrID(attribute)
+        self._call("cuGraphKernelNodeSetAttribute", node, known, made)
+
+    def add_memset(self, graph: int, values: Sequence[int], context: int) -> Any:
+        """Add a memset node of what `memset_of` returns (cuGraphAddMemsetNode)."""
+        made = self._d.CUDA_MEMSET_NODE_PARAMS()
+        made.dst, made.pitch, made.value, made.elementSize, made.width, made.height = values
+        handle, where = self._d.CUgraph(graph), self._d.CUcontext(context)
+        return self._call("cuGraphAddMemsetNode", handle, None, 0, made, where)
+
+    def add_memcpy(self, graph: int, target: int, source: int, nbytes: int, context: int) -> Any:
+        """Add a copy between device addresses (cuGraphAddMemcpyNode)."""
+        made = self._d.CUDA_MEMCPY3D()
+        device = self._d.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        made.srcMemoryType = made.dstMemoryType = device
+        made.dstDevice, made.srcDevice, made.WidthInBytes = target, source, nbytes
+        made.Height = made.Depth = 1
+        handle, where = self._d.CUgraph(graph), self._d.CUcontext(context)
+        return self._call("cuGraphAddMemcpyNode", handle, None, 0, made, where)
+
+    def add_empty(self, graph: int) -> Any:
+        """cuGraphAddEmptyNode."""
+        return self._call("cuGraphAddEmptyNode", self._d.CUgraph(graph), None, 0)
+
+    def add_edges(self, graph: int, edges: Sequence[tuple[Any, Any, int, int, int]]) -> None:
+        """Add edges as `edges` returns them, between nodes (cuGraphAddDependencies)."""
+        if not edges:
+            return
+        data = []
+        for *_, from_port, to_port, kind in edges:
+            each = self._d.CUgraphEdgeData()
+            each.from_port, each.to_port, each.type = from_port, to_port, kind
+            data.append(each)
+        self._call(
+            self._versioned("cuGraphAddDependencies"),
+            self._d.CUgraph(graph),
+            [edge[0] for edge in edges],
+            [edge[1] for edge in edges],
+            data,
+            len(edges),
+        )
+
+    # -- running one -------------------------------------------------------------------------------
+
+    def instantiate(self, graph: int) -> int:
+        """cuGraphInstantiate."""
+        return int(self._call("cuGraphInstantiate", self._d.CUgraph(graph), 0))
+
+    def executable_destroy(self, executable: int) -> None:
+        """cuGraphExecDestroy."""
+        self._call("cuGraphExecDestroy", self._d.CUgraphExec(executable))
+
+    def replay(self, executable: int, stream: int) -> None:
+        """Queue a replay (cuGraphLaunch)."""
+        self._call("cuGraphLaunch", self._d.CUgraphExec(executable), self._d.CUstream(stream))
+
+    def capture_begin(self, stream: int) -> None:
+        """Record a stream's work from now on; other threads are not disturbed
+        (cuStreamBeginCapture, RELAXED)."""
+        mode = self._d.CUstreamCaptureMode(RELAXED_CAPTURE)
+        self._call("cuStreamBeginCapture", self._d.CUstream(stream), mode)
+
+    def capture_end(self, stream: int) -> int:
+        """Return the graph of a stream's work since `capture_begin`, 0 if the capture was
+        invalidated before (cuStreamEndCapture)."""
+        return int(self._call("cuStreamEndCapture", self._d.CUstream(stream)) or 0)

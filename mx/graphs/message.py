@@ -1,0 +1,256 @@
+"""`mx.graphs.package` <-> protobuf. What comes in is checked here, once, and trusted afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from mx.graphs.package import (
+    FORMAT,
+    MAX_EDGES,
+    MAX_IMAGES_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_NODES,
+    Edge,
+    EmptyNode,
+    Graph,
+    GraphError,
+    Image,
+    Input,
+    Kernel,
+    KernelNode,
+    Library,
+    LibraryCall,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    Output,
+    Place,
+    RegionSpec,
+    check,
+)
+from mx.wire.v1 import graphs_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What one process captured, for `combine` with another one's.
+
+    `graph` has no pointers yet, but no address that the driver knows and no region has. `images`
+    are in the graph's order.
+    """
+
+    graph: Graph
+    images: tuple[bytes, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return the capture for `from_bytes` in another process."""
+        message = pb.GraphCapture(images=self.images)
+        _fill(message.graph, self.graph)
+        return message.SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Capture:
+        """Return the capture of another process.
+
+        Args:
+            data: What its `to_bytes` returned.
+
+        Raises:
+            GraphError: It is no such thing.
+        """
+        if len(data) > MAX_MESSAGE_BYTES + MAX_IMAGES_BYTES:
+            raise GraphError(f"CUDA graph: a capture of {len(data)} bytes")
+        try:
+            message = pb.GraphCapture.FromString(data)
+        except DecodeError:
+            raise GraphError("CUDA graph: a capture that is no protobuf message") from None
+        graph = _graph(message.graph)
+        if [len(image) for image in message.images] != [image.nbytes for image in graph.images]:
+            raise GraphError("CUDA graph: a capture with other images than it names")
+        return cls(graph, tuple(message.images))
+
+
+def encode(graph: Graph) -> bytes:
+    """Return the message of a graph: the same bytes for equal graphs.
+
+    Raises:
+        GraphError: The graph is out of bounds.
+    """
+    check(graph)
+    message = pb.CudaGraph()
+    _fill(message, graph)
+    data = message.SerializeToString(deterministic=True)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise GraphError(f"CUDA graph: a message of more than {MAX_MESSAGE_BYTES} bytes")
+    return data
+
+
+def decode(data: bytes) -> Graph:
+    """Return the graph of a message, with all its bounds checked.
+
+    Raises:
+        GraphError: It is too large, no such message, or says something out of bounds.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise GraphError(f"CUDA graph: a message of more than {MAX_MESSAGE_BYTES} bytes")
+    try:
+        message = pb.CudaGraph.FromString(data)
+    except DecodeError:
+        raise GraphError("CUDA graph: no protobuf message") from None
+    return _graph(message)
+
+
+def _fill(message: pb.CudaGraph, graph: Graph) -> None:
+    message.format = FORMAT
+    message.pin = graph.pin
+    for name, value in graph.environment:
+        message.environment.add(name=name, value=value)
+    for region in graph.regions:
+        message.regions.add(base=region.base, nbytes=region.nbytes)
+    for place in graph.weights:
+        message.weights.append(_place_message(place))
+    for read in graph.inputs:
+        message.inputs.add(place=_place_message(read.place), value=read.value)
+    for output in graph.outputs:
+        message.outputs.add(place=_place_message(output.place), blake3=output.digest)
+    for image in graph.images:
+        message.images.add(blake3=image.digest, nbytes=image.nbytes)
+    for library in graph.libraries:
+        message.libraries.add(name=library.name, build_id=library.build_id, fatbin=library.fatbin)
+    for call in graph.calls:
+        message.calls.add(name=call.name, library=call.library)
+    for kernel in graph.kernels:
+        source = {"image": kernel.image} if kernel.image is not None else {"call": kernel.call}
+        message.kernels.add(
+            name=kernel.name,
+            offsets=[offset for offset, _ in kernel.parameters],
+            sizes=[size for _, size in kernel.parameters],
+            **source,
+        )
+    for node in graph.nodes:
+        _fill_node(message.nodes.add(), node)
+    for edge in graph.edges:
+        message.edges.add(
+            first=edge.first,
+            second=edge.second,
+            from_port=edge.from_port,
+            to_port=edge.to_port,
+            type=edge.type,
+        )
+
+
+def _fill_node(message: pb.GraphNode, node: Node) -> None:
+    if isinstance(node, KernelNode):
+        message.kernel.kernel = node.kernel
+        message.kernel.grid.extend(node.grid)
+        message.kernel.block.extend(node.block)
+        message.kernel.shared_bytes = node.shared_bytes
+        for each, value in node.attributes:
+            message.kernel.attributes.add(id=each, value=value)
+        message.kernel.parameters = node.values
+        message.kernel.pointers.extend(node.pointers)
+    elif isinstance(node, MemsetNode):
+        message.memset.address = node.address
+        message.memset.pitch = node.pitch
+        message.memset.value = node.value
+        message.memset.element_bytes = node.element_bytes
+        message.memset.width = node.width
+        message.memset.height = node.height
+    elif isinstance(node, MemcpyNode):
+        message.memcpy.target = node.target
+        message.memcpy.source = node.source
+        message.memcpy.nbytes = node.nbytes
+    else:
+        message.empty.SetInParent()
+
+
+def _place_message(place: Place) -> pb.GraphPlace:
+    return pb.GraphPlace(
+        name=place.name,
+        region=place.region,
+        offset=place.offset,
+        nbytes=place.nbytes,
+        dtype=place.dtype,
+        shape=place.shape,
+    )
+
+
+def _graph(message: pb.CudaGraph) -> Graph:
+    if message.format != FORMAT:
+        raise GraphError(
+            f"CUDA graph: format {message.format}, and this release of mx reads {FORMAT}",
+            hint="publish it with the same release, or capture here",
+        )
+    # Before objects are made of them: an empty message takes two bytes, and an object a hundred.
+    if len(message.nodes) > MAX_NODES or len(message.edges) > MAX_EDGES:
+        raise GraphError(f"CUDA graph: {len(message.nodes)} nodes, {len(message.edges)} edges")
+    graph = Graph(
+        tuple((field.name, field.value) for field in message.environment),
+        message.pin,
+        tuple(RegionSpec(region.base, region.nbytes) for region in message.regions),
+        tuple(map(_place, message.weights)),
+        tuple(Input(_place(read.place), read.value) for read in message.inputs),
+        tuple(Output(_place(output.place), output.blake3) for output in message.outputs),
+        tuple(Image(image.blake3, image.nbytes) for image in message.images),
+        tuple(Library(each.name, each.build_id, each.fatbin) for each in message.libraries),
+        tuple(LibraryCall(call.name, call.library) for call in message.calls),
+        tuple(map(_kernel, message.kernels)),
+        tuple(map(_node, message.nodes)),
+        tuple(
+            Edge(edge.first, edge.second, edge.from_port, edge.to_port, edge.type)
+            for edge in message.edges
+        ),
+    )
+    check(graph)
+    return graph
+
+
+def _place(message: pb.GraphPlace) -> Place:
+    return Place(
+        message.name,
+        message.region,
+        message.offset,
+        message.nbytes,
+        message.dtype,
+        tuple(message.shape),
+    )
+
+
+def _kernel(message: pb.GraphKernel) -> Kernel:
+    source = message.WhichOneof("source")
+    if len(message.offsets) != len(message.sizes):
+        raise GraphError("CUDA graph: a kernel with more offsets than sizes, or fewer")
+    return Kernel(
+        message.name,
+        message.image if source == "image" else None,
+        message.call if source == "call" else None,
+        tuple(zip(message.offsets, message.sizes, strict=True)),
+    )
+
+
+def _node(message: pb.GraphNode) -> Node:
+    kind = message.WhichOneof("node")
+    if kind == "kernel":
+        found = message.kernel
+        return KernelNode(
+            found.kernel,
+            tuple(found.grid),
+            tuple(found.block),
+            found.shared_bytes,
+            tuple((each.id, each.value) for each in found.attributes),
+            found.parameters,
+            tuple(found.pointers),
+        )
+    if kind == "memset":
+        fill = message.memset
+        return MemsetNode(
+            fill.address, fill.pitch, fill.value, fill.element_bytes, fill.width, fill.height
+        )
+    if kind == "memcpy":
+        copy = message.memcpy
+        return MemcpyNode(copy.target, copy.source, copy.nbytes)
+    if kind == "empty":
+        return EmptyNode()
+    raise GraphError("CUDA graph: a node of a kind that this release of mx does not know")

@@ -1,0 +1,104 @@
+"""The states of a graph on its way into an engine. Pure.
+
+    opened -> restored -> proved -> launched
+       any of these    -> refused
+       all             -> closed
+
+`refused` and `closed` stay. A graph that was launched is not proved again: a proof writes into the
+memory that the engine uses by then.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from mx.core.variant import Difference
+
+
+class State(enum.Enum):
+    """What may be done with a graph."""
+
+    OPENED = "opened"  # nothing yet
+    RESTORED = "restored"  # checked, loaded and instantiated; the weights may still arrive
+    PROVED = "proved"  # its results are right
+    LAUNCHED = "launched"  # the engine uses it
+    REFUSED = "refused"  # the engine captures as always
+    CLOSED = "closed"
+
+
+class Step(enum.Enum):
+    """What happens to a graph."""
+
+    RESTORE = "restore"
+    PROVE = "prove"
+    LAUNCH = "launch"
+    REFUSE = "refuse"
+    CLOSE = "close"
+
+
+class Cause(enum.Enum):
+    """Why a graph is refused."""
+
+    MALFORMED = "malformed"  # the message is no graph, or out of bounds
+    ENVIRONMENT = "environment"  # another GPU, driver, library, ...
+    PIN = "pin"  # of other weights
+    OCCUPIED = "occupied"  # something else is at its addresses
+    MEMORY = "memory"  # there is too little
+    IMAGE = "image"  # an image is absent, or is not what its hash says
+    KERNEL = "kernel"  # a kernel is absent, or has other parameters
+    GOLDEN = "golden"  # the golden replay gave other bytes
+    UNSEEN = "unseen"  # an input that the capture did not see gave other bytes than the engine
+    DRIVER = "driver"  # a call of the driver failed
+    OTHER = "other"  # the caller's own functions failed
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a graph is not used. `differences` are those of the environment: the publisher's value
+    first, then this process's."""
+
+    cause: Cause
+    message: str
+    differences: tuple[Difference, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.cause.value}: {self.message}"
+
+
+_LIVE = (State.OPENED, State.RESTORED, State.PROVED, State.LAUNCHED)
+_NEXT: dict[tuple[State, Step], State] = {
+    (State.OPENED, Step.RESTORE): State.RESTORED,
+    (State.RESTORED, Step.PROVE): State.PROVED,
+    (State.PROVED, Step.LAUNCH): State.LAUNCHED,
+    (State.LAUNCHED, Step.LAUNCH): State.LAUNCHED,
+    **{(state, Step.REFUSE): State.REFUSED for state in _LIVE},
+    **{(state, Step.CLOSE): State.CLOSED for state in State},
+}
+
+
+class Progress:
+    """Where one graph is. `reason` is the first one of a refusal."""
+
+    def __init__(self) -> None:
+        self.state = State.OPENED
+        self.reason: Reason | None = None
+
+    def may(self, step: Step) -> bool:
+        """Return True if the step is possible now."""
+        return (self.state, step) in _NEXT
+
+    def take(self, step: Step) -> bool:
+        """Take a step and return True; do nothing and return False where it is not possible."""
+        following = _NEXT.get((self.state, step))
+        if following is None:
+            return False
+        self.state = following
+        return True
+
+    def refuse(self, reason: Reason) -> bool:
+        """Refuse the graph, unless it is refused or closed already; return whether that is new."""
+        if not self.take(Step.REFUSE):
+            return False
+        self.reason = reason
+        return True
