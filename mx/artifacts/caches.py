@@ -22,7 +22,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from mx.artifacts.private import check_private
+from mx.artifacts.private import check_private, private_folder
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.text import shown
@@ -204,11 +204,9 @@ def lay_out(
         OutputError: It can't be written. Nothing is left there.
     """
     check_files(files)
-    parent = root.parent
-    check_private(parent)
+    parent = private_folder(root.parent)
+    root = parent / root.name
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_private(parent)
         if os.statvfs(parent).f_flag & os.ST_NOEXEC:
             raise ConfigError(
                 f"the file system of {parent} is mounted noexec, and a cache is code",
