@@ -44,8 +44,7 @@ _STAYS = re.compile(r"locks?|__pycache__|precompiled_headers|tmp\..*|.*\.(lock|t
 _TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
 #: Files that change where they are laid out, or by an engine's adding to them.
 _CHANGES = re.compile(_TRITON_GROUP.pattern + r"|(?:.*/)?vllm_compile_cache\.py")
-_MAX_GROUP_BYTES = MIB
-_READ_BYTES = MIB
+_MAX_GROUP_BYTES = _READ_BYTES = MIB
 #: Whether Inductor compiles its C++ header once for all.
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 _MAX_TRIES = 8
