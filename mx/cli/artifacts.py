@@ -96,6 +96,13 @@ def artifacts_record(
         list[str], typer.Argument(help="What compiles, and ends.", metavar="-- COMMAND...")
     ],
     fields: Fields = None,
+    python: Annotated[
+        str,
+        typer.Option(
+            help="The Python that COMMAND runs in, which has mx, too. (default: seen in COMMAND)",
+            metavar="PATH",
+        ),
+    ] = "",
     *,
     as_json: bool,
 ) -> None:
@@ -111,7 +118,7 @@ def artifacts_record(
     options.settings_of(context)
     from mx.artifacts.recording import record, recorded
 
-    code = record(Path(folder), command, fields_of(fields))
+    code = record(Path(folder), command, fields_of(fields), python=python)
     if code:
         raise typer.Exit(code)
     found = recorded(Path(folder))
@@ -144,6 +151,9 @@ def artifacts_publish(
     ],
     key: Annotated[str, typer.Option(help="The publisher's key file.", metavar="FILE")],
     out: Annotated[str, typer.Option(help="The set to make, NAME.safetensors.", metavar="SET")],
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Take the CUDA graphs, in place of the caches.")
+    ] = False,
     *,
     as_json: bool,
 ) -> None:
@@ -160,7 +170,7 @@ def artifacts_publish(
     options.settings_of(context)
     from mx.artifacts.publishing import publish
 
-    signed = publish(folder, model=model, key=key, out=out)
+    signed = publish(folder, model=model, key=key, out=out, graphs=graphs)
     if as_json:
         outcome.emit(_object(signed))
         return
