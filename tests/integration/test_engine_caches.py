@@ -20,7 +20,7 @@ import mx
 from mx import artifacts
 from mx.artifacts.trust import make_key
 from tests.support import families
-from tests.support.daemon import daemon
+from tests.support.daemon import ROOT, daemon
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -114,3 +114,14 @@ def test_what_one_process_compiled_another_uses(
     assert found["counts"] == {"used": 0, "partly": 0, "unused": 0, "none": 1}
     assert "configuration is attention=eager here, attention=sdpa there" in said
     assert list(own.rglob("*.so"))
+
+
+@pytest.mark.timeout(900)
+def test_the_example_as_its_line_in_the_readme_runs_it(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "examples/compile_cache.py"],
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, check=False, timeout=800,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "x; the shipped caches: used" in ran.stdout
