@@ -112,3 +112,14 @@ def test_what_one_engine_compiled_another_uses(
     recorded = objects(place / "caches")
     assert recorded and objects(place / "cache") == recorded
     assert objects(place / "own") == own
+
+
+def test_the_key_of_compiled_code_has_no_path(checkpoint: Path, target: Host) -> None:
+    keys = [target.do("cache_key", str(each)) for each in (checkpoint, bare(checkpoint))]
+    assert keys[0] == keys[1]
+    assert target.do("cache_key", str(checkpoint), max_model_len=64) != keys[0]
+    plain = [
+        target.do("cache_key", str(each), load_format="auto")
+        for each in (checkpoint, bare(checkpoint))
+    ]
+    assert plain[0] != plain[1]  # or this is vLLM's own business by now
