@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mx.graphs.message import decode
 from mx.graphs.package import KernelNode
 from tests.support.driver.graph_programs import package_of, runs, written
 from tests.support.driver.programs import each_major
+from tests.support.libraries import library
 
 pytestmark = [pytest.mark.integration, each_major]
 
@@ -61,3 +65,80 @@ def test_a_graph_computes_in_another_process(major: int, tmp_path: Path) -> None
     assert lines[2:5] == ["True"] * 3
     assert lines[5] == "{'restored': 1, 'proved': 1, 'launched': 1}"
     assert lines[6] == "closed False {}"
+
+
+#: `add` is a library's: a call launches it, and its image is not given.
+_LIBRARY = """
+from mx.graphs import EagerCall
+library = Kernels()
+at = alloc(4096)
+loads = lambda s: library.launch(s, "add", at, at, at, 1.0, 8)
+calls = [EagerCall("add 8", Path({library!r}), loads)]
+"""
+
+
+def test_kernels_of_libraries_stay_at_home(major: int, tmp_path: Path) -> None:
+    """The graph names the call that loads a kernel, and its target makes that call."""
+    one, other = library(tmp_path / "libone.so", "0xabcd"), library(tmp_path / "other.so", "0xef")
+    before = _LIBRARY.format(library=str(one))
+    package = package_of(
+        major,
+        tmp_path,
+        before=before.replace("\n", "\n    ")
+        + "\n    kernels.functions['add'] = library.functions['add']",
+        images="kernels.given('norm', 'matvec')",
+        calls="calls",
+    )
+    graph = decode(package.graph)
+    assert len(package.images) == 2 and [call.name for call in graph.calls] == ["add 8"]
+    assert {kernel.name: kernel.call for kernel in graph.kernels} == {
+        "add": 0,
+        "matvec": None,
+        "norm": None,
+    }
+    restored = _RESTORE.format(folder=str(written(package, tmp_path)))
+    restored = restored.replace('pin="pin-1"', 'pin="pin-1", calls=calls')
+    code = before + restored + _PROVE + _LAUNCH
+    lines = runs(major, code)
+    assert lines[:2] == ["restored ", "True proved "] and lines[2:5] == ["True"] * 3
+    launch = '"add", at, at, at, 1.0, 8'
+    twice = f"loads = lambda s: more.launch(s, {launch}) or "
+    two = before.replace("loads = lambda s: ", "more = Kernels()\n" + twice)
+    wrong = {
+        _LIBRARY.format(library=str(other)): "environment: libone.so build_id",
+        "calls = []": "environment: call add 8: 'libone.so' there, '' here",
+        before.replace(launch, '"norm", at, at, at, 8'): "kernel: add: .* does not load it",
+        two: "kernel: add: the call add 8 loads two kernels of that name",
+        before.replace("library.launch", "library.lunch"): "other: AttributeError",
+    }
+    for setting, says in wrong.items():
+        (line,) = runs(major, setting + restored)
+        assert re.match(f"refused {says}", line)
+
+
+_PULLED = """
+from benchmarks.processes import Cluster
+import mx
+cluster = Cluster()
+try:
+    cluster.serve({checkpoint!r}, "m", "--device", "cpu")
+    {restore}
+    with mx.pull("m", coordinator=cluster.coordinator, into=graph.tensors()) as pull:
+        print([sorted(layer.tensors()) != [] for layer in pull.layers()] != [])
+finally:
+    cluster.close()
+"""
+
+
+def test_weights_are_pulled_into_the_graphs_memory(major: int, tmp_path: Path) -> None:
+    package = package_of(major, tmp_path)
+    random = np.random.default_rng(1)
+    shapes = {"norm.weight": (96,), "gate.weight": (96, 96), "up.weight": (96, 96)}
+    tensors = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    checkpoint = tmp_path / "model.safetensors"
+    save_file(tensors, checkpoint)
+    restore = _RESTORE.format(folder=str(written(package, tmp_path))).replace("\n", "\n    ")
+    pulled = _PULLED.format(checkpoint=str(checkpoint), restore=restore)
+    prove = _PROVE.replace("for name, tensor in graph.tensors().items():", "for _ in ():")
+    lines = runs(major, pulled + prove + _LAUNCH)
+    assert lines[:3] == ["restored ", "True", "True proved "] and lines[3:6] == ["True"] * 3
