@@ -93,7 +93,7 @@ def kernels_library(capability: int, extra: tuple[kernels.Image, ...] = ()) -> P
         extra: More kernels of the same capability (`kernels.compiled`).
 
     Returns:
-        Its path. It is removed when the process ends.
+        Its path; the cubins lie beside it, as NAME.cubin. They are removed when the process ends.
 
     Raises:
         LocalError: Triton is missing or can't compile the kernels.
@@ -102,7 +102,10 @@ def kernels_library(capability: int, extra: tuple[kernels.Image, ...] = ()) -> P
     folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
     _folders.append(folder)
     source = Path(folder.name) / f"kernels_{capability}.c"
-    source.write_text(kernels.source([*kernels.digests(capability), *extra]))
+    images = [*kernels.digests(capability), *extra]
+    source.write_text(kernels.source(images))
+    for image in images:
+        source.with_name(f"{image.name}.cubin").write_bytes(image.cubin)
     library = source.with_suffix(".so")
     command = [
         compiler() or "cc",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import os
+from pathlib import Path
 from typing import Any
 
 driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -50,6 +53,30 @@ def pinned(nbytes: int) -> int:
 def stream() -> Any:
     """Return a new stream that does not wait for the default one."""
     return call("cuStreamCreate", NON_BLOCKING)
+
+
+def image(name: str) -> bytes:
+    """Return the cubin of a kernel that the setting KERNELS has, by its name."""
+    return Path(os.environ["MX_STANDIN_KERNELS"]).with_name(f"{name}.cubin").read_bytes()
+
+
+def function(name: str) -> Any:
+    """Load a kernel's cubin as a module, and return its function."""
+    return call("cuModuleGetFunction", call("cuModuleLoadData", image(name)), name.encode())
+
+
+def arguments(*values: Any) -> Any:
+    """Return what a launch takes for a kernel's parameters, with those that Triton adds.
+
+    An int is an address, a float one of 32 bits; others have a type of ctypes.
+    """
+    scalars = [
+        value
+        if isinstance(value, ctypes._SimpleCData)
+        else (ctypes.c_float if isinstance(value, float) else ctypes.c_void_p)(value)
+        for value in (*values, 0, 0)
+    ]
+    return tuple(each.value or 0 for each in scalars), tuple(map(type, scalars))
 
 
 def fill(address: int, value: int, nbytes: int) -> None:
