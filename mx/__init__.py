@@ -93,7 +93,7 @@ _HOMES = {
 }
 
 #: Modules that are attributes of `mx`, too.
-_MODULES = ("config", "engines", "errors")
+_MODULES = ("artifacts", "config", "engines", "errors")
 
 __all__ = [
     "BroadcastReport",

@@ -23,6 +23,8 @@ from mx.errors import ConfigError
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
 FILE_VARIABLE = "MX_PEER_CONFIG"
+#: Names the folder in which a command's compile caches are recorded.
+RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
 DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
@@ -80,7 +82,7 @@ def _setting(
 #: Verbs of `mx`, and `coordinator` for mx-coordinator.
 _SERVE_PULL = "serve pull"
 _PLANNING = f"{_SERVE_PULL} plan topo"
-_ASKING = f"{_PLANNING} models sources top show"
+_ASKING = f"{_PLANNING} models sources top show artifacts_list artifacts_pull"
 #: Groups of settings.
 CONNECTION, STORES, COMMON = "connection", "stores", "common"
 
@@ -144,6 +146,12 @@ class Settings:
         "The key by which a coordinator knows names and their owners again after a restart; made "
         "at first use.",
         "coordinator", "FILE", unset="~/.local/state/mx/receipt.key",
+    )
+    trust: str = _setting(
+        "", values.text,
+        "The file that names whose artefacts (code) this user's processes may use, and for which "
+        "models.",
+        "pull artifacts_pull artifacts_check", "FILE", group=CONNECTION, unset="none are used",
     )
     data_plaintext: bool = _setting(
         False, values.flag, "Send the weights without TLS although control uses it.",
@@ -230,12 +238,12 @@ class Settings:
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
-        f"{_SERVE_PULL} top keygen coordinator", "|".join(_LOG_LEVELS), group=COMMON,
+        f"{_SERVE_PULL} top keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS), group=COMMON,
         unset="info for servers, else warning",
     )
     log_format: str = _setting(
         "text", values.choice("text", "json"), "How to log.",
-        f"{_SERVE_PULL} top keygen coordinator", "text|json", group=COMMON,
+        f"{_SERVE_PULL} top keygen coordinator artifacts_pull", "text|json", group=COMMON,
         unset="text, and json with `json`",
     )
     trace: str = _setting(
@@ -292,6 +300,18 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
     return home / "mx"
 
 
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for what this user can get again. It need not exist.
+
+    Args:
+        environ: The environment, by default this process's.
+    """
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CACHE_HOME", "")
+    home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".cache")
+    return home / "mx"
+
+
 def _has_home(environ: Mapping[str, str]) -> bool:
     """Return True if the state folder is named, or in a home that exists."""
     named = environ.get("XDG_STATE_HOME", "").startswith("/")
@@ -329,6 +349,29 @@ def library_environment(values: Mapping[str, str]) -> Iterator[None]:
         finally:
             for name in added:
                 del os.environ[name]
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, for what starts in the block, and restore them at its end."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+    try:
+        yield
+    finally:
+        with _environment_lock:
+            for name, text in before.items():
+                if text is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = text
+
+
+def recording() -> Path | None:
+    """Return the folder in which this process's compile caches are recorded; None if they are not."""
+    folder = os.environ.get(RECORDING_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def set_default(name: str, text: str) -> None:

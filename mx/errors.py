@@ -256,3 +256,13 @@ class IncompleteError(SourceError):
     """A pull ended before every layer was ready; the message says how far it came."""
 
     exit_code = EXIT_INCOMPLETE
+
+
+class ArtifactError(IntegrityError):
+    """A set of artefacts is malformed, or its bytes are not what its document says."""
+
+
+class SignerError(IntegrityError):
+    """The trust file does not let this signer give artefacts to this model."""
+
+    exit_code = EXIT_NOT_ALLOWED

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from mx.cli import bench, cache, demo, keygen, listing, options, plan, pull, serve, show, top, topo
+from mx.cli import (
+    artifacts,
+    bench,
+    cache,
+    demo,
+    keygen,
+    listing,
+    options,
+    plan,
+    pull,
+    serve,
+    show,
+    top,
+    topo,
+)
 from mx.cli.commands import Command, Group
 
 app = typer.Typer(
@@ -49,4 +63,5 @@ app.command("topo", cls=Command)(topo.topo)
 app.command("demo", cls=Command)(demo.demo)
 app.command("keygen", cls=Command)(keygen.keygen)
 app.command("bench", cls=Command)(bench.bench)
+app.add_typer(artifacts.app, name="artifacts")
 app.add_typer(show.app, name="config")

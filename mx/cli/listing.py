@@ -10,10 +10,11 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.core.artifact_names import model_and_set
 from mx.core.reference import parse_reference
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError
-from mx.units import format_bytes, format_seconds
+from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.config import Settings
@@ -61,6 +62,9 @@ def models(
         for each in api.list_models(coordinator=settings.coordinator, settings=settings)
         if wanted.fits(each.model, each.ref)
     ]
+    # Artefacts are listed as models are, and have a verb of their own.
+    sets = [each for each in found if model_and_set(each.model.name) and not model]
+    found = [each for each in found if each not in sets]
     bundles = api.list_bundles(wanted.name, coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [
@@ -103,6 +107,8 @@ def models(
             "its pin only" if entry.pin_only else "name or pin",
         )
     outcome.show(shown)
+    if sets:
+        outcome.write(f"and {count(len(sets), 'set')} of artefacts: mx artifacts list")
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
     outcome.write("\npins:")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import live, options, outcome
+from mx.cli.artifacts import obtain, obtained_line, obtained_object
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
@@ -82,6 +83,14 @@ def pull(
     only: options.Only = None,
     slices: options.Slices = None,
     device: options.Device = "cpu",
+    artifacts: Annotated[
+        str | None,
+        typer.Option(
+            help="Get the set of compile caches that fits this machine, too (`--trust` says whose "
+            "may run here), and lay it out in this folder.",
+            metavar="DIR",
+        ),
+    ] = None,
     *,
     as_json: bool,
 ) -> None:
@@ -130,14 +139,18 @@ def pull(
             )
         ) as running,
     ):
+        caches = None if artifacts is None else obtain(model, settings, artifacts)
         report = live.follow(running)
         held = running.hold() if hold else None
         if as_json:
-            outcome.emit(report.to_json())
+            with_sets = {} if caches is None else {"artifacts": obtained_object(caches)}
+            outcome.emit(report.to_json() | with_sets)
         else:
             told = settings.log_level in ("debug", "info")  # all steps
             kept = hold or out is not None
             outcome.write(_summary(report, out=out, kept=kept, all_steps=told))
+            if caches is not None:
+                outcome.write(obtained_line(caches))
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,10 +14,12 @@ from mx.cli.pipeline import run_pipeline
 from mx.cli.stop import Stop
 from mx.errors import ConfigError
 from mx.units import count, format_bytes
+from mx.wire.address import split_address
 from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from mx.api import Source
+    from mx.config import Settings
 
 
 @options.takes_settings
@@ -60,6 +64,14 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A set that `mx artifacts publish` made, to give to others, too, or alone; may be "
+            "repeated.",
+            metavar="SET",
+        ),
+    ] = None,
     *,
     as_json: bool,
 ) -> None:
@@ -90,7 +102,7 @@ def serve(
     if as_cache:
         run_cache(context, checkpoint, as_json=as_json)
         return
-    if not checkpoint:
+    if not checkpoint and not artifacts:
         raise ConfigError("Missing argument 'CHECKPOINT'", hint="name a folder, or give --cache")
     if context.params["cache_memory"] is not None:
         raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
@@ -100,60 +112,107 @@ def serve(
     from mx import api
     from mx.api.pipelines import is_pipeline
 
-    if is_pipeline(checkpoint):
+    if checkpoint and is_pipeline(checkpoint):
+        if artifacts:
+            raise ConfigError(
+                "a pipeline has no artefacts", hint="serve the sets by a command of their own"
+            )
         run_pipeline(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
         return
-    with options.tracing(settings):
+    with options.tracing(settings), ExitStack() as serving:
         stop = Stop()
-        with live.reading(checkpoint) as on_progress:
-            source = api.serve(
-                checkpoint,
-                model=model,
-                revision=revision,
-                variant=variant,
-                update=update,
-                coordinator=options.coordinator_of(settings),
-                device=device,
-                settings=settings,
-                on_progress=on_progress,
-            )
-        with source, stop.on_signals():
-            _announce(source, as_json=as_json)
+        source = None
+        if checkpoint:
+            with live.reading(checkpoint) as on_progress:
+                source = api.serve(
+                    checkpoint,
+                    model=model,
+                    revision=revision,
+                    variant=variant,
+                    update=update,
+                    coordinator=options.coordinator_of(settings),
+                    device=device,
+                    settings=settings,
+                    on_progress=on_progress,
+                )
+            serving.enter_context(source)
+        sets = _serve_sets(artifacts or [], source, settings, serving)
+        sources = [source, *sets] if source is not None else sets
+        with stop.on_signals():
+            _announce(source, sets, as_json=as_json)
             stop.wait()
-            readers = source.stats().readers
+            readers = sum(source.stats().readers for source in sources)
             if readers:
                 outcome.say(f"draining: {readers} running, at most {settings.drain_grace_s:g} s")
-            if not source.drain(settings.drain_grace_s):
+            if not all([source.drain(settings.drain_grace_s) for source in sources]):
                 outcome.say("some reads did not finish in time; they are cut")
 
 
-def _announce(source: Source, *, as_json: bool) -> None:
-    layout, ref = source.manifest.layout, source.manifest.ref
-    if as_json:
-        outcome.emit(
-            {
-                "model": source.model.name,
-                "revision": source.model.revision,
-                "variant": source.model.variant,
-                "manifest": source.identity_hex,
-                "identity": source.identity_hex,
-                "pin": ref.pin.hex(),
-                "pin_covers_files": bool(ref.packaging),
-                "pin_only": source.stats().pin_only,
-                "bytes": layout.payload_nbytes,
-                "layers": len(layout.layers),
-                "endpoint": source.endpoint,
-                "coordinator": source.coordinator_address,
-                "embedded": source.embedded,
-            }
+def _serve_sets(
+    sets: Sequence[str], checkpoint: Source | None, settings: Settings, serving: ExitStack
+) -> list[Source]:
+    """Serve sets of artefacts, all with one coordinator: that of the checkpoint, if there is one.
+
+    Raises:
+        MxError: As `mx.artifacts.serve`.
+    """
+    if not sets:
+        return []
+    from mx.artifacts.carry import serve as serve_set
+
+    if split_address(settings.listen)[1] and len(sets) + (checkpoint is not None) > 1:
+        raise ConfigError(
+            f"each set listens on a port of its own, not all on {settings.listen}",
+            hint="give `listen` with port 0, or serve each by a command of its own",
         )
-    where = "itself, at" if source.embedded else "the one at"
-    outcome.say(
-        f"serving {source.model}: {format_bytes(layout.payload_nbytes)} in "
-        f"{count(len(layout.layers), 'layer')}\n"
-        f"  at {source.endpoint}, coordinator: {where} {source.coordinator_address}\n"
-        f"  pin {source.pinned} {outcome.pin_covers(ref.packaging)}\n"
-        f"  stop with Ctrl-C"
-    )
+    found: list[Source] = []
+    for each in sets:
+        # The first may be the coordinator of the others: it is closed last.
+        first = checkpoint or (found[0] if found else None)
+        where = first.coordinator_address if first else options.coordinator_of(settings)
+        found.append(serving.enter_context(serve_set(each, coordinator=where, settings=settings)))
+    return found
+
+
+def _announce(checkpoint: Source | None, sets: Sequence[Source], *, as_json: bool) -> None:
+    if as_json:
+        told = {} if checkpoint is None else _object(checkpoint)
+        outcome.emit(told | ({"artifacts": [_object(each) for each in sets]} if sets else {}))
+    first = checkpoint or sets[0]
+    where = "itself, at" if first.embedded else "the one at"
+    text = ""
+    if checkpoint is not None:
+        layout = checkpoint.manifest.layout
+        text += (
+            f"serving {checkpoint.model}: {format_bytes(layout.payload_nbytes)} in "
+            f"{count(len(layout.layers), 'layer')}\n"
+            f"  at {checkpoint.endpoint}, coordinator: {where} {checkpoint.coordinator_address}\n"
+            f"  pin {checkpoint.pinned} {outcome.pin_covers(checkpoint.manifest.ref.packaging)}\n"
+        )
+    for each in sets:
+        text += (
+            f"serving {each.model.name}: {format_bytes(each.manifest.layout.payload_nbytes)}\n"
+            f"  at {each.endpoint}, coordinator: {where} {each.coordinator_address}\n"
+        )
+    outcome.say(text + "  stop with Ctrl-C")
+
+
+def _object(source: Source) -> dict[str, object]:
+    layout, ref = source.manifest.layout, source.manifest.ref
+    return {
+        "model": source.model.name,
+        "revision": source.model.revision,
+        "variant": source.model.variant,
+        "manifest": source.identity_hex,
+        "identity": source.identity_hex,
+        "pin": ref.pin.hex(),
+        "pin_covers_files": bool(ref.packaging),
+        "pin_only": source.stats().pin_only,
+        "bytes": layout.payload_nbytes,
+        "layers": len(layout.layers),
+        "endpoint": source.endpoint,
+        "coordinator": source.coordinator_address,
+        "embedded": source.embedded,
+    }

@@ -35,6 +35,8 @@ _RELATIONS = {0: "switch", 10: "switch", 20: "bridge", 30: "host", 40: "node", 5
 _LANE_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 #: Some drivers report Hopper's lanes as version 5; before Blackwell no lane has 50 GB/s.
 _BLACKWELL = 10
+#: The compute capabilities whose multiprocessors have 64 cores (CUDA's guide); others have 128.
+_SMS_OF_64 = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,29 @@ def read_gpus(load: Callable[[], Any] = _pynvml, root: Path = Path("/")) -> Gpus
         return GpusFound(reason=f"NVML does not start: {error}{_hint(nvml, error)}")
     try:
         return _Reader(nvml, root / "sys").read()
+    finally:
+        _ask(nvml, nvml.nvmlShutdown)
+
+
+def sm_counts(load: Callable[[], Any] = _pynvml) -> tuple[int, ...]:
+    """Return the number of multiprocessors of every GPU that NVML shows, by index; 0 if unknown."""
+    try:
+        nvml = load()
+    except ImportError:
+        return ()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        found = []
+        for index in range(_ask(nvml, nvml.nvmlDeviceGetCount) or 0):
+            handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+            cores = handle and _ask(nvml, nvml.nvmlDeviceGetNumGpuCores, handle)
+            capability = handle and _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+            few = capability and tuple(capability) in _SMS_OF_64
+            found.append((cores or 0) // (64 if few else 128) if capability else 0)
+        return tuple(found)
     finally:
         _ask(nvml, nvml.nvmlShutdown)
 

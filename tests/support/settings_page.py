@@ -29,7 +29,9 @@ def page() -> str:
     rows = ["| setting | flag | of | meaning |", "|---|---|---|---|"]
     for name, about in DESCRIPTIONS.items():
         verbs = ", ".join(
-            {"coordinator": "mx-coordinator", "show": "config show"}.get(verb, verb)
+            {"coordinator": "mx-coordinator", "show": "config show"}.get(verb, verb).replace(
+                "_", " "
+            )
             for verb in about.verbs
         )
         flag = f"`{about.flag} {about.metavar}".strip() + "`" if verbs else ""

@@ -31,6 +31,13 @@ VERBS = (
     "demo",
     "bench",
     "config show",
+    "artifacts keygen",
+    "artifacts record",
+    "artifacts publish",
+    "artifacts list",
+    "artifacts inspect",
+    "artifacts check",
+    "artifacts pull",
 )
 
 
@@ -115,6 +122,8 @@ def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
     coordinator = typer.main.get_command(mx.cli.coordinator.app)
     verbs = {**vars(group)["commands"], "coordinator": coordinator}
     verbs |= vars(verbs.pop("config"))["commands"]
+    artifacts = vars(verbs.pop("artifacts"))["commands"]
+    verbs |= {f"artifacts_{verb}": command for verb, command in artifacts.items()}
     taken = {
         (option.name, verb, option.opts[0])
         for verb, command in verbs.items()

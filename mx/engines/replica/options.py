@@ -37,6 +37,8 @@ class LoaderOptions:
     files: str = ""
     #: The name of the only transport to use; "" for any.
     transport: str = ""
+    #: Whether to use compile caches that signers named in the trust file (`trust`) have published.
+    artifacts: bool = False
     settings: config.Settings = field(default_factory=config.Settings)
 
     @classmethod

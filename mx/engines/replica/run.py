@@ -21,6 +21,7 @@ from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.core.revisions import may_be_update
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
+from mx.engines.compiling import CompileCaches
 from mx.engines.replica import choice as choices
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
@@ -61,6 +62,8 @@ class Loading:
         self.identity = ""
         #: Whether the engine's updates are to keep linear weights as they are; see vLLM's loader.
         self.plain = False
+        #: The compile caches from peers, if they were asked for.
+        self.caches: CompileCaches | None = None
         #: Waits for the process that hashes the folder, if there is one.
         self.hashing: threading.Thread | None = None
 
@@ -77,6 +80,7 @@ class Loading:
             "revision": "" if source is None else source.model.revision,
             "identity": "" if source is None else source.identity_hex,
             "why": "" if lender is None else lender.why,
+            "compile_caches": "off" if self.caches is None else self.caches.state,
         }
 
 

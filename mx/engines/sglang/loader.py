@@ -58,6 +58,11 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 "SGLang takes no weights that another replica has processed",
                 hint='leave out `state`, or write "loaded"',
             )
+        if self.options.artifacts:
+            raise ConfigError(
+                "SGLang takes no compile caches: nothing is known of how it lays them out",
+                hint="leave out `artifacts`",
+            )
         self._run: Run | None = None
         self._configuration: Mapping[str, Any] = {}
 

@@ -12,12 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mx.engines.compiling import compile_counts
     from mx.engines.transformers.arrival import Loading
     from mx.engines.transformers.loader import load, loading
     from mx.engines.transformers.patched import counts, patch, unpatch
 
 _HOMES = {
     "Loading": "mx.engines.transformers.arrival",
+    "compile_counts": "mx.engines.compiling",
     "counts": "mx.engines.transformers.patched",
     "load": "mx.engines.transformers.loader",
     "loading": "mx.engines.transformers.loader",
@@ -25,7 +27,7 @@ _HOMES = {
     "unpatch": "mx.engines.transformers.patched",
 }
 
-__all__ = ["Loading", "counts", "load", "loading", "patch", "unpatch"]
+__all__ = ["Loading", "compile_counts", "counts", "load", "loading", "patch", "unpatch"]
 
 
 def __getattr__(name: str) -> Any:

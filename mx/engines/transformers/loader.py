@@ -16,6 +16,7 @@ from mx.core.types import Manifest, ModelKey
 from mx.core.variant import ProcessingKey
 from mx.engines.side_files import check_covered
 from mx.engines.transformers.arrival import Loading
+from mx.engines.transformers.compiled import compile_forward
 from mx.engines.transformers.described import FILES, describe
 from mx.engines.transformers.skeleton import build
 from mx.errors import ConfigError, LocalError, MxError
@@ -42,6 +43,8 @@ def load(
     model_class: Any = None,
     dtype: Any = "auto",
     strict: bool = True,
+    compile: bool = False,
+    trust: str | Path | None = None,
     **options: Any,
 ) -> Any:
     """Return a model of transformers at once; it computes while its layers arrive.
@@ -70,6 +73,11 @@ def load(
         dtype: As for `from_pretrained`: "auto" is the configuration's.
         strict: Refuse weights that lack some of the model's tensors or have others; otherwise do as
             `from_pretrained` does: initialise the missing ones, ignore the others.
+        compile: Compile the model's forward by `torch.compile` at its first call, which waits for
+            all weights. Where a trust file is named, with the compile caches that its signers have
+            published for this model and environment (docs/artifacts.md); whatever is wrong with
+            those, it compiles as always.
+        trust: The trust file; None takes the one in the settings.
         options: More arguments of `from_pretrained`, such as `attn_implementation`.
 
     Returns:
@@ -91,7 +99,9 @@ def load(
         "transport": transport,
         "wait_s": wait_s,
         # A cache would have the whole model before it gave a layer. One that has it is a source.
-        "settings": config.given(settings or config.load(), cache_socket="off"),
+        "settings": config.given(
+            settings or config.load(), cache_socket="off", **({"trust": str(trust)} if trust else {})
+        ),
     }
     which: dict[str, Any] = {"revision": revision, "variant": variant}
     here = torch_device(device)
@@ -139,7 +149,12 @@ def load(
         )
         if running is None:
             running = pull(pinned, **where, **which, **how)
-        _loadings[model] = Loading(running, model, values)
+        arrival = _loadings[model] = Loading(running, model, values)
+        if compile:
+            asked = {"coordinator": coordinator} if coordinator else {}
+            compile_forward(
+                model, arrival, parse_reference(name).name, config.given(where["settings"], **asked)
+            )
     except BaseException:
         if running is not None:
             running.close()

@@ -13,8 +13,9 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import mx
-from mx import config
+from mx import artifacts, config
 from mx.core.variant import ProcessingKey
+from mx.engines.compiling import CompileCaches
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import meant_by
@@ -23,6 +24,7 @@ from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, PROCESSED, Run
 from mx.engines.replica.tensors import device_of, slots_of
 from mx.engines.vllm import processed
+from mx.engines.vllm.compiled import configuration_of
 from mx.engines.vllm.key import engine_version, is_known, key_of
 from mx.engines.vllm.worker import watch
 
@@ -72,6 +74,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if model_config is not vllm_config.model_config or prefix:
             return super().load_model(vllm_config, model_config, prefix)
         run = self._run = self._begin(vllm_config)
+        self._begin_caches(run, vllm_config)
         # vLLM's kernels for CPUs repack linear weights, which no other process can read then.
         plain = run.loading.plain = PROCESSED in run.keys and processed.on_cpu()
         try:
@@ -133,6 +136,25 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             # Its connector may move GPU memory by NIXL, with the UCX that a pull loads before.
             config.set_default("UCX_MODULES", "*")
         return run
+
+    def _begin_caches(self, run: Run, vllm_config: Any) -> None:
+        """Take the compile caches that fit, before vLLM builds what it compiles. Never raises."""
+        recording = config.recording() is not None
+        if not (self.options.artifacts or recording):
+            return
+        try:
+            if processed.on_cpu():
+                # What vLLM 0.32 for CPUs packs ahead of time it can't load again, and it makes
+                # Inductor's keys so that nothing is found by them.
+                config.set_default("VLLM_USE_AOT_COMPILE", "0")
+            fields = {"configuration": configuration_of(vllm_config)}
+        except Exception as error:  # noqa: BLE001 - of a version that is not known
+            log.warning("compile caches are neither taken nor recorded: %s", error)
+            return
+        if recording:
+            artifacts.note(fields)
+        else:
+            run.loading.caches = CompileCaches("vLLM", log, run.name, self.options.settings, fields)
 
     def _load_and_process(self, run: Run, vllm_config: Any, plain: bool) -> Any:
         """Return the model as vLLM builds, fills and processes it; built anew if what was chosen

@@ -16,11 +16,13 @@ def register() -> None:
 
         if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
             return
+        from mx.engines.vllm.compiled import forget_places
         from mx.engines.vllm.files import fetch_before_configuration
         from mx.engines.vllm.loader import MxPeerLoader
 
         model_loader.register_model_loader(LOAD_FORMAT)(MxPeerLoader)
         fetch_before_configuration()
+        forget_places()
     except Exception as error:  # noqa: BLE001 - the engine must start
         log.warning(
             "this version of vLLM has no place for mx: load format %s is missing (%s)",

@@ -209,6 +209,13 @@ def _reload(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     return result
 
 
+def _compile(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    result = call()  # the last of what compiles before requests come
+    if watched.loading.caches is not None:
+        watched.loading.caches.compiled()
+    return result
+
+
 def _shut_down(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     _close(watched)
     return call()
@@ -217,10 +224,13 @@ def _shut_down(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
 def _close(watched: _Watched) -> None:
     if watched.loading.lender is not None:
         watched.loading.lender.close()
+    if watched.loading.caches is not None:
+        watched.loading.caches.close()
     _watched.remove(watched)
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
+    "compile_or_warm_up_model": _compile,
     "sleep": _sleep,
     "wake_up": _wake_up,
     "discard": _discard,

@@ -1,0 +1,215 @@
+"""Gives sets of artefacts to other processes, finds them, and fetches them.
+
+A set is listed beside its model, as NAME/artifacts/ID, and moves as a model's weights do: from all
+sources that have it, verified block by block, through the host's cache where there is one. What its
+sources, the coordinator and its name say of it counts for nothing: only its signed document does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+from mx import config
+from mx.api.listing import list_models
+from mx.api.planning import plan
+from mx.api.pulling import pull
+from mx.api.serving import serve as serve_checkpoint
+from mx.api.source import Source
+from mx.artifacts.document import KINDS
+from mx.artifacts.package import DOCUMENT, Package
+from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
+from mx.core.artifact_names import listed_name, model_and_set
+from mx.core.reference import parse_reference
+from mx.core.variant import ProcessingKey
+from mx.errors import ArtifactError, ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Of a signer's key, in what is listed.
+_SIGNER_CHARS = 16
+
+
+class _Where(TypedDict):
+    coordinator: str | None
+    settings: config.Settings | None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A set as a coordinator lists it. All of it is hearsay: `fetch_document` has what is signed.
+
+    `signer` is the beginning of the signer's key.
+    """
+
+    name: str
+    model: str
+    set_id: str
+    kind: str
+    signer: str
+    nbytes: int
+    sources: int
+
+
+def serve(
+    path: str | Path,
+    *,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
+    embed: bool = True,
+) -> Source:
+    """Give a set to others, until the source is closed.
+
+    Args:
+        path: The set, as `publish` made it. All of its bytes are checked first, its signer is not:
+            who takes it decides by his own trust file.
+        coordinator: HOST:PORT, as for `mx.serve`.
+        settings: Settings to use; None loads them from the environment and the files.
+        embed: False never embeds a coordinator.
+
+    Returns:
+        The source, once it is registered.
+
+    Raises:
+        ArtifactError: It is no set, or not what its document says.
+        MxError: As `mx.serve`.
+    """
+    with Package(Path(path)) as package:
+        package.verify()
+        signed = package.signed
+    return serve_checkpoint(
+        path,
+        model=listed_name(signed.document.model, signed.set_id),
+        variant=ProcessingKey(
+            kind=signed.document.kind, signer=signed.public_key.hex()[:_SIGNER_CHARS]
+        ),
+        coordinator=coordinator,
+        settings=settings,
+        embed=embed,
+    )
+
+
+def find(
+    model: str = "",
+    *,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
+) -> list[Listed]:
+    """Return the sets that a coordinator lists, with sources: those with the most come first.
+
+    Args:
+        model: The model that they are for; "" for those of all.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ConfigError: The name is none, or a setting is wrong.
+        CoordinatorError: The coordinator does not answer.
+    """
+    wanted = parse_reference(model).name if model else ""
+    found = []
+    for status in list_models(coordinator=coordinator, settings=settings):
+        named = model_and_set(status.model.name)
+        if named is None or not status.sources or wanted not in ("", named[0]):
+            continue
+        try:
+            fields = ProcessingKey.parse(status.model.variant).fields
+        except ConfigError:
+            continue
+        if fields.get("kind") in KINDS:
+            found.append(
+                Listed(
+                    status.model.name,
+                    *named,
+                    fields["kind"],
+                    fields.get("signer", ""),
+                    status.nbytes,
+                    status.sources,
+                )
+            )
+    return sorted(found, key=lambda each: (-each.sources, each.name))
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A set's signed document, and the pin under which its sources have the set."""
+
+    signed: Signed
+    name: str
+
+
+def fetch_document(
+    listed: Listed, *, coordinator: str | None = None, settings: config.Settings | None = None
+) -> Fetched:
+    """Return a listed set's document, with a right signature. Its signer is not checked.
+
+    Args:
+        listed: What a coordinator lists.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ArtifactError: What its sources have is no set, or not the one that is listed.
+        MxError: As `mx.pull`.
+    """
+    where: _Where = {"coordinator": coordinator, "settings": settings}
+    planned = plan(listed.name, only=[DOCUMENT], **where)
+    _require(planned.nbytes <= MAX_SIGNED_BYTES, listed.name)
+    pinned = f"{listed.name}@{planned.ref.pin.hex()}"
+    whole = plan(pinned, **where)
+    data = np.empty(planned.nbytes, np.uint8)
+    with pull(pinned, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
+        pulled.wait()
+    signed = read_signed(data.tobytes())
+    _require(signed.set_id == listed.set_id, listed.name)
+    _require(signed.document.model == listed.model, listed.name)
+    _require(whole.nbytes == len(signed.data) + signed.document.nbytes, listed.name)
+    return Fetched(signed, pinned)
+
+
+@contextlib.contextmanager
+def fetched(
+    found: Fetched,
+    staging: Path,
+    *,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
+) -> Iterator[Package]:
+    """Give a set that is fetched: from all of its sources, and where an earlier run was cut off,
+    from there on.
+
+    Args:
+        found: Its document, whose signer has been checked.
+        staging: A path in a private folder for what arrives; a run with the same path goes on with
+            it. It is removed at the end of the block.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ArtifactError: The set is not the one that was announced.
+        MxError: As `mx.pull`.
+    """
+    with pull(found.name, out=staging, coordinator=coordinator, settings=settings) as pulled:
+        pulled.wait()
+    try:
+        files = sorted(staging.glob("*.safetensors"))
+        _require(len(files) == 1, found.name)
+        with Package(files[0]) as package:
+            _require(package.signed.data == found.signed.data, found.name)
+            yield package
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _require(holds: bool, name: str) -> None:
+    if not holds:
+        raise ArtifactError(
+            f"what is listed as {name} is not that set", hint="its source lies: tell who runs it"
+        )

@@ -1,0 +1,216 @@
+"""The document of a set of artefacts: what an operator signs, and a target checks. Pure.
+
+Everything in it is bounded, and it has one valid encoding: a document that is read and written
+again is the same bytes, so that nothing can hide in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NoReturn
+
+from blake3 import blake3
+from google.protobuf.message import DecodeError
+
+from mx.artifacts.caches import GRAPHS, MAX_FILES, CacheFile, check_files
+from mx.core.artifact_names import ID_CHARS
+from mx.errors import ArtifactError
+from mx.text import has_control, shown
+from mx.units import GIB, MIB
+from mx.wire.v1 import artifacts_pb2 as pb
+
+FORMAT = 1
+COMPILE_CACHE = "compile-cache"
+CUDA_GRAPH = "cuda-graph"
+KINDS = (COMPILE_CACHE, CUDA_GRAPH)
+
+DIGEST_BYTES = 32
+MAX_DOCUMENT_BYTES = 32 * MIB
+MAX_SET_BYTES = 16 * GIB
+MAX_FIELDS = 64
+_MAX_NAME_CHARS = 256
+_MAX_VALUE_CHARS = 512
+_FIELD = re.compile(r"[a-z][a-z0-9_.]{0,31}", re.ASCII)
+_PIN = re.compile(r"[0-9a-f]{64,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes of a set. Each has an entry of its own: files with the same bytes share one."""
+
+    blake3: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactFile:
+    """A file of a set. `path` is relative, with "/" between its parts; `blob` numbers its bytes."""
+
+    path: str
+    blob: int
+    executable: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a set is for, and what is in it.
+
+    `environment` has the fields that a target's environment must agree with. `created_s` is the
+    time of its making, in seconds since 1970. `pin` is that of the weights which CUDA graphs are
+    for, "" for caches.
+    """
+
+    model: str
+    kind: str
+    created_s: int
+    environment: Mapping[str, str]
+    blobs: Sequence[Blob]
+    files: Sequence[ArtifactFile] = ()
+    pin: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all blobs."""
+        return sum(blob.nbytes for blob in self.blobs)
+
+    @property
+    def cache_files(self) -> list[CacheFile]:
+        """The files, as a cache's folder has them."""
+        return [
+            CacheFile(each.path, self.blobs[each.blob].nbytes, each.executable)
+            for each in self.files
+        ]
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The blake3 of each file."""
+        return [self.blobs[each.blob].blake3 for each in self.files]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each blob begins among the bytes of all."""
+        return list(accumulate((blob.nbytes for blob in self.blobs), initial=0))[:-1]
+
+
+def set_id(document: bytes) -> str:
+    """Return the id of a set: of the bytes of its document, which name all others."""
+    return blake3(document).hexdigest()[:ID_CHARS]
+
+
+def encode(document: Document) -> bytes:
+    """Return the one encoding of a document.
+
+    Raises:
+        ArtifactError: It is not valid; `decode` would refuse it.
+    """
+    check(document)
+    return _message(document).SerializeToString(deterministic=True)
+
+
+def decode(data: bytes) -> Document:
+    """Return the document that bytes from elsewhere encode.
+
+    Raises:
+        ArtifactError: They encode none, or not in the one way; or a value is out of its bounds.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        _refuse(f"its document has {len(data)} bytes, more than {MAX_DOCUMENT_BYTES}")
+    try:
+        message = pb.ArtifactDocument.FromString(data)
+    except DecodeError:
+        _refuse("its document is malformed")
+    if message.format != FORMAT:
+        raise ArtifactError(
+            f"a set of artefacts has format {message.format}, and this release reads {FORMAT}",
+            hint="publish it with this release of mx",
+        )
+    document = Document(
+        message.model,
+        message.kind,
+        message.created_s,
+        {each.name: each.value for each in message.environment},
+        [Blob(each.blake3, each.nbytes) for each in message.blobs],
+        [ArtifactFile(each.path, each.blob, each.executable) for each in message.files],
+        message.pin,
+    )
+    check(document)
+    if _message(document).SerializeToString(deterministic=True) != data:
+        _refuse("its document is not in canonical form")
+    return document
+
+
+def check(document: Document) -> None:
+    """Check every value of a document.
+
+    Raises:
+        ArtifactError: A value is out of its bounds, or two contradict each other.
+    """
+    if not document.model or not _is_text(document.model, _MAX_NAME_CHARS):
+        _refuse(f"it names the model {shown(document.model)}")
+    if document.kind not in KINDS:
+        _refuse(f"it is of the kind {shown(document.kind)}")
+    if not 0 < document.created_s < 1 << 40:
+        _refuse("it was made at no time")
+    if len(document.environment) > MAX_FIELDS:
+        _refuse(f"its environment has more than {MAX_FIELDS} fields")
+    for name, value in document.environment.items():
+        if not _FIELD.fullmatch(name) or not _is_text(value, _MAX_VALUE_CHARS):
+            _refuse(f"its environment has the field {shown(name)}: {shown(value)}")
+    if not len(document.blobs) <= MAX_FILES >= len(document.files):
+        _refuse(f"it has more than {MAX_FILES} files")
+    if any(len(blob.blake3) != DIGEST_BYTES for blob in document.blobs):
+        _refuse("a digest has another length")
+    if document.nbytes > MAX_SET_BYTES:
+        _refuse(f"it has {document.nbytes} bytes, more than {MAX_SET_BYTES}")
+    if len({blob.blake3 for blob in document.blobs}) != len(document.blobs):
+        _refuse("it has the same bytes twice")
+    if (document.kind == CUDA_GRAPH) != bool(_PIN.fullmatch(document.pin)):
+        _refuse("graphs, and nothing else, are for the weights of a pin")
+    _check_files(document)
+
+
+def _check_files(document: Document) -> None:
+    if any(each.blob >= len(document.blobs) for each in document.files):
+        _refuse("a file has bytes that are not in it")
+    if {each.blob for each in document.files} != set(range(len(document.blobs))):
+        _refuse("it has bytes that are no file's")
+    of_graphs = f"{GRAPHS}/{document.pin}/"
+    if any(
+        each.path.startswith(of_graphs) != bool(document.pin)
+        or each.path.startswith(f"{GRAPHS}/") != bool(document.pin)
+        for each in document.files
+    ):
+        _refuse("graphs and caches are in sets of their own")
+    if any(first.path >= second.path for first, second in pairwise(document.files)):
+        _refuse("its files are not in the order of their paths")
+    check_files(document.cache_files)
+
+
+def _is_text(text: str, most: int) -> bool:
+    return len(text) <= most and not has_control(text)
+
+
+def _message(document: Document) -> pb.ArtifactDocument:
+    fields = sorted(document.environment.items())
+    return pb.ArtifactDocument(
+        format=FORMAT,
+        model=document.model,
+        kind=document.kind,
+        created_s=document.created_s,
+        environment=[pb.EnvironmentField(name=name, value=value) for name, value in fields],
+        blobs=[pb.ArtifactBlob(blake3=each.blake3, nbytes=each.nbytes) for each in document.blobs],
+        files=[
+            pb.ArtifactFile(path=each.path, blob=each.blob, executable=each.executable)
+            for each in document.files
+        ],
+        pin=document.pin,
+    )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ArtifactError(
+        f"a set of artefacts is not valid: {what}", hint="it was not made by `mx artifacts publish`"
+    )

@@ -1,0 +1,66 @@
+"""Refuses folders that other users could put code into."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from mx.errors import ConfigError
+
+_MAX_LINKS = 40
+
+
+def check_private(folder: Path) -> None:
+    """Refuse a folder that other users could put code into.
+
+    Args:
+        folder: It need not exist; then the folders that do are checked.
+
+    Raises:
+        ConfigError: It, or a folder or link on the way to it, belongs to another user than this
+            process's and root, or others may write to it. A folder on the way may be sticky, as
+            /tmp is.
+    """
+    waiting = list(reversed(folder.absolute().parts))
+    at = Path(waiting.pop())
+    links = 0
+    _check_owned(at, last=not waiting)
+    while waiting:
+        part = waiting.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        at = at / part
+        try:
+            status = at.lstat()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"{at} could not be looked at: {error.strerror}") from error
+        if not stat.S_ISLNK(status.st_mode):
+            _check_owned(at, last=not waiting)
+            continue
+        links += 1
+        if status.st_uid not in (0, os.geteuid()) or links > _MAX_LINKS:
+            raise ConfigError(f"{at} is a link of another user", hint="name another folder")
+        target = Path(os.readlink(at))
+        waiting += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+        at = Path("/") if target.is_absolute() else at.parent
+
+
+def _check_owned(folder: Path, *, last: bool) -> None:
+    status = folder.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder} is no folder", hint="name another folder")
+    if status.st_uid != os.geteuid() and (last or status.st_uid != 0):
+        raise ConfigError(
+            f"{folder} belongs to user {status.st_uid}, who could put code into the cache",
+            hint="name a folder of this user",
+        )
+    if mode & 0o022 and (last or not mode & stat.S_ISVTX):
+        raise ConfigError(
+            f"other users may write to {folder}: its mode is {mode:04o}, and a cache is code",
+            hint=f"chmod go-w {folder}, if no other user has written to it; else name another",
+        )

@@ -1,0 +1,218 @@
+"""Takes the set of compile caches that fits this process, before an engine starts.
+
+Whatever comes from elsewhere may be wrong, late or missing: then the engine compiles as always, and
+`Obtained.reasons` says why. Only what the caller got wrong himself is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mx import config
+from mx.artifacts import caches
+from mx.artifacts.carry import Fetched, fetched
+from mx.artifacts.choosing import Search
+from mx.artifacts.document import COMPILE_CACHE
+from mx.artifacts.private import check_private
+from mx.artifacts.usage import Usage, Watch
+from mx.errors import ConfigError, MxError
+from mx.log import event
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Obtained:
+    """A set that is laid out, or why there is none.
+
+    Attributes:
+        set_id: The set's id, "" if there is none.
+        signer: The name of its signer in the trust file.
+        folder: Where it is laid out; None if there is none. An engine may add to it.
+        variables: The environment variables with which an engine uses it.
+        reasons: Why other sets, or all, are not used: one line each.
+        seconds: How long this took.
+    """
+
+    set_id: str = ""
+    signer: str = ""
+    folder: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    reasons: Sequence[str] = ()
+    seconds: float = 0.0
+
+
+def obtain(
+    model: str,
+    *,
+    trust: str | Path,
+    root: str | Path | None = None,
+    fields: Mapping[str, str] | None = None,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
+) -> Obtained:
+    """Find the newest set of compile caches for this model and environment by a trusted signer,
+    fetch it, and lay it out.
+
+    Args:
+        model: The model's name, as for `mx.pull`.
+        trust: The trust file.
+        root: A folder that only this user may write to, made if it is missing; None takes
+            ~/.cache/mx/artifacts. Each set has a folder there, of its id. What is there already is
+            not fetched again.
+        fields: Fields of the environment that the caller knows, such as "configuration".
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ConfigError: An argument is wrong, the trust file is malformed, or others may write to it
+            or to `root`.
+    """
+    started_s = time.monotonic()
+    search = Search(
+        model,
+        COMPILE_CACHE,
+        trust=trust,
+        fields=fields,
+        coordinator=coordinator,
+        settings=settings,
+    )
+    place = config.cache_folder() / "artifacts" if root is None else Path(root).absolute()
+    check_private(place)
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{place} can't be made: {error.strerror}", hint="name a folder of this user"
+        ) from error
+    check_private(place)
+    laid_out: tuple[str, str] | None = None
+    for choice in search.choices():
+        set_id = choice.found.signed.set_id
+        try:
+            _lay_out(search, choice.found, place)
+        except ConfigError:
+            raise
+        except MxError as error:
+            search.refuse(set_id, error.message)
+        else:
+            laid_out = set_id, choice.signer
+            break
+    for reason in search.reasons:
+        event(log, "artifacts.refused", model=search.model, reason=reason)
+    reasons, seconds = tuple(search.reasons), time.monotonic() - started_s
+    if laid_out is None:
+        return Obtained(reasons=reasons, seconds=seconds)
+    folder = place / laid_out[0]
+    return Obtained(*laid_out, folder, caches.variables(folder), reasons, seconds)
+
+
+def _lay_out(search: Search, found: Fetched, place: Path) -> None:
+    folder, document = place / found.signed.set_id, found.signed.document
+    if caches.is_whole(folder, document.cache_files, document.digests):
+        return
+    with (
+        staging(place, found.signed.set_id) as arriving,
+        fetched(
+            found, arriving, coordinator=search.coordinator, settings=search.settings
+        ) as package,
+    ):
+        caches.lay_out(
+            document.cache_files,
+            lambda at: package.read(document.files[at].blob),
+            folder,
+            document.digests,
+        )
+
+
+@contextlib.contextmanager
+def staging(place: Path, set_id: str) -> Iterator[Path]:
+    """Give a path for a set that arrives: one that a later run goes on from, or one of this run
+    alone while another process fetches the same set. A process that is stopped keeps none
+    waiting."""
+    with open(place / f".lock-{set_id}", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield place / f".arriving-{set_id}-{secrets.token_hex(8)}"
+        else:
+            yield place / f".arriving-{set_id}"
+
+
+class Used:
+    """A set in use: what `use` gives."""
+
+    def __init__(self, obtained: Obtained) -> None:
+        self.obtained = obtained
+        self._watch = None if obtained.folder is None else Watch(obtained.folder)
+
+    def report(self) -> Usage | None:
+        """Return whether the engine has used the set so far: "used", "partly" or "unused", with
+        counts; None if there is none."""
+        return None if self._watch is None else self._watch.report()
+
+
+@contextlib.contextmanager
+def _inductor(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have Inductor, if it is imported already, see what it reads of the environment only then: on
+    this thread, as its settings are. It is a part of the keys by which it finds what it compiled."""
+    loaded = sys.modules.get("torch._inductor.config")
+    headers = variables.get(caches.PRECOMPILED_HEADERS)
+    if loaded is None or headers is None:
+        yield
+        return
+    with loaded.patch(cpp_cache_precompile_headers=headers == "1"):
+        yield
+
+
+@contextlib.contextmanager
+def use(
+    model: str,
+    *,
+    trust: str | Path,
+    root: str | Path | None = None,
+    fields: Mapping[str, str] | None = None,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
+) -> Iterator[Used]:
+    """Let the engine that starts in the block, here or in child processes, use compile caches that
+    were shipped for a model.
+
+    The arguments, and what they raise, are those of `obtain`. The environment variables of the
+    caches are set in the block, and restored at its end. What the engine compiles anew is added to
+    the same folder, for the next start on this host.
+
+    Yields:
+        What is used. Its `report` says at any time whether the engine did use it.
+    """
+    found = obtain(
+        model, trust=trust, root=root, fields=fields, coordinator=coordinator, settings=settings
+    )
+    with contextlib.ExitStack() as using:
+        if found.folder is not None:
+            try:
+                using.enter_context(caches.hold(found.folder))
+            except OSError as error:  # another process has put it right just now
+                found = Obtained(reasons=[*found.reasons, f"{found.folder}: {error.strerror}"])
+        used = Used(found)
+        using.enter_context(config.environment(found.variables))
+        using.enter_context(_inductor(found.variables))
+        try:
+            yield used
+        finally:
+            usage = used.report()
+            event(
+                log,
+                "artifacts.used",
+                model=model,
+                set=found.set_id,
+                state="none" if usage is None else usage.state,
+            )
