@@ -2,11 +2,11 @@
 
     python -m benchmarks.graphs [--rounds 3] [--nodes 1000] [--stand-in 13]
 
-What is compared is CPU time of the calling thread: the driver's calls alone are those that a graph of so
-many nodes takes, with nothing kept, checked, hashed or written. Exporting includes two replays,
-importing excludes the region's memory, on both sides. `--stand-in` runs it over a clone's stand-in
-for the driver, of one major of CUDA: nothing of a GPU is measured then. Needs cuda-bindings and
-Triton.
+What is compared is CPU time of the calling thread: the driver's calls alone are those that a graph
+of so many nodes takes, with nothing kept, checked, hashed or written. Exporting includes two
+replays, importing excludes the region's memory, on both sides. `--stand-in` runs it over a clone's
+stand-in for the driver, of one major of CUDA: nothing of a GPU is measured then. Needs
+cuda-bindings and Triton.
 """
 
 from __future__ import annotations

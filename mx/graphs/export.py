@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx.cuda.device import Device, Stream
-from mx.cuda.driver import DeviceAttribute
+from mx.cuda.driver import DeviceAttribute, format_version
 from mx.cuda.graphs import GraphCalls
 from mx.graphs.eager import EagerCall, identified, loaded_by
 from mx.graphs.message import Capture, encode
@@ -57,9 +57,9 @@ def device_fields(device: Device) -> dict[str, str]:
     major = driver.device_attribute(ordinal, DeviceAttribute.COMPUTE_CAPABILITY_MAJOR)
     minor = driver.device_attribute(ordinal, DeviceAttribute.COMPUTE_CAPABILITY_MINOR)
     return {
-        "driver": str(driver.version()),
+        "cuda_driver": format_version(driver.version()),
         "gpu": driver.device_name(ordinal),
-        "sm": f"{major}.{minor}",
+        "sm": f"sm_{major}{minor}",
         "sm_count": str(driver.device_attribute(ordinal, DeviceAttribute.SM_COUNT)),
     }
 

@@ -251,7 +251,7 @@ def test_a_graph_that_is_not_used_has_a_reason(major: int, tmp_path: Path) -> No
     ("settings", "cause", "fields"),
     [
         ({"COMPUTE_CAPABILITY": 80}, "environment", ["sm"]),
-        ({"VERSION": 12040}, "environment", ["driver"]),
+        ({"VERSION": 12040}, "environment", ["cuda_driver"]),
         ({"MEMORY_BYTES": 64 << 20}, "memory", []),
         ({"NO_VMM": True}, "other", []),
     ],

@@ -58,7 +58,7 @@ def test_a_graph_computes_in_another_process(major: int, tmp_path: Path) -> None
     assert all(len(node.pointers) == 3 for node in launches)
     assert [kernel.call for kernel in graph.kernels] == [None] * 3
     assert sorted(package.images) == sorted(image.digest.hex() for image in graph.images)
-    assert package.pin == "pin-1" and package.environment["sm"] == "9.0"
+    assert package.pin == "pin-1" and package.environment["sm"] == "sm_90"
     code = _RESTORE.format(folder=str(written(package, tmp_path))) + _PROVE + _LAUNCH
     lines = runs(major, code)
     assert lines[:2] == ["restored ", "True proved "]
