@@ -64,3 +64,24 @@ def _check_owned(folder: Path, *, last: bool) -> None:
             f"other users may write to {folder}: its mode is {mode:04o}, and a cache is code",
             hint=f"chmod go-w {folder}, if no other user has written to it; else name another",
         )
+
+
+def private_folder(folder: Path) -> Path:
+    """Return a folder's absolute path, once it is there for this user alone.
+
+    Args:
+        folder: It is made if it is missing, and so are those on the way to it.
+
+    Raises:
+        ConfigError: As `check_private`, or it can't be made.
+    """
+    folder = folder.absolute()
+    check_private(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} can't be made: {error.strerror}", hint="name a folder of this user"
+        ) from error
+    check_private(folder)
+    return folder

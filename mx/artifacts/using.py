@@ -21,7 +21,7 @@ from mx.artifacts import caches
 from mx.artifacts.carry import Fetched, fetched
 from mx.artifacts.choosing import Search
 from mx.artifacts.document import COMPILE_CACHE
-from mx.artifacts.private import check_private
+from mx.artifacts.private import private_folder
 from mx.artifacts.usage import Usage, Watch
 from mx.errors import ConfigError, MxError
 from mx.log import event
@@ -85,15 +85,7 @@ def obtain(
         coordinator=coordinator,
         settings=settings,
     )
-    place = config.cache_folder() / "artifacts" if root is None else Path(root).absolute()
-    check_private(place)
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{place} can't be made: {error.strerror}", hint="name a folder of this user"
-        ) from error
-    check_private(place)
+    place = private_folder(config.cache_folder() / "artifacts" if root is None else Path(root))
     laid_out: tuple[str, str] | None = None
     for choice in search.choices():
         set_id = choice.found.signed.set_id

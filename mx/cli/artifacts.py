@@ -144,6 +144,9 @@ def artifacts_publish(
     ],
     key: Annotated[str, typer.Option(help="The publisher's key file.", metavar="FILE")],
     out: Annotated[str, typer.Option(help="The set to make, NAME.safetensors.", metavar="SET")],
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Take the CUDA graphs, in place of the caches.")
+    ] = False,
     *,
     as_json: bool,
 ) -> None:
@@ -160,7 +163,7 @@ def artifacts_publish(
     options.settings_of(context)
     from mx.artifacts.publishing import publish
 
-    signed = publish(folder, model=model, key=key, out=out)
+    signed = publish(folder, model=model, key=key, out=out, graphs=graphs)
     if as_json:
         outcome.emit(_object(signed))
         return

@@ -23,16 +23,19 @@ from mx.graphs.pointers import GraphRefusedError
 from mx.graphs.region import Region, region
 from mx.graphs.restore import RestoredGraph, counts, restore
 from mx.graphs.states import Cause, Reason, State
+from mx.graphs.travel import FoundGraphs, Published, find, record
 
 __all__ = [
     "Capture",
     "Cause",
     "EagerCall",
+    "FoundGraphs",
     "Graph",
     "GraphError",
     "GraphRefusedError",
     "OccupiedError",
     "Package",
+    "Published",
     "Reason",
     "Region",
     "RestoredGraph",
@@ -41,6 +44,8 @@ __all__ = [
     "counts",
     "decode",
     "export",
+    "find",
+    "record",
     "region",
     "restore",
 ]

@@ -100,7 +100,9 @@ def load(
         "wait_s": wait_s,
         # A cache would have the whole model before it gave a layer. One that has it is a source.
         "settings": config.given(
-            settings or config.load(), cache_socket="off", **({"trust": str(trust)} if trust else {})
+            settings or config.load(),
+            cache_socket="off",
+            **({"trust": str(trust)} if trust else {}),
         ),
     }
     which: dict[str, Any] = {"revision": revision, "variant": variant}
