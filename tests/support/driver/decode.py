@@ -7,7 +7,7 @@ from tests.support.driver.kernels import Image, compiled
 
 
 @triton.jit
-def matvec(x, weights, out, rows, columns, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def matvec(x, weights, out, rows, columns, block: tl.constexpr):
     """out[row] = sum of weights[row, k] * x[k]"""
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
@@ -18,7 +18,7 @@ def matvec(x, weights, out, rows, columns, block: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def add(x, y, out, scale, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def add(x, y, out, scale, n, block: tl.constexpr):
     """out[i] = x[i] + scale * y[i]"""
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < n
@@ -30,7 +30,7 @@ def add(x, y, out, scale, n, block: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def norm(x, weight, out, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def norm(x, weight, out, n, block: tl.constexpr):
     """RMSNorm of one row of up to `block` numbers."""
     at = tl.arange(0, block)
     inside = at < n
