@@ -1,14 +1,12 @@
-"""A CUDA graph that was captured in one process is launched by another, with weights from a peer.
+"""A CUDA graph that was captured in two processes is launched by another, with a peer's weights.
 
     python examples/graphs.py                  # on a GPU
     python examples/graphs.py --stand-in 13    # in a clone without one: over the stand-in driver
 
-A publisher captures a small layer in two processes, at different addresses, and joins what both
-saw. A replica restores the graph while its weights arrive from a peer, proves it with an input that
-the captures did not see, and launches it. Needs cuda-bindings and Triton, and no torch.
-
-The graph goes from the publisher to the replica as files here. A graph is code: elsewhere take only
-what a signer has signed whom you trust.
+A publisher captures a small layer twice, at different addresses, joins what both saw, and signs it.
+A replica finds the graph by its weights, restores it while they arrive from a peer, proves it with
+an input that the captures did not see, and launches it. Coordinator, keys and trust file are made
+in a temporary folder. Needs cuda-bindings and Triton, and no torch.
 """
 
 from __future__ import annotations
@@ -159,31 +157,40 @@ def capture(address: str, shifted: bool, out: Path) -> None:
         out.write_bytes(captured.to_bytes())
 
 
-def publish(captures: list[Path], folder: Path) -> str:
-    """Join two captures, and write the graph and its images."""
+def publisher(address: str) -> None:
+    """Capture in two processes, join the captures, and keep the graph to be published."""
     import mx.graphs
 
-    first, second = (mx.graphs.Capture.from_bytes(path.read_bytes()) for path in captures)
-    package = mx.graphs.combine(first, second)
-    folder.mkdir()
-    (folder / "graph").write_bytes(package.graph)
-    for digest, image in package.images.items():
-        (folder / digest).write_bytes(image)
-    return f"{len(package.graph)} bytes and {len(package.images)} images for {package.environment}"
+    with tempfile.TemporaryDirectory() as folder:
+        captures = []
+        for shifted in ("0", "1"):
+            out = Path(folder, shifted)
+            step("capture", address, shifted, out)
+            captures.append(mx.graphs.Capture.from_bytes(out.read_bytes()))
+    package = mx.graphs.combine(*captures)
+    mx.graphs.record(package, "layer")
+    print(
+        f"publisher: a graph of {len(package.graph)} bytes and {len(package.images)} images "
+        f"for {package.environment}",
+        file=sys.stderr,
+    )
 
 
-def replica(address: str, folder: Path) -> None:
-    """Restore the graph, pull the weights meanwhile, prove it, and launch it."""
+def replica(address: str, trust: str) -> None:
+    """Find the graph, restore it, pull the weights, prove it, and launch it."""
     import mx
     import mx.graphs
     from mx.cuda.device import Device, DeviceMemory, Stream
     from mx.cuda.driver import load
 
     pin = mx.plan(NAME, coordinator=address).ref.identity.hex()
+    found = mx.graphs.find(NAME, pin=pin, trust=trust, coordinator=address)
+    if not found.graphs:
+        print(f"replica: captures as always: {'; '.join(found.reasons)}")
+        return
+    published = found.graphs["layer"]
     began_s = time.monotonic()
-    with mx.graphs.restore(
-        (folder / "graph").read_bytes(), lambda digest: (folder / digest).read_bytes(), pin=pin
-    ) as graph:
+    with mx.graphs.restore(published.message, published.image, pin=pin) as graph:
         restored_s = time.monotonic() - began_s
         if graph.reason:
             print(f"replica: captures as always, since {graph.reason}")
@@ -209,8 +216,9 @@ def replica(address: str, folder: Path) -> None:
 
             proved = graph.prove({"x": vector(1)}, {"out": computed(vector(1))})
             print(
-                f"replica: restored in {1e3 * restored_s:.0f} ms, {report.bytes / 1e3:.0f} kB of "
-                f"weights by {report.paths[0].transport}, proved: {graph.reason or proved}"
+                f"replica: a graph by {found.signer!r}, found in {found.seconds:.2f} s, restored in "
+                f"{1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights by "
+                f"{report.paths[0].transport}; proved: {graph.reason or proved}"
             )
             for seed in range(2, 5):
                 upload(device, graph.inputs()["x"].address, vector(seed))
@@ -262,38 +270,54 @@ def stand_in(major: int) -> dict[str, str]:
     return build.environment(major, {"KERNELS": build.kernels_library(90, own)})
 
 
+def step(*arguments: str | Path, environment: dict[str, str] | None = None) -> None:
+    """Run a part of this example in a process of its own."""
+    command = [sys.executable, __file__, *map(str, arguments)]
+    subprocess.run(command, check=True, env=environment)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stand-in", type=int, metavar="MAJOR", help="the driver's major version")
     major = parser.parse_args().stand_in
     environment = dict(os.environ) if major is None else stand_in(major)
 
-    def step(*arguments: str | Path) -> None:
-        command = [sys.executable, __file__, *map(str, arguments)]
-        subprocess.run(command, check=True, env=environment)
+    def mx_command(*arguments: str | Path) -> str:
+        command = [str(Path(sys.executable).with_name("mx")), *map(str, arguments)]
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=environment
+        ).stdout
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as daemons:
         scratch = Path(folder)
-        random = np.random.default_rng(0)
-        tensors = {
-            name: random.standard_normal(shape, np.float32) for name, shape in SHAPES.items()
-        }
+        environment["XDG_CACHE_HOME"] = str(scratch / "cache")
+        draw = np.random.default_rng(0).standard_normal
+        tensors = {name: draw(shape, np.float32) for name, shape in SHAPES.items()}
         save_file(tensors, scratch / "layer.safetensors")
         coordinator = daemons.enter_context(running("mx-coordinator", "--listen", "127.0.0.1:0"))
         address = coordinator["listen"]
-        at = ("--model", NAME, "--coordinator", address)
-        daemons.enter_context(running("mx", "serve", scratch / "layer.safetensors", *at))
-        for number in ("0", "1"):
-            step("capture", address, number, scratch / f"capture-{number}")
-        captures = [scratch / f"capture-{number}" for number in ("0", "1")]
-        print(f"publisher: {publish(captures, scratch / 'package')}", flush=True)
-        step("replica", address, scratch / "package")
+        at = ("--coordinator", address)
+        weights = scratch / "layer.safetensors"
+        daemons.enter_context(running("mx", "serve", weights, "--model", NAME, *at))
+
+        key, recorded, package = (scratch / each for each in ("key", "out", "graphs.safetensors"))
+        public = json.loads(mx_command("artifacts", "keygen", key, "--json"))["key"]
+        trust = scratch / "trust.toml"
+        trust.write_text(f'[[signer]]\nname = "me"\nkey = "{public}"\nmodels = ["example-*"]\n')
+        worker = [sys.executable, __file__, "publisher", address]
+        mx_command("artifacts", "record", recorded, "--", *worker)
+        signed = ("--model", NAME, "--key", key, "--out", package)
+        mx_command("artifacts", "publish", recorded, "--graphs", *signed)
+        daemons.enter_context(running("mx", "serve", "--artifacts", package, *at))
+        step("replica", address, trust, environment=environment)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["capture"]:
         capture(sys.argv[2], sys.argv[3] == "1", Path(sys.argv[4]))
+    elif sys.argv[1:2] == ["publisher"]:
+        publisher(sys.argv[2])
     elif sys.argv[1:2] == ["replica"]:
-        replica(sys.argv[2], Path(sys.argv[3]))
+        replica(*sys.argv[2:])
     else:
         main()
