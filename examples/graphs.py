@@ -216,8 +216,8 @@ def replica(address: str, trust: str) -> None:
 
             proved = graph.prove({"x": vector(1)}, {"out": computed(vector(1))})
             print(
-                f"replica: a graph by {found.signer!r}, found in {found.seconds:.2f} s, restored in "
-                f"{1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights by "
+                f"replica: a graph by {found.signer!r}, found in {found.seconds:.2f} s, restored "
+                f"in {1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights by "
                 f"{report.paths[0].transport}; proved: {graph.reason or proved}"
             )
             for seed in range(2, 5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -201,10 +202,13 @@ class Llama:
 
 def _bytes(tensor: Any) -> bytes:
     """Return a bfloat16 tensor's bytes: numpy has no such numbers."""
-    import torch
-
-    found: bytes = tensor.detach().cpu().contiguous().view(torch.int16).numpy().tobytes()
+    found: bytes = tensor.detach().cpu().contiguous().view(_torch().int16).numpy().tobytes()
     return found
+
+
+def _torch() -> Any:
+    """Return torch, much of which has no types."""
+    return importlib.import_module("torch")
 
 
 @contextlib.contextmanager
@@ -216,8 +220,7 @@ def _deterministic(torch: Any) -> Iterator[None]:
 
 def capture_llama(out: str, shifted: str) -> None:
     """Capture a decode step, and write what was captured, the weights and the time it took."""
-    import torch
-
+    torch = _torch()
     torch.cuda.init()
     with (
         mx.graphs.region(1 << 30, shifted=shifted == "1") as region,
@@ -253,8 +256,7 @@ def capture_llama(out: str, shifted: str) -> None:
 
 def restore_llama(folder: str) -> None:
     """Restore the step, prove it, and compare a few tokens bit for bit with eager ones."""
-    import torch
-
+    torch = _torch()
     torch.cuda.init()
     with _deterministic(torch):
         eager = Llama(torch)

@@ -51,16 +51,8 @@ with mx.graphs.region(REGION_BYTES) as region:
             if call("cuGraphNodeGetType", node).name.endswith("KERNEL"):
                 return node
 
-    def host_node(graph):
-        given = d.CUDA_HOST_NODE_PARAMS()
-        given.fn = d.CUhostFn(ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value)
-        call("cuGraphAddHostNode", graph, None, 0, given)
-
     def child(graph):
         call("cuGraphAddChildGraphNode", graph, None, 0, layer.capture())
-
-    def event(graph):
-        call("cuGraphAddEventRecordNode", graph, None, 0, call("cuEventCreate", 2))
 
     def conditional(graph):
         handle = call("cuGraphConditionalHandleCreate", graph, gpu.context, 1, 0)
@@ -83,9 +75,12 @@ with mx.graphs.region(REGION_BYTES) as region:
     launch = kernels.launch
     add = lambda x, y, out: lambda s: launch(s, "add", x, y, out, 1.0, N)
     export("nothing")
-    export("host", change=host_node)
+    free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value
+    export("host", lambda s: call("cuLaunchHostFunc", s, d.CUhostFn(free), 0))
     export("child", change=child)
-    export("event", change=event)
+    export("event", lambda s: call("cuEventRecordWithFlags", call("cuEventCreate", 2), s, 1))
+    words = lambda s: call("cuStreamWaitValue32", s, spare, d.cuuint32_t(1), 0)
+    export("words", words)
     export("conditional", change=conditional)
     export("policy", change=policy)
     export("allocation", lambda s: call("cuMemAllocAsync", 4096, s))
@@ -118,6 +113,7 @@ def test_what_does_not_travel_is_refused_by_name(major: int) -> None:
         "host": "HOST",
         "child": "GRAPH",
         "event": "EVENT_RECORD",
+        "words": "BATCH_MEM_OP",
         "conditional": "CONDITIONAL",
         "allocation": "MEM_ALLOC",
     }.items():
