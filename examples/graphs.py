@@ -280,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stand-in", type=int, metavar="MAJOR", help="the driver's major version")
     major = parser.parse_args().stand_in
-    environment = dict(os.environ) if major is None else stand_in(major)
+    environment: dict[str, str] = {}
 
     def mx_command(*arguments: str | Path) -> str:
         command = [str(Path(sys.executable).with_name("mx")), *map(str, arguments)]
@@ -290,7 +290,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as daemons:
         scratch = Path(folder)
-        environment["XDG_CACHE_HOME"] = str(scratch / "cache")
+        # Kernels of older lines of this file have other bytes.
+        os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": f"{folder}/cache"}
+        environment.update(os.environ if major is None else stand_in(major))
         draw = np.random.default_rng(0).standard_normal
         tensors = {name: draw(shape, np.float32) for name, shape in SHAPES.items()}
         save_file(tensors, scratch / "layer.safetensors")

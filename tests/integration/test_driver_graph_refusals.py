@@ -94,6 +94,7 @@ with mx.graphs.region(REGION_BYTES) as region:
         add(at["out"], carry, at["out"]),
         change=lambda graph: call("cuMemcpyHtoD", carry, vector(3), 4 * N),
     )
+    export("nccl", lambda s: launch(s, "ncclDevKernel_Sum", at["x"], at["x"], spare, 1.0, N))
     export("image", images=kernels.given("add", "norm"))
     export("output", outputs={"elsewhere": DeviceTensor(device)})
 """
@@ -125,6 +126,7 @@ def test_what_does_not_travel_is_refused_by_name(major: int) -> None:
     assert "kernel add: parameter 0 has the address 0x" in said.pop("pointer elsewhere")
     assert "kernel add: parameter 2 has the address 0x" in said.pop("pointer to the host")
     assert "the output out changes" in said.pop("carry")
+    assert "kernel ncclDevKernel_Sum: it talks to other processes" in said.pop("nccl")
     assert "kernel matvec: its image is not at hand" in said.pop("image")
     assert "elsewhere is at 0x" in said.pop("output")
     assert said == {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,3 +144,64 @@ def test_weights_are_pulled_into_the_graphs_memory(major: int, tmp_path: Path) -
     prove = _PROVE.replace("for name, tensor in graph.tensors().items():", "for _ in ():")
     lines = runs(major, pulled + prove + _LAUNCH)
     assert lines[:3] == ["restored ", "True", "True proved "] and lines[3:6] == ["True"] * 3
+
+
+def test_views_of_a_region_are_tensors_of_every_dtype(major: int) -> None:
+    """Other libraries and `mx.pull` take them: by the CUDA array interface, or by DLPack."""
+    code = """
+from mx.core.types import DTYPE_BITS
+from mx.memory.arrays import array_of
+with mx.graphs.region(REGION_BYTES) as region:
+    known = []
+    for dtype, bits in DTYPE_BITS.items():
+        tensor = region.tensor(Place("w", 0, 512, 12 * bits // 8, dtype, (3, 4)))
+        try:
+            found = array_of("w", tensor)
+        except Exception as error:
+            assert f"DLPack has no {dtype}" in str(error)
+        else:
+            assert (found.dtype, found.shape, found.order) == (dtype, (3, 4), ())
+            assert (found.address, found.device) == (region.base + 512, region.device.key)
+            known.append(dtype)
+    print(*known)
+"""
+    found = set(runs(major, code)[0].split())
+    assert found >= {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "U8", "BOOL"}
+
+
+def test_a_region_gives_away_the_same_places(major: int) -> None:
+    code = """
+from mx.cuda.vmm import OccupiedError
+from mx.errors import CapacityError, ConfigError
+for shifted in (False, True):
+    with mx.graphs.region(REGION_BYTES, shifted=shifted) as region:
+        print([region.allocate(n) - region.base for n in (1, 512, 513, 1)])
+        assert not any(region.read(Place("w", 0, 0, 4096, "U8", (4096,))))  # zeros at first
+        for again in (dict(nbytes=4096), dict(nbytes=REGION_BYTES, base=region.base + (2 << 20))):
+            try:
+                with mx.graphs.region(**{"base": region.base} | again):
+                    raise AssertionError
+            except OccupiedError as error:
+                assert "in use in this process" in str(error)
+        try:
+            region.allocate(REGION_BYTES)
+        except CapacityError as error:
+            print(error.message)
+for wrong in (dict(nbytes=0), dict(nbytes=1, base=4096), dict(nbytes=1, base=-1), dict(nbytes=-1)):
+    try:
+        with mx.graphs.region(**wrong):
+            raise AssertionError
+    except ConfigError as error:
+        assert "is not possible" in str(error)
+"""
+    one, full, other, again = runs(major, code)
+    assert one == other == "[0, 512, 1024, 2048]"
+    assert full == again and full.startswith("the region has 4.19 MB left of 4.19 MB")
+
+
+@pytest.mark.long
+def test_the_example_runs(major: int) -> None:
+    example = Path(__file__).parents[2] / "examples" / "graphs.py"
+    command = [sys.executable, str(example), "--stand-in", str(major)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "proved: True" in said and said.count("as without a graph: True") == 3
