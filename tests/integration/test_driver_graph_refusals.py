@@ -10,7 +10,7 @@ import pytest
 
 from mx.graphs import GraphRefusedError, combine
 from mx.graphs.message import Capture
-from tests.support.driver.graph_programs import export, packaged, runs
+from tests.support.driver.layer_programs import export, packaged, runs
 from tests.support.driver.logs import calls, kept
 from tests.support.driver.programs import each_major
 

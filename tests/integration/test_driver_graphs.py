@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from mx.graphs.message import decode
 from mx.graphs.package import KernelNode
-from tests.support.driver.graph_programs import package_of, runs, written
+from tests.support.driver.layer_programs import package_of, runs, written
 from tests.support.driver.programs import each_major
 from tests.support.libraries import library
 
