@@ -333,7 +333,8 @@ def capture(name, allocates):
         graphs["said"] = attempt("cuMemAlloc", 8)
     allocated.wait(60)
     error, graphs[name] = driver.cuStreamEndCapture(on)
-threads = [threading.Thread(target=capture, args=(n, n == "allocates")) for n in ("other", "allocates")]
+threads = [threading.Thread(target=capture, args=(name, name == "allocates"))
+           for name in ("other", "allocates")]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 def result(name):
