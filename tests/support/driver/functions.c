@@ -1,4 +1,4 @@
-/* What is known of loaded kernels, and libraries: modules that belong to no context. */
+/* What loaded kernels are and may be given, and libraries: modules that belong to no context. */
 #include "kernels.h"
 
 #define FIND_IMAGE(handle, kind) FIND(loaded, image_of(handle, kind), INVALID_HANDLE)
