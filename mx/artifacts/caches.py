@@ -22,7 +22,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from mx.artifacts.private import check_private
+from mx.artifacts.private import check_private, private_folder
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.text import shown
@@ -44,8 +44,7 @@ _STAYS = re.compile(r"locks?|__pycache__|precompiled_headers|tmp\..*|.*\.(lock|t
 _TRITON_GROUP = re.compile(r"(?:.*/)?__grp__[^/]*\.json")
 #: Files that change where they are laid out, or by an engine's adding to them.
 _CHANGES = re.compile(_TRITON_GROUP.pattern + r"|(?:.*/)?vllm_compile_cache\.py")
-_MAX_GROUP_BYTES = MIB
-_READ_BYTES = MIB
+_MAX_GROUP_BYTES = _READ_BYTES = MIB
 #: Whether Inductor compiles its C++ header once for all.
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 _MAX_TRIES = 8
@@ -204,11 +203,9 @@ def lay_out(
         OutputError: It can't be written. Nothing is left there.
     """
     check_files(files)
-    parent = root.parent
-    check_private(parent)
+    parent = private_folder(root.parent)
+    root = parent / root.name
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_private(parent)
         if os.statvfs(parent).f_flag & os.ST_NOEXEC:
             raise ConfigError(
                 f"the file system of {parent} is mounted noexec, and a cache is code",

@@ -78,7 +78,9 @@ def private_folder(folder: Path) -> Path:
     folder = folder.absolute()
     check_private(folder)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (*reversed(folder.parents), folder):  # none by the umask
+            if not each.exists():
+                each.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{folder} can't be made: {error.strerror}", hint="name a folder of this user"

@@ -7,6 +7,7 @@ appeared in its folders.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -79,7 +80,7 @@ class Watch:
             root: The cache's folder, laid out.
         """
         self._root = root
-        self._before = _objects(root)
+        self._before = _unread(root, _objects(root))
         self._factors = _factors(root)
         self._hits, self._misses = _counts()
 
@@ -152,6 +153,17 @@ def _objects(root: Path) -> dict[str, _Seen]:
                     continue  # a temporary file
                 made = status.st_ino, status.st_size, status.st_mtime_ns
                 found[os.path.relpath(path, root)] = _Seen(made, status.st_atime_ns)
+    return found
+
+
+def _unread(root: Path, objects: dict[str, _Seen]) -> dict[str, _Seen]:
+    """Set the times of access back, since most file systems note only the first after a change."""
+    found = {}
+    for path, seen in objects.items():
+        with contextlib.suppress(OSError):
+            os.utime(root / path, ns=(seen.made[2], seen.made[2]))
+            seen = _Seen(seen.made, seen.made[2])
+        found[path] = seen
     return found
 
 

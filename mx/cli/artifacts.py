@@ -96,6 +96,13 @@ def artifacts_record(
         list[str], typer.Argument(help="What compiles, and ends.", metavar="-- COMMAND...")
     ],
     fields: Fields = None,
+    python: Annotated[
+        str,
+        typer.Option(
+            help="The Python that COMMAND runs in, which has mx, too. (default: seen in COMMAND)",
+            metavar="PATH",
+        ),
+    ] = "",
     *,
     as_json: bool,
 ) -> None:
@@ -111,7 +118,7 @@ def artifacts_record(
     options.settings_of(context)
     from mx.artifacts.recording import record, recorded
 
-    code = record(Path(folder), command, fields_of(fields))
+    code = record(Path(folder), command, fields_of(fields), python=python)
     if code:
         raise typer.Exit(code)
     found = recorded(Path(folder))

@@ -12,7 +12,7 @@ from mx import config
 
 _QUOTED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 _ARGUMENTS = (
-    "cache checkpoint device files_only hold json model only out revision transport update "
+    "cache checkpoint device files_only hold json model only out python revision transport update "
     "variant verify"
 )
 _FLAGS = (

@@ -413,6 +413,21 @@ def test_a_folder_that_others_write_to_is_refused(place: Path, mode: int) -> Non
         assert os.listdir(inside) == []
 
 
+def test_folders_that_are_made_are_private_whatever_the_umask(place: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from mx.artifacts.caches import CacheFile, lay_out
+os.umask(0)
+lay_out([CacheFile("triton/x", 1, False)], lambda _: b"x", Path(sys.argv[1]))
+"""
+    root = place / "a/b/set"
+    subprocess.run([sys.executable, "-c", code, root], check=True)
+    for at in (place / "a", place / "a/b", root, root / "triton"):
+        assert stat.S_IMODE(at.stat().st_mode) == 0o700
+    assert stat.S_IMODE((root / "triton/x").stat().st_mode) == 0o600
+
+
 def test_one_laid_out_that_others_write_to_is_refused(place: Path) -> None:
     lay_out(FILES, read, place / "set")
     (place / "set").chmod(0o777)

@@ -52,13 +52,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def unread(root: Path) -> None:
-    """Let the next read of every file show in its time of access."""
-    for path in root.rglob("*"):
-        if path.is_file():
-            os.utime(path, ns=(1, path.stat().st_mtime_ns))
-
-
 def hit(counters: Counters) -> None:
     counters.count("aot_autograd", "autograd_cache_hit")
     counters.count("inductor", "fxgraph_cache_hit")
@@ -119,7 +112,7 @@ def test_an_object_that_was_replaced_is_new(root: Path, counters: Counters) -> N
 def test_without_counters_reading_is_no_proof(root: Path) -> None:
     """The engine's compiler ran in another process: what it read is shown, and not believed."""
     assert "torch._dynamo.utils" not in sys.modules
-    unread(root)
+    (root / OBJECT).read_bytes()  # before: of something else
     watch = Watch(root)
     found = watch.report()
     assert (found.state, found.opened, found.objects, found.counted) == ("unused", 0, 2, False)
@@ -131,6 +124,11 @@ def test_without_counters_reading_is_no_proof(root: Path) -> None:
     assert (found.state, found.opened, found.counted) == ("partly", 1, False)
     assert "1 of 2 objects read" in found.text
     assert "no counters" in found.text
+    again = Watch(root)  # of a second start in the same folder
+    assert again.report().opened == 0
+    (root / OBJECT).read_bytes()
+    assert again.report().opened == 1
+    assert again.report().new_objects == ()
 
 
 def factors(root: Path, key: str, *, rank: str = "rank_0_0", **fields: object) -> None:
