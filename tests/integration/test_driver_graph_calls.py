@@ -292,8 +292,11 @@ call("cuGraphDestroy", graph)
 print("destroyed", attempt("cuGraphDestroy", graph), attempt("cuGraphNodeGetType", first),
       attempt("cuGraphGetNodes", graph))
 copy = call("cuGraphClone", another)
+holder = call("cuGraphAddChildGraphNode", copy, [], 0, another)
+call("cuGraphAddEmptyNode", another, [], 0)  # neither copy has it
 call("cuGraphDestroy", another)
-print("clone", len(nodes_of(copy)))
+print("clone", len(nodes_of(copy)), len(nodes_of(call("cuGraphChildGraphNodeGetGraph", holder))))
+print("stale", attempt("cuGraphAddChildGraphNode", copy, [], 0, another))
 """
     bad = "INVALID_VALUE"
     assert layer(major, code) == [
@@ -309,7 +312,8 @@ print("clone", len(nodes_of(copy)))
         f"cycle '' {bad}",
         f"flags {bad} {bad}",
         f"destroyed {bad} {bad} {bad}",
-        "clone 1",
+        "clone 2 1",
+        f"stale {bad}",
     ]
 
 
