@@ -170,6 +170,7 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
         streams_drain(context);
         streams_end_context(context);
         memory_end_context(context);
+        modules_end_context(context);
         context->peers = 0;
         context->default_stream = NULL;
     }
