@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from mx.graphs.package import (
-    FORMAT,
+from mx.graphs.bounds import (
     MAX_EDGES,
     MAX_IMAGES_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_NODES,
+    check,
+)
+from mx.graphs.package import (
     Edge,
     EmptyNode,
     Graph,
@@ -28,9 +30,10 @@ from mx.graphs.package import (
     Output,
     Place,
     RegionSpec,
-    check,
 )
 from mx.wire.v1 import graphs_pb2 as pb
+
+FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,6 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 #define ATTRIBUTE(name, says)                                                                      \
     case CU_DEVICE_ATTRIBUTE_##name: *value = says; break
     switch ((int)attribute) {
-        ATTRIBUTE(MULTIPROCESSOR_COUNT, 132);
         ATTRIBUTE(COMPUTE_CAPABILITY_MAJOR, settings.compute_capability / 10);
         ATTRIBUTE(COMPUTE_CAPABILITY_MINOR, settings.compute_capability % 10);
         ATTRIBUTE(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, settings.vmm);
