@@ -369,7 +369,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def recording() -> Path | None:
-    """Return the folder in which this process's compile caches are recorded; None if they are not."""
+    """Return the folder in which this process's compile caches are recorded; None if none is."""
     folder = os.environ.get(RECORDING_VARIABLE)
     return Path(folder) if folder else None
 

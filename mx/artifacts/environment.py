@@ -28,6 +28,8 @@ from mx.hardware.gpus import read_gpus, sm_counts
 #: The fields of what runs on the CPU: Inductor compiles with -march=native, and its key of a
 #: compiled object has the compiler's whole command line, paths of headers included.
 CPU_FIELDS = ("isa", "compiler", "threads", "torch_path", "python_path")
+#: Fields of many words, of which only those that differ are named.
+_WORDS = ("isa", "configuration")
 GPU_FIELDS = ("gpu", "sm", "sm_count", "driver")
 
 _ID_CHARS = 16
@@ -78,8 +80,8 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Diff
         theirs: The fields that a set names. Fields that only ours has are not compared.
 
     Returns:
-        Differences with our value first; "" stands for a field that is absent here. Of `isa`, the
-        instructions that only one side has.
+        Differences with our value first; "" stands for a field that is absent here. Of
+        `isa` and `configuration`, the words that only one side has.
     """
     return [
         _difference(name, ours.get(name, ""), theirs[name])
@@ -89,7 +91,7 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Diff
 
 
 def _difference(name: str, first: str, second: str) -> Difference:
-    if name == "isa" and first:
+    if name in _WORDS and first:
         here, there = first.split(), second.split()
         only = [" ".join(each for each in one if each not in other)
                 for one, other in ((here, there), (there, here))]  # fmt: skip

@@ -154,8 +154,10 @@ class Used:
 
 @contextlib.contextmanager
 def _inductor(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have Inductor, if it is imported already, see what it reads of the environment only then: on
-    this thread, as its settings are. It is a part of the keys by which it finds what it compiled."""
+    """Have Inductor see, if it is imported already, what it reads of the environment only then.
+
+    It is in the keys by which Inductor finds what it has compiled. Its settings are a thread's own.
+    """
     loaded = sys.modules.get("torch._inductor.config")
     headers = variables.get(caches.PRECOMPILED_HEADERS)
     if loaded is None or headers is None:

@@ -11,7 +11,7 @@ _FOLDER = Path(__file__).parents[1] / "support/driver"
 _FILES = {*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h")}
 #: Graphs, and what their kernels need that mx's own do not.
 _GRAPHS = {
-    *_FOLDER.glob("graph*"),
+    *_FOLDER.glob("graph*.[ch]"),
     *(_FOLDER / name for name in ("functions.c", "kernels.h", "warps.h")),
 }
 

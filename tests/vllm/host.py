@@ -221,8 +221,8 @@ class Host:
         gc.collect()
 
 
-def main() -> None:
-    """Answer commands until there are no more."""
+def prepare() -> None:
+    """Make this a process in which vLLM's engines run."""
     import torch
     from vllm import ModelRegistry
 
@@ -230,6 +230,11 @@ def main() -> None:
     # registers nowhere: SIGILL, unless something else in the process has asked.
     torch.cpu._init_amx()
     ModelRegistry.register_model("LlamaWithTensor", "tests.vllm.with_tensor:LlamaWithTensor")
+
+
+def main() -> None:
+    """Answer commands until there are no more."""
+    prepare()
     host = Host()
     print("ANSWER {}", flush=True)
     for line in sys.stdin:

@@ -49,7 +49,7 @@ def compile_forward(model: Any, loading: Loading, name: str, settings: config.Se
         weakref.finalize(model, caches.close)
     # Of the class, and the model by a weak reference: it goes with its last user.
     reference, plain = weakref.ref(model), type(model).forward
-    compiled = torch.compile(plain, options=None if caches is None else caches.options)
+    compiled: Any = torch.compile(plain, options=None if caches is None else caches.options)
     waits: list[Loading] = [loading]
 
     @functools.wraps(plain)

@@ -102,7 +102,7 @@ def load(
         "settings": config.given(
             settings or config.load(),
             cache_socket="off",
-            **({"trust": str(trust)} if trust else {}),
+            trust=None if trust is None else str(trust),
         ),
     }
     which: dict[str, Any] = {"revision": revision, "variant": variant}
@@ -153,10 +153,8 @@ def load(
             running = pull(pinned, **where, **which, **how)
         arrival = _loadings[model] = Loading(running, model, values)
         if compile:
-            asked = {"coordinator": coordinator} if coordinator else {}
-            compile_forward(
-                model, arrival, parse_reference(name).name, config.given(where["settings"], **asked)
-            )
+            asked = config.given(where["settings"], coordinator=coordinator)
+            compile_forward(model, arrival, parse_reference(name).name, asked)
     except BaseException:
         if running is not None:
             running.close()

@@ -1,4 +1,4 @@
-"""What vLLM's compiled code depends on, and that it does not depend on where a model's files are."""
+"""What vLLM's compiled code depends on: not on where a model's files are."""
 
 from __future__ import annotations
 
