@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from mx.graphs.bounds import (
-    MAX_EDGES,
+    COUNTS,
     MAX_IMAGES_BYTES,
     MAX_MESSAGE_BYTES,
-    MAX_NODES,
     check,
 )
 from mx.graphs.package import (
@@ -187,8 +186,9 @@ def _graph(message: pb.CudaGraph) -> Graph:
             hint="publish it with the same release, or capture here",
         )
     # Before objects are made of them: an empty message takes two bytes, and an object a hundred.
-    if len(message.nodes) > MAX_NODES or len(message.edges) > MAX_EDGES:
-        raise GraphError(f"CUDA graph: {len(message.nodes)} nodes, {len(message.edges)} edges")
+    for what, most in COUNTS.items():
+        if len(getattr(message, what)) > most:
+            raise GraphError(f"CUDA graph: {what}: more than {most}")
     graph = Graph(
         tuple((field.name, field.value) for field in message.environment),
         message.pin,

@@ -146,6 +146,24 @@ def test_weights_are_pulled_into_the_graphs_memory(major: int, tmp_path: Path) -
     assert lines[:3] == ["restored ", "True", "True proved "] and lines[3:6] == ["True"] * 3
 
 
+def test_a_kernel_may_be_launched_by_the_handle_of_its_library(major: int, tmp_path: Path) -> None:
+    """As the runtime does: such a node has a CUkernel, and no CUfunction."""
+    package = package_of(
+        major,
+        tmp_path,
+        before="""
+    library = call("cuLibraryLoadData", kernels.images["add"], [], [], 0, [], [], 0)
+    kernel = call("cuLibraryGetKernel", library, b"add")
+    given = kernels.given() | {int(call("cuKernelGetFunction", kernel)): kernels.images["add"]}
+    kernels.functions["add"] = calling.driver.CUfunction(int(kernel))
+    """,
+        images="given",
+    )
+    graph = decode(package.graph)
+    assert sorted(kernel.name for kernel in graph.kernels) == ["add", "matvec", "norm"]
+    assert len(package.images) == 3 and graph.calls == ()
+
+
 def test_views_of_a_region_are_tensors_of_every_dtype(major: int) -> None:
     """Other libraries and `mx.pull` take them: by the CUDA array interface, or by DLPack."""
     code = """
