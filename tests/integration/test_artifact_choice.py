@@ -202,7 +202,7 @@ def test_no_coordinator_and_no_set(
     found = _obtain(tmp_path, trust, nowhere)
     assert found.folder is None and "no coordinator answers" in found.reasons[0]
     found = _obtain(tmp_path, trust, asked)
-    assert found.folder is None and "no set of compile caches is listed" in found.reasons[0]
+    assert found.folder is None and "no set of the kind compile-cache is listed" in found.reasons[0]
 
 
 def test_what_the_caller_got_wrong_is_an_error(
