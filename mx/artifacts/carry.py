@@ -27,7 +27,7 @@ from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, Package
 from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
-from mx.core.reference import parse_reference
+from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
 from mx.errors import ArtifactError, ConfigError
 
@@ -46,6 +46,7 @@ class _Where(TypedDict):
 class Listed:
     """A set as a coordinator lists it. All of it is hearsay: `fetch_document` has what is signed.
 
+    `name` names these bytes, whoever was the first to register others under the set's name.
     `signer` is the beginning of the signer's key.
     """
 
@@ -126,7 +127,8 @@ def find(
         if fields.get("kind") in KINDS:
             found.append(
                 Listed(
-                    status.model.name,
+                    # Not the pin, which covers the name that the file has at a source.
+                    with_pin(str(status.model), status.ref.identity.hex()),
                     *named,
                     fields["kind"],
                     fields.get("signer", ""),
@@ -139,7 +141,7 @@ def find(
 
 @dataclass(frozen=True)
 class Fetched:
-    """A set's signed document, and the pin under which its sources have the set."""
+    """A set's signed document, and the name with which its sources have its bytes."""
 
     signed: Signed
     name: str
@@ -162,16 +164,15 @@ def fetch_document(
     where: _Where = {"coordinator": coordinator, "settings": settings}
     planned = plan(listed.name, only=[DOCUMENT], **where)
     _require(planned.nbytes <= MAX_SIGNED_BYTES, listed.name)
-    pinned = f"{listed.name}@{planned.ref.pin.hex()}"
-    whole = plan(pinned, **where)
+    whole = plan(listed.name, **where)
     data = np.empty(planned.nbytes, np.uint8)
-    with pull(pinned, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
+    with pull(listed.name, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
         pulled.wait()
     signed = read_signed(data.tobytes())
     _require(signed.set_id == listed.set_id, listed.name)
     _require(signed.document.model == listed.model, listed.name)
     _require(whole.nbytes == len(signed.data) + signed.document.nbytes, listed.name)
-    return Fetched(signed, pinned)
+    return Fetched(signed, listed.name)
 
 
 @contextlib.contextmanager
