@@ -25,7 +25,7 @@ from mx.api.serving import serve as serve_checkpoint
 from mx.api.source import Source
 from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, Package
-from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
+from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
@@ -148,17 +148,23 @@ class Fetched:
 
 
 def fetch_document(
-    listed: Listed, *, coordinator: str | None = None, settings: config.Settings | None = None
+    listed: Listed,
+    *,
+    trust: Trust | None = None,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
 ) -> Fetched:
-    """Return a listed set's document, with a right signature. Its signer is not checked.
+    """Return a listed set's document, with a right signature.
 
     Args:
         listed: What a coordinator lists.
+        trust: Who may have signed it; None for everybody.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:
         ArtifactError: What its sources have is no set, or not the one that is listed.
+        SignerError: Its signer may not give any.
         MxError: As `mx.pull`.
     """
     where: _Where = {"coordinator": coordinator, "settings": settings}
@@ -168,7 +174,7 @@ def fetch_document(
     data = np.empty(planned.nbytes, np.uint8)
     with pull(listed.name, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
         pulled.wait()
-    signed = read_signed(data.tobytes())
+    signed = read_signed(data.tobytes(), trust)
     _require(signed.set_id == listed.set_id, listed.name)
     _require(signed.document.model == listed.model, listed.name)
     _require(whole.nbytes == len(signed.data) + signed.document.nbytes, listed.name)

@@ -127,6 +127,7 @@ def decode(data: bytes) -> Document:
             f"a set of artefacts has format {message.format}, and this release reads {FORMAT}",
             hint="publish it with this release of mx",
         )
+    _check_counts(len(message.environment), len(message.blobs), len(message.files))
     document = Document(
         message.model,
         message.kind,
@@ -154,13 +155,10 @@ def check(document: Document) -> None:
         _refuse(f"it is of the kind {shown(document.kind)}")
     if not 0 < document.created_s < 1 << 40:
         _refuse("it was made at no time")
-    if len(document.environment) > MAX_FIELDS:
-        _refuse(f"its environment has more than {MAX_FIELDS} fields")
+    _check_counts(len(document.environment), len(document.blobs), len(document.files))
     for name, value in document.environment.items():
         if not _FIELD.fullmatch(name) or not _is_text(value, _MAX_VALUE_CHARS):
             _refuse(f"its environment has the field {shown(name)}: {shown(value)}")
-    if not len(document.blobs) <= MAX_FILES >= len(document.files):
-        _refuse(f"it has more than {MAX_FILES} files")
     if any(len(blob.blake3) != DIGEST_BYTES for blob in document.blobs):
         _refuse("a digest has another length")
     if document.nbytes > MAX_SET_BYTES:
@@ -170,6 +168,13 @@ def check(document: Document) -> None:
     if (document.kind == CUDA_GRAPH) != bool(_PIN.fullmatch(document.pin)):
         _refuse("graphs, and nothing else, are for the weights of a pin")
     _check_files(document)
+
+
+def _check_counts(fields: int, blobs: int, files: int) -> None:
+    if fields > MAX_FIELDS:
+        _refuse(f"its environment has more than {MAX_FIELDS} fields")
+    if not blobs <= MAX_FILES >= files:
+        _refuse(f"it has more than {MAX_FILES} files")
 
 
 def _check_files(document: Document) -> None:

@@ -146,7 +146,7 @@ def staging(place: Path, set_id: str) -> Iterator[Path]:
 
 
 def _locked(place: Path, name: str, held: contextlib.ExitStack) -> bool:
-    lock = held.enter_context(open(place / f".lock-{name}", "ab"))
+    lock = held.enter_context((place / f".lock-{name}").open("ab"))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

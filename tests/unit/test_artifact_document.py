@@ -173,3 +173,10 @@ def test_more_bytes_than_any_document_has_are_not_parsed(monkeypatch: pytest.Mon
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 10)
     with pytest.raises(ArtifactError, match="more than 10"):
         decode(encode(GOOD))
+
+
+@pytest.mark.parametrize("field", ["environment", "blobs", "files"])
+def test_what_is_too_much_is_counted_before_it_is_looked_at(field: str) -> None:
+    number = pb.ArtifactDocument.DESCRIPTOR.fields_by_name[field].number
+    with pytest.raises(ArtifactError, match="has more than"):
+        decode(b"\x08\x01" + bytes([number << 3 | 2, 0]) * 30_000)
