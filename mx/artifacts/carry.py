@@ -25,9 +25,9 @@ from mx.api.serving import serve as serve_checkpoint
 from mx.api.source import Source
 from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, Package
-from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
+from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
-from mx.core.reference import parse_reference
+from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
 from mx.errors import ArtifactError, ConfigError
 
@@ -46,6 +46,7 @@ class _Where(TypedDict):
 class Listed:
     """A set as a coordinator lists it. All of it is hearsay: `fetch_document` has what is signed.
 
+    `name` names these bytes, whoever was the first to register others under the set's name.
     `signer` is the beginning of the signer's key.
     """
 
@@ -126,7 +127,8 @@ def find(
         if fields.get("kind") in KINDS:
             found.append(
                 Listed(
-                    status.model.name,
+                    # Not the pin, which covers the name that the file has at a source.
+                    with_pin(str(status.model), status.ref.identity.hex()),
                     *named,
                     fields["kind"],
                     fields.get("signer", ""),
@@ -139,39 +141,44 @@ def find(
 
 @dataclass(frozen=True)
 class Fetched:
-    """A set's signed document, and the pin under which its sources have the set."""
+    """A set's signed document, and the name with which its sources have its bytes."""
 
     signed: Signed
     name: str
 
 
 def fetch_document(
-    listed: Listed, *, coordinator: str | None = None, settings: config.Settings | None = None
+    listed: Listed,
+    *,
+    trust: Trust | None = None,
+    coordinator: str | None = None,
+    settings: config.Settings | None = None,
 ) -> Fetched:
-    """Return a listed set's document, with a right signature. Its signer is not checked.
+    """Return a listed set's document, with a right signature.
 
     Args:
         listed: What a coordinator lists.
+        trust: Who may have signed it; None for everybody.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:
         ArtifactError: What its sources have is no set, or not the one that is listed.
+        SignerError: Its signer may not give any.
         MxError: As `mx.pull`.
     """
     where: _Where = {"coordinator": coordinator, "settings": settings}
     planned = plan(listed.name, only=[DOCUMENT], **where)
     _require(planned.nbytes <= MAX_SIGNED_BYTES, listed.name)
-    pinned = f"{listed.name}@{planned.ref.pin.hex()}"
-    whole = plan(pinned, **where)
+    whole = plan(listed.name, **where)
     data = np.empty(planned.nbytes, np.uint8)
-    with pull(pinned, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
+    with pull(listed.name, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
         pulled.wait()
-    signed = read_signed(data.tobytes())
+    signed = read_signed(data.tobytes(), trust)
     _require(signed.set_id == listed.set_id, listed.name)
     _require(signed.document.model == listed.model, listed.name)
     _require(whole.nbytes == len(signed.data) + signed.document.nbytes, listed.name)
-    return Fetched(signed, pinned)
+    return Fetched(signed, listed.name)
 
 
 @contextlib.contextmanager

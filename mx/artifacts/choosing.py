@@ -106,7 +106,9 @@ class Search:
         return found[:_MOST_DOCUMENTS]
 
     def _checked(self, listed: Listed) -> Choice:
-        found = fetch_document(listed, coordinator=self.coordinator, settings=self.settings)
+        found = fetch_document(
+            listed, trust=self._trust, coordinator=self.coordinator, settings=self.settings
+        )
         signer = self._trust.check(found.signed, self.model, time.time())
         document = found.signed.document
         if document.kind != self._kind:

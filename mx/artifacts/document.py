@@ -16,8 +16,9 @@ from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from mx.artifacts.caches import GRAPHS, MAX_FILES, CacheFile, check_files
-from mx.core.artifact_names import ID_CHARS
-from mx.errors import ArtifactError
+from mx.core.artifact_names import ID_CHARS, listed_name
+from mx.core.reference import parse_reference
+from mx.errors import ArtifactError, ConfigError
 from mx.text import has_control, shown
 from mx.units import GIB, MIB
 from mx.wire.v1 import artifacts_pb2 as pb
@@ -31,7 +32,8 @@ DIGEST_BYTES = 32
 MAX_DOCUMENT_BYTES = 32 * MIB
 MAX_SET_BYTES = 16 * GIB
 MAX_FIELDS = 64
-_MAX_NAME_CHARS = 256
+#: A set is listed by a name that has the model's and its own id.
+_MAX_NAME_CHARS = 256 - len(listed_name("", ID_CHARS * "0"))
 _MAX_VALUE_CHARS = 512
 _FIELD = re.compile(r"[a-z][a-z0-9_.]{0,31}", re.ASCII)
 _PIN = re.compile(r"[0-9a-f]{64,128}", re.ASCII)
@@ -127,6 +129,7 @@ def decode(data: bytes) -> Document:
             f"a set of artefacts has format {message.format}, and this release reads {FORMAT}",
             hint="publish it with this release of mx",
         )
+    _check_counts(len(message.environment), len(message.blobs), len(message.files))
     document = Document(
         message.model,
         message.kind,
@@ -148,19 +151,16 @@ def check(document: Document) -> None:
     Raises:
         ArtifactError: A value is out of its bounds, or two contradict each other.
     """
-    if not document.model or not _is_text(document.model, _MAX_NAME_CHARS):
+    if not _is_name(document.model):
         _refuse(f"it names the model {shown(document.model)}")
     if document.kind not in KINDS:
         _refuse(f"it is of the kind {shown(document.kind)}")
     if not 0 < document.created_s < 1 << 40:
         _refuse("it was made at no time")
-    if len(document.environment) > MAX_FIELDS:
-        _refuse(f"its environment has more than {MAX_FIELDS} fields")
+    _check_counts(len(document.environment), len(document.blobs), len(document.files))
     for name, value in document.environment.items():
         if not _FIELD.fullmatch(name) or not _is_text(value, _MAX_VALUE_CHARS):
             _refuse(f"its environment has the field {shown(name)}: {shown(value)}")
-    if not len(document.blobs) <= MAX_FILES >= len(document.files):
-        _refuse(f"it has more than {MAX_FILES} files")
     if any(len(blob.blake3) != DIGEST_BYTES for blob in document.blobs):
         _refuse("a digest has another length")
     if document.nbytes > MAX_SET_BYTES:
@@ -170,6 +170,13 @@ def check(document: Document) -> None:
     if (document.kind == CUDA_GRAPH) != bool(_PIN.fullmatch(document.pin)):
         _refuse("graphs, and nothing else, are for the weights of a pin")
     _check_files(document)
+
+
+def _check_counts(fields: int, blobs: int, files: int) -> None:
+    if fields > MAX_FIELDS:
+        _refuse(f"its environment has more than {MAX_FIELDS} fields")
+    if not blobs <= MAX_FILES >= files:
+        _refuse(f"it has more than {MAX_FILES} files")
 
 
 def _check_files(document: Document) -> None:
@@ -187,6 +194,17 @@ def _check_files(document: Document) -> None:
     if any(first.path >= second.path for first, second in pairwise(document.files)):
         _refuse("its files are not in the order of their paths")
     check_files(document.cache_files)
+
+
+def _is_name(model: str) -> bool:
+    try:
+        return (
+            _is_text(model, _MAX_NAME_CHARS)
+            and model == model.strip() != ""
+            and parse_reference(model).name == model
+        )
+    except ConfigError:
+        return False
 
 
 def _is_text(text: str, most: int) -> bool:

@@ -22,10 +22,31 @@ def check_private(folder: Path) -> None:
             process's and root, or others may write to it. A folder on the way may be sticky, as
             /tmp is.
     """
-    waiting = list(reversed(folder.absolute().parts))
+    found = _checked_way(folder)
+    if found is not None:
+        _check_owned(found, last=True)
+
+
+def check_way(file: Path) -> None:
+    """Refuse a file that other users could put another in the place of.
+
+    Args:
+        file: Its own owner and mode are not looked at, nor whether it is there.
+
+    Raises:
+        ConfigError: A folder or link on the way to it is another user's than this process's and
+            root, or others may write to one that is not sticky.
+    """
+    _checked_way(file, to_file=True)
+
+
+def _checked_way(path: Path, *, to_file: bool = False) -> Path | None:
+    """Return where a path leads, through folders and links that were checked; None if nothing is
+    there."""
+    waiting = list(reversed(path.absolute().parts))
     at = Path(waiting.pop())
     links = 0
-    _check_owned(at, last=not waiting)
+    _check_owned(at, last=False)
     while waiting:
         part = waiting.pop()
         if part == "..":
@@ -35,11 +56,12 @@ def check_private(folder: Path) -> None:
         try:
             status = at.lstat()
         except FileNotFoundError:
-            return
+            return None
         except OSError as error:
             raise ConfigError(f"{at} could not be looked at: {error.strerror}") from error
         if not stat.S_ISLNK(status.st_mode):
-            _check_owned(at, last=not waiting)
+            if waiting or not to_file:
+                _check_owned(at, last=False)
             continue
         links += 1
         if status.st_uid not in (0, os.geteuid()) or links > _MAX_LINKS:
@@ -47,6 +69,7 @@ def check_private(folder: Path) -> None:
         target = Path(os.readlink(at))
         waiting += reversed(target.parts[1:] if target.is_absolute() else target.parts)
         at = Path("/") if target.is_absolute() else at.parent
+    return at
 
 
 def _check_owned(folder: Path, *, last: bool) -> None:
@@ -56,12 +79,12 @@ def _check_owned(folder: Path, *, last: bool) -> None:
         raise ConfigError(f"{folder} is no folder", hint="name another folder")
     if status.st_uid != os.geteuid() and (last or status.st_uid != 0):
         raise ConfigError(
-            f"{folder} belongs to user {status.st_uid}, who could put code into the cache",
-            hint="name a folder of this user",
+            f"{folder} belongs to user {status.st_uid}, who could put something else there",
+            hint="name one in a folder of this user",
         )
     if mode & 0o022 and (last or not mode & stat.S_ISVTX):
         raise ConfigError(
-            f"other users may write to {folder}: its mode is {mode:04o}, and a cache is code",
+            f"other users may write to {folder}: its mode is {mode:04o}, and caches are code",
             hint=f"chmod go-w {folder}, if no other user has written to it; else name another",
         )
 

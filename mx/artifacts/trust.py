@@ -18,6 +18,7 @@ import datetime
 import os
 import re
 import stat
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from google.protobuf.message import DecodeError
 from mx import keyfile
 from mx.artifacts import document as documents
 from mx.artifacts.document import Document
+from mx.artifacts.private import check_way
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
 from mx.namekey import is_signed
@@ -129,13 +131,16 @@ def _encoded(document: bytes, public: bytes, signature: bytes) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def read_signed(data: bytes) -> Signed:
+def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
     """Return the signed document that bytes from elsewhere encode.
 
-    The signature is checked before the document is read.
+    Args:
+        data: The bytes.
+        trust: Who may have signed it: others' documents are not read. None reads everybody's.
 
     Raises:
         ArtifactError: They encode none, or the signature is not that of the key beside it.
+        SignerError: As `Trust.check_signer`.
     """
     if len(data) > MAX_SIGNED_BYTES:
         _refuse(f"its signed document has more than {MAX_SIGNED_BYTES} bytes")
@@ -150,8 +155,10 @@ def read_signed(data: bytes) -> Signed:
         _refuse("its key or signature has another length")
     if not is_signed(public, signature, _STATEMENT + message.document):
         _refuse("its signature is wrong")
-    document = documents.decode(message.document)
-    return Signed(document, documents.set_id(message.document), public, data)
+    set_id = documents.set_id(message.document)
+    if trust is not None:
+        trust.check_signer(public, set_id, time.time())
+    return Signed(documents.decode(message.document), set_id, public, data)
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ class Trust:
         """Read a trust file.
 
         Raises:
-            ConfigError: It is missing, malformed, or other users could write to it.
+            ConfigError: It is missing, malformed, or other users could write to it or replace it.
         """
         return _parsed(_read(path), path)
 
@@ -190,23 +197,8 @@ class Trust:
         Raises:
             SignerError: He may not, or the set is for another model.
         """
-        which, key = f"the set {signed.set_id}", signed.signer
-        signer = self.signers.get(signed.public_key)
-        if signer is None:
-            raise SignerError(
-                f"{which} was signed by {key}, which the trust file does not name",
-                hint="add the key to the trust file, if you want to run what its owner gives you",
-            )
-        if not self.revoked.isdisjoint((signed.set_id, key)):
-            what = "is" if signed.set_id in self.revoked else "was signed by a key that is"
-            raise SignerError(
-                f"{which} {what} revoked", hint="ask its publisher for another, or go without"
-            )
-        if signer.expires_s is not None and now_s >= signer.expires_s:
-            raise SignerError(
-                f"{which} was signed by {signer.name}, whose key has expired",
-                hint="change `expires` in the trust file, if you still trust it",
-            )
+        signer = self.check_signer(signed.public_key, signed.set_id, now_s)
+        which = f"the set {signed.set_id}"
         if signed.document.model != model:
             raise SignerError(
                 f"{which} is for the model {shown(signed.document.model)}, not {shown(model)}",
@@ -219,8 +211,39 @@ class Trust:
             )
         return signer.name
 
+    def check_signer(self, public: bytes, set_id: str, now_s: float) -> Signer:
+        """Return the signer of a set, if he may give any.
+
+        Args:
+            public: The public key that signed the set.
+            set_id: The set's id.
+            now_s: The time, in seconds since 1970.
+
+        Raises:
+            SignerError: He may not.
+        """
+        which, key = f"the set {set_id}", shown_key(public)
+        signer = self.signers.get(public)
+        if signer is None:
+            raise SignerError(
+                f"{which} was signed by {key}, which the trust file does not name",
+                hint="add the key to the trust file, if you want to run what its owner gives you",
+            )
+        if not self.revoked.isdisjoint((set_id, key)):
+            what = "is" if set_id in self.revoked else "was signed by a key that is"
+            raise SignerError(
+                f"{which} {what} revoked", hint="ask its publisher for another, or go without"
+            )
+        if signer.expires_s is not None and now_s >= signer.expires_s:
+            raise SignerError(
+                f"{which} was signed by {signer.name}, whose key has expired",
+                hint="change `expires` in the trust file, if you still trust it",
+            )
+        return signer
+
 
 def _read(path: Path) -> bytes:
+    check_way(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
@@ -248,7 +271,7 @@ def _parsed(data: bytes, path: Path) -> Trust:
         wrong(f"it has more than {_MAX_TRUST_BYTES} bytes")
     try:
         found = tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of many digits, too
         wrong(str(error) or "it is nested too deeply")
     revoked, entries = found.pop("revoked", []), found.pop("signer", [])
     if found:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
-import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from mx.artifacts.choosing import Search
 from mx.artifacts.document import COMPILE_CACHE
 from mx.artifacts.private import private_folder
 from mx.artifacts.usage import Usage, Watch
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, MxError, OutputError
 from mx.log import event
 
 log = logging.getLogger(__name__)
@@ -127,16 +128,30 @@ def _lay_out(search: Search, found: Fetched, place: Path) -> None:
 
 @contextlib.contextmanager
 def staging(place: Path, set_id: str) -> Iterator[Path]:
-    """Give a path for a set that arrives: one that a later run goes on from, or one of this run
-    alone while another process fetches the same set. A process that is stopped keeps none
-    waiting."""
-    with open(place / f".lock-{set_id}", "ab") as lock:
+    """Give a path for a set that arrives, for this run alone: a later one goes on from what it
+    leaves. A process that is stopped keeps none waiting, and none leaves more than one can use.
+
+    Raises:
+        OutputError: `place` can't be written.
+    """
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield place / f".arriving-{set_id}-{secrets.token_hex(8)}"
-        else:
-            yield place / f".arriving-{set_id}"
+            slot = next(n for n in itertools.count() if _locked(place, f"{set_id}-{n}", held))
+        except OSError as error:
+            raise OutputError(f"{place} could not be written: {error.strerror}") from error
+        arriving = place / f".arriving-{set_id}-{slot}"
+        # Whole already: its process was killed while it read it.
+        shutil.rmtree(arriving, ignore_errors=True)
+        yield arriving
+
+
+def _locked(place: Path, name: str, held: contextlib.ExitStack) -> bool:
+    lock = held.enter_context((place / f".lock-{name}").open("ab"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class Used:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import live, options, outcome
-from mx.cli.artifacts import obtain, obtained_line, obtained_object
+from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
@@ -111,6 +111,8 @@ def pull(
     """
     _check_stores(source, context.params)
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
+    if artifacts is not None:
+        required_trust(settings)  # before anything moves
     if hold:
         raise_limit()
     from mx import api

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from mx.cuda.calling import Bindings
 from mx.cuda.driver import RELAXED_CAPTURE
-from mx.cuda.errors import CudaError
 
 _NODE = "CU_GRAPH_NODE_TYPE_"
 _ABSENT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_NOT_SUPPORTED")
@@ -92,12 +91,11 @@ class GraphCalls(Bindings):
         """Return the bytes of a kernel node's attribute, b"" if the driver does not have it
         (cuGraphKernelNodeGetAttribute)."""
         known = self._d.CUkernelNodeAttrID(attribute)
-        try:
-            value = self._call("cuGraphKernelNodeGetAttribute", node, known)
-        except CudaError as error:
-            if error.code in _ABSENT:
+        result, value = self._d.cuGraphKernelNodeGetAttribute(node, known)
+        if int(result):  # a few for each node, on older drivers
+            if result.name in _ABSENT:
                 return b""
-            raise
+            raise self._error("cuGraphKernelNodeGetAttribute", result, "")
         return ctypes.string_at(int(value.getPtr()), _ATTRIBUTE_BYTES)
 
     def memset_of(self, node: Any) -> tuple[int, int, int, int, int, int]:

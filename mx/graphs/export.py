@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx.cuda.device import Device, Stream
-from mx.cuda.driver import DeviceAttribute
+from mx.cuda.driver import DeviceAttribute, format_version
 from mx.cuda.graphs import GraphCalls
+from mx.graphs.bounds import ATTRIBUTES, check
 from mx.graphs.eager import EagerCall, identified, loaded_by
 from mx.graphs.message import Capture, encode
 from mx.graphs.package import (
-    ATTRIBUTES,
     Edge,
     EmptyNode,
     Graph,
@@ -28,7 +28,6 @@ from mx.graphs.package import (
     Node,
     Output,
     Place,
-    check,
 )
 from mx.graphs.pointers import GraphRefusedError, Move, known_addresses, moves, pointers
 from mx.graphs.region import Region, clear_others, place_in
@@ -57,9 +56,9 @@ def device_fields(device: Device) -> dict[str, str]:
     major = driver.device_attribute(ordinal, DeviceAttribute.COMPUTE_CAPABILITY_MAJOR)
     minor = driver.device_attribute(ordinal, DeviceAttribute.COMPUTE_CAPABILITY_MINOR)
     return {
-        "driver": str(driver.version()),
+        "cuda_driver": format_version(driver.version()),
         "gpu": driver.device_name(ordinal),
-        "sm": f"{major}.{minor}",
+        "sm": f"sm_{major}{minor}",
         "sm_count": str(driver.device_attribute(ordinal, DeviceAttribute.SM_COUNT)),
     }
 
@@ -273,6 +272,7 @@ def _replayed(
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
     """Replay a graph and return its golden inputs and outputs."""
     weights, inputs, outputs = places
+    regions[0].device.driver.context_synchronize()  # whatever stream has written them
     golden = tuple(Input(place, regions[place.region].read(place)) for place in inputs)
     executable = driver.instantiate(graph)
     try:

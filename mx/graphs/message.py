@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from mx.graphs.package import (
-    FORMAT,
-    MAX_EDGES,
+from mx.graphs.bounds import (
+    COUNTS,
     MAX_IMAGES_BYTES,
     MAX_MESSAGE_BYTES,
-    MAX_NODES,
+    check,
+)
+from mx.graphs.package import (
     Edge,
     EmptyNode,
     Graph,
@@ -28,9 +29,10 @@ from mx.graphs.package import (
     Output,
     Place,
     RegionSpec,
-    check,
 )
 from mx.wire.v1 import graphs_pb2 as pb
+
+FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +186,9 @@ def _graph(message: pb.CudaGraph) -> Graph:
             hint="publish it with the same release, or capture here",
         )
     # Before objects are made of them: an empty message takes two bytes, and an object a hundred.
-    if len(message.nodes) > MAX_NODES or len(message.edges) > MAX_EDGES:
-        raise GraphError(f"CUDA graph: {len(message.nodes)} nodes, {len(message.edges)} edges")
+    for what, most in COUNTS.items():
+        if len(getattr(message, what)) > most:
+            raise GraphError(f"CUDA graph: {what}: more than {most}")
     graph = Graph(
         tuple((field.name, field.value) for field in message.environment),
         message.pin,

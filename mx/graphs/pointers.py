@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mx.errors import ConfigError
-from mx.graphs.package import ADDRESS_BITS, POINTER_BYTES, RegionSpec
+from mx.graphs.bounds import ADDRESS_BITS, POINTER_BYTES
+from mx.graphs.package import RegionSpec
 
 #: No device memory is below, where lengths and counts are.
 _LOWEST = 1 << 16

@@ -126,10 +126,9 @@ class Region:
         return {place.name: self.tensor(place) for place in places}
 
     def read(self, place: Place) -> bytes:
-        """Return the bytes of a place, after the work of the GPU. Raises CudaError."""
+        """Return the bytes of a place; the caller has waited for what writes them. Raises
+        CudaError."""
         found = bytearray(place.nbytes)
-        with self.device.current():
-            self.device.driver.context_synchronize()
         if found:
             self._ring.download(self.base + place.offset, memoryview(found))
         return bytes(found)
@@ -161,6 +160,7 @@ class Region:
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
+        self._used = self.nbytes  # nothing is given away any more
         self._ends.close()
 
     def __enter__(self) -> Region:

@@ -7,43 +7,32 @@ reason, and the engine captures as always.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
-from typing import NoReturn
 
 from blake3 import blake3
 
 from mx import trace
 from mx.core.variant import Difference
-from mx.cuda.device import Device, Stream
+from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.errors import CudaError
-from mx.cuda.graphs import GraphCalls, Launch
+from mx.cuda.graphs import GraphCalls
 from mx.cuda.vmm import OccupiedError
 from mx.errors import CapacityError, MxError
+from mx.graphs.build import build
 from mx.graphs.eager import EagerCall, library_differences, loaded_by
-from mx.graphs.export import device_fields, replayed
+from mx.graphs.export import device_fields
 from mx.graphs.message import decode
-from mx.graphs.package import (
-    Graph,
-    GraphError,
-    Input,
-    Kernel,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    Place,
-)
-from mx.graphs.region import Region, clear_others
-from mx.graphs.states import Cause, Progress, Reason, State, Step
+from mx.graphs.package import Graph, GraphError, Kernel, Place
+from mx.graphs.proof import prove
+from mx.graphs.region import Region
+from mx.graphs.states import Cause, Progress, Reason, Refusal, State, Step, refuse
 from mx.graphs.tensors import RegionTensor
 from mx.text import listed
 
-_CLUSTERS = (4, 11)  # attributes: the cluster's dimensions, and the preferred ones
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
@@ -59,12 +48,6 @@ def counts() -> dict[str, int]:
 def _count(what: str) -> None:
     with _lock:
         _counts[what] += 1
-
-
-class _Refusal(Exception):
-    def __init__(self, cause: Cause, message: str, differences: Sequence[Difference] = ()) -> None:
-        super().__init__(message)
-        self.reason = Reason(cause, message, tuple(differences))
 
 
 _CAUSES: tuple[tuple[type[Exception], Cause], ...] = (
@@ -228,7 +211,7 @@ class RestoredGraph:
     def _attempt(self, step: Step, work: Callable[[], None]) -> bool:
         try:
             work()
-        except _Refusal as refusal:
+        except Refusal as refusal:
             self._refuse(refusal.reason)
         except Exception as error:  # noqa: BLE001 - the engine goes on without the graph
             kinds = (cause for kind, cause in _CAUSES if isinstance(error, kind))
@@ -272,31 +255,35 @@ class RestoredGraph:
         opened = self._memory.enter_context(Device.open(load(), name))
         _check_environment(graph, {**environment, **device_fields(opened)}, calls)
         if graph.pin and graph.pin != pin:
-            _refuse(
-                Cause.PIN, f"the graph is of the weights {graph.pin}, not {pin or 'any others'}"
-            )
+            refuse(Cause.PIN, f"the graph is of the weights {graph.pin}, not {pin or 'any others'}")
         self._open(graph, regions, opened)
         images = [_image(get_image, each.digest, each.nbytes) for each in graph.images]
         with opened.current():
             self._driver = GraphCalls()
             modules = [self._load(image) for image in images]
             functions = self._functions(graph, modules, calls, opened)
-            made = _build(self._driver, graph, functions, opened.context)
+            made = build(self._driver, graph, functions, opened.context)
             self._loaded.callback(self._driver.graph_destroy, made)
             self._executable = self._driver.instantiate(made)
             self._loaded.callback(self._driver.executable_destroy, self._executable)
 
+    def _prove(
+        self, inputs: Mapping[str, bytes | memoryview], expected: Mapping[str, bytes | memoryview]
+    ) -> None:
+        assert self._graph is not None
+        prove(self._driver, self._executable, self._regions, self._graph, inputs, expected)
+
     def _open(self, graph: Graph, regions: Sequence[Region], device: Device) -> None:
         if regions and [region.spec for region in regions] != list(graph.regions):
             where = listed([f"{each.nbytes} bytes at {each.base:#x}" for each in graph.regions])
-            _refuse(Cause.OCCUPIED, f"the graph needs {where}, and other regions were given")
+            refuse(Cause.OCCUPIED, f"the graph needs {where}, and other regions were given")
         for spec in [] if regions else graph.regions:
             made = Region(spec.nbytes, spec.base, device)
             self._regions.append(self._memory.enter_context(made))
         self._regions += regions
         for region in self._regions:
             if region.device.key != device.key:
-                _refuse(Cause.OCCUPIED, f"a region is on {region.device.key}, not {device.key}")
+                refuse(Cause.OCCUPIED, f"a region is on {region.device.key}, not {device.key}")
 
     def _load(self, image: bytes) -> int:
         module = self._driver.module_load(image)
@@ -320,7 +307,7 @@ class RestoredGraph:
                     function = self._driver.module_function(modules[kernel.image], kernel.name)
                 except CudaError as error:
                     if error.code == "CUDA_ERROR_NOT_FOUND":
-                        _refuse(Cause.KERNEL, f"{kernel.name} is not in its image")
+                        refuse(Cause.KERNEL, f"{kernel.name} is not in its image")
                     raise
             else:
                 assert kernel.call is not None
@@ -328,7 +315,7 @@ class RestoredGraph:
                 several = by_name[call_name, kernel.name]
                 if len(several) != 1:
                     what = "loads two kernels of that name" if several else "does not load it"
-                    _refuse(Cause.KERNEL, f"{kernel.name}: the call {call_name} {what}")
+                    refuse(Cause.KERNEL, f"{kernel.name}: the call {call_name} {what}")
                 (function,) = several
             self._check_parameters(kernel, function)
             functions.append(function)
@@ -338,38 +325,11 @@ class RestoredGraph:
         # The driver reads as many bytes as the kernel has parameters, whatever it is given.
         found = self._driver.parameters(function)
         if found != kernel.parameters:
-            _refuse(
+            refuse(
                 Cause.KERNEL,
                 f"{kernel.name} has {len(found)} parameters here, other than the "
                 f"{len(kernel.parameters)} of the graph",
             )
-
-    def _prove(
-        self, inputs: Mapping[str, bytes | memoryview], expected: Mapping[str, bytes | memoryview]
-    ) -> None:
-        graph, regions = self._graph, self._regions
-        assert graph is not None
-        unseen = _matched(graph, inputs, expected)
-        outputs = [each.place for each in graph.outputs]
-        device = regions[0].device
-        with device.current(), Stream(device) as stream:
-            for cause, given in ((Cause.GOLDEN, graph.inputs), (Cause.UNSEEN, unseen)):
-                clear_others(regions, graph.weights)
-                values = replayed(self._driver, self._executable, stream, regions, given, outputs)
-                for output, value in zip(graph.outputs, values, strict=True):
-                    name = output.place.name
-                    right = (
-                        blake3(value).digest() == output.digest
-                        if cause is Cause.GOLDEN
-                        else value == _plain(expected[name])
-                    )
-                    if not right:
-                        _refuse(cause, f"a replay gives other bytes of the output {name}")
-            clear_others(regions, graph.weights)
-
-
-def _refuse(cause: Cause, message: str) -> NoReturn:
-    raise _Refusal(cause, message)
 
 
 def _check_environment(graph: Graph, here: Mapping[str, str], calls: Sequence[EagerCall]) -> None:
@@ -381,113 +341,14 @@ def _check_environment(graph: Graph, here: Mapping[str, str], calls: Sequence[Ea
     found += library_differences(graph.libraries, graph.calls, calls)
     if found:
         texts = [f"{each.field}: {each.first!r} there, {each.second!r} here" for each in found]
-        raise _Refusal(Cause.ENVIRONMENT, "; ".join(texts), found)
+        refuse(Cause.ENVIRONMENT, "; ".join(texts), found)
 
 
 def _image(get_image: Callable[[str], bytes], digest: bytes, nbytes: int) -> bytes:
     try:
         image = bytes(get_image(digest.hex()))
-    except Exception as error:
-        raise _Refusal(
-            Cause.IMAGE, f"the image {digest.hex()} is not there: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # noqa: BLE001 - it is the caller's, and a reason
+        refuse(Cause.IMAGE, f"{digest.hex()} is not there: {type(error).__name__}: {error}")
     if len(image) != nbytes or blake3(image).digest() != digest:
-        _refuse(Cause.IMAGE, f"the image {digest.hex()} has other bytes than its hash says")
+        refuse(Cause.IMAGE, f"the image {digest.hex()} has other bytes than its hash says")
     return image
-
-
-def _plain(value: bytes | memoryview) -> bytes:
-    return bytes(memoryview(value).cast("B"))
-
-
-def _matched(
-    graph: Graph,
-    inputs: Mapping[str, bytes | memoryview],
-    expected: Mapping[str, bytes | memoryview],
-) -> list[Input]:
-    """Return the inputs of a proof, which have to be complete, and others than the golden ones."""
-    golden = {each.place.name: each for each in graph.inputs}
-    outputs = {each.place.name: each.place for each in graph.outputs}
-    for what, given, known in (("inputs", inputs, golden), ("outputs", expected, outputs)):
-        if set(given) != set(known):
-            _refuse(Cause.OTHER, f"the {what} of the graph are {listed(sorted(known))}")
-    for name, place in outputs.items():
-        if len(_plain(expected[name])) != place.nbytes:
-            _refuse(Cause.UNSEEN, f"the output {name} has {place.nbytes} bytes")
-    unseen = []
-    for name, each in golden.items():
-        value = _plain(inputs[name])
-        if len(value) != each.place.nbytes:
-            _refuse(Cause.OTHER, f"the input {name} has {each.place.nbytes} bytes")
-        unseen.append(Input(each.place, value))
-    if golden and all(each.value == golden[each.place.name].value for each in unseen):
-        _refuse(Cause.UNSEEN, "the inputs are the golden ones, which prove nothing more")
-    return unseen
-
-
-def _build(driver: GraphCalls, graph: Graph, functions: Sequence[int], context: int) -> int:
-    made = driver.graph_create()
-    try:
-        _allow(driver, graph, functions)
-        nodes = []
-        for node in graph.nodes:
-            if isinstance(node, KernelNode):
-                nodes.append(_add_launch(driver, made, node, graph.kernels[node.kernel], functions))
-            elif isinstance(node, MemsetNode):
-                shape = (node.element_bytes, node.width, node.height)
-                values = (node.address, node.pitch, node.value, *shape)
-                nodes.append(driver.add_memset(made, values, context))
-            elif isinstance(node, MemcpyNode):
-                copy = (node.target, node.source, node.nbytes)
-                nodes.append(driver.add_memcpy(made, *copy, context))
-            else:
-                nodes.append(driver.add_empty(made))
-        driver.add_edges(
-            made,
-            [
-                (nodes[e.first], nodes[e.second], e.from_port, e.to_port, e.type)
-                for e in graph.edges
-            ],
-        )
-    except BaseException:
-        driver.graph_destroy(made)
-        raise
-    return made
-
-
-def _allow(driver: GraphCalls, graph: Graph, functions: Sequence[int]) -> None:
-    """Allow each kernel the most shared memory and the largest cluster that a node asks for."""
-    most: dict[int, tuple[int, int]] = {}
-    for node in graph.nodes:
-        if isinstance(node, KernelNode):
-            blocks = 1
-            for attribute, value in node.attributes:
-                if attribute in _CLUSTERS:
-                    sizes = memoryview(value).cast("I").tolist()
-                    blocks = max(blocks, prod(sizes))
-            before = most.get(node.kernel, (0, 1))
-            most[node.kernel] = (max(before[0], node.shared_bytes), max(before[1], blocks))
-    for kernel, (shared_bytes, blocks) in most.items():
-        driver.allow(functions[kernel], shared_bytes, blocks)
-
-
-def _add_launch(
-    driver: GraphCalls, made: int, node: KernelNode, kernel: Kernel, functions: Sequence[int]
-) -> object:
-    values = ctypes.create_string_buffer(node.values, max(1, len(node.values)))
-    first = ctypes.addressof(values)
-    places = (ctypes.c_void_p * max(1, len(kernel.parameters)))(
-        *(first + offset for offset, _ in kernel.parameters)
-    )
-    launch = Launch(
-        functions[node.kernel],
-        0,
-        node.grid,
-        node.block,
-        node.shared_bytes,
-        ctypes.addressof(places),
-    )
-    added = driver.add_kernel(made, launch)
-    for attribute, value in node.attributes:
-        driver.set_attribute(added, attribute, value)
-    return added

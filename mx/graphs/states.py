@@ -11,7 +11,9 @@ memory that the engine uses by then.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mx.core.variant import Difference
 
@@ -64,6 +66,19 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.cause.value}: {self.message}"
+
+
+class Refusal(Exception):
+    """Ends a step with a reason."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def refuse(cause: Cause, message: str, differences: Sequence[Difference] = ()) -> NoReturn:
+    """Raise a refusal."""
+    raise Refusal(Reason(cause, message, tuple(differences)))
 
 
 _LIVE = (State.OPENED, State.RESTORED, State.PROVED, State.LAUNCHED)

@@ -36,7 +36,7 @@ TYPESTRS = {
     "<i8": "I64",
     "<u8": "U64",
 }
-#: DLPack's (type code, bits): int, uint, float, bfloat, complex, bool.
+#: DLPack's (type code, bits): int, uint, float, bfloat, complex, bool, and floats of 8 bits.
 DLPACK_TYPES = {
     (0, 8): "I8",
     (0, 16): "I16",
@@ -52,6 +52,9 @@ DLPACK_TYPES = {
     (4, 16): "BF16",
     (5, 64): "C64",
     (6, 8): "BOOL",
+    (10, 8): "F8_E4M3",
+    (12, 8): "F8_E5M2",
+    (14, 8): "F8_E8M0",
 }
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 

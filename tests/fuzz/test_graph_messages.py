@@ -7,8 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mx.graphs.bounds import check
 from mx.graphs.message import Capture, decode, encode
-from mx.graphs.package import Graph, GraphError, check
+from mx.graphs.package import Graph, GraphError
 from mx.wire.v1 import graphs_pb2 as pb
 from tests.support.graphs import graphs, small
 

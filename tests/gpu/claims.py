@@ -26,6 +26,7 @@ CLAIMS = {
     "serve and pull, every byte compared": ["test_pulls.py", "test_end_to_end.py"],
     "digests by mx's kernels equal the host's": ["test_digests.py"],
     "streams wait for verified layers": ["test_signals.py", "test_readiness.py"],
+    "CUDA graphs restored in another process, bit for bit": ["test_graphs.py"],
     "arenas and pinned rings": ["test_arena.py", "test_ring.py"],
     "the driver does what mx relies on": ["test_driver.py"],
     "GPUs and their links, as NVML says": ["test_nvml.py"],

@@ -17,7 +17,7 @@ import mx
 from mx import config
 from mx.artifacts import carry, environment, package
 from mx.artifacts.trust import Signed, public_key, shown_key
-from mx.artifacts.using import Obtained, obtain
+from mx.artifacts.using import Obtained, obtain, staging
 from mx.core.artifact_names import listed_name
 from mx.errors import ConfigError
 from tests.support import artifact_sets
@@ -202,7 +202,7 @@ def test_no_coordinator_and_no_set(
     found = _obtain(tmp_path, trust, nowhere)
     assert found.folder is None and "no coordinator answers" in found.reasons[0]
     found = _obtain(tmp_path, trust, asked)
-    assert found.folder is None and "no set of compile caches is listed" in found.reasons[0]
+    assert found.folder is None and "no set of the kind compile-cache is listed" in found.reasons[0]
 
 
 def test_what_the_caller_got_wrong_is_an_error(
@@ -217,3 +217,62 @@ def test_what_the_caller_got_wrong_is_an_error(
         with pytest.raises(ConfigError, match="other users may write"):
             obtain("m", trust=trust, root=root, settings=asked)
     assert os.listdir(loose) == []
+
+
+@pytest.mark.parametrize("change", ["other bytes", "other variant", "other file name"])
+def test_who_registers_first_does_not_hide_a_set(
+    change: str, tmp_path: Path, trust: Path, asked: config.Settings
+) -> None:
+    with ExitStack() as stack:
+        path = tmp_path / "right.safetensors"
+        right = artifact_sets.write(path, CONTENTS, FARM, environment=HERE)
+        first = tmp_path / "first.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= change == "other bytes"
+        first.write_bytes(data)
+        signer = "0" if change == "other variant" else right.public_key.hex()
+        variant = mx.ProcessingKey(kind="compile-cache", signer=signer[:16])
+        name = listed_name("m", right.set_id)
+        stranger = config.given(asked, name_key=str(tmp_path / "strangers.key"))
+        stack.enter_context(mx.serve(first, model=name, variant=variant, settings=stranger))
+        stack.enter_context(carry.serve(path, settings=asked))
+        found = _obtain(tmp_path, trust, asked)
+        listed = carry.find("m", settings=asked)
+    assert found.set_id == right.set_id
+    # The same bytes under the same key are one thing, whatever their files are called.
+    assert len(listed) == (1 if change == "other file name" else 2)
+
+
+def test_a_run_that_was_killed_as_a_set_had_arrived_is_no_hindrance(
+    tmp_path: Path, trust: Path, asked: config.Settings
+) -> None:
+    (tmp_path / "root").mkdir(mode=0o700)
+    with ExitStack() as stack:
+        offer = _offer("", 1_700_000_000, tmp_path, asked, stack)
+        with staging(tmp_path / "root", offer.signed.set_id) as arriving:
+            arriving.mkdir()
+            (arriving / "set.safetensors").write_bytes(b"whole, and then nobody took it away")
+        assert _obtain(tmp_path, trust, asked).set_id == offer.signed.set_id
+
+
+def test_what_runs_that_came_second_left_is_used_up(tmp_path: Path) -> None:
+    def run() -> list[str]:
+        with staging(tmp_path, "x") as first, staging(tmp_path, "x") as second:
+            assert first != second and not first.exists() and not second.exists()
+            for each in (first, second):
+                each.mkdir()  # and is killed
+            return sorted(os.listdir(tmp_path))
+
+    assert run() == run() == run()
+
+
+def test_a_folder_that_can_not_be_written_is_a_reason(
+    tmp_path: Path, trust: Path, asked: config.Settings
+) -> None:
+    with ExitStack() as stack:
+        offer = _offer("", 1_700_000_000, tmp_path, asked, stack)
+        root = tmp_path / "root"
+        (root / f".lock-{offer.signed.set_id}-0").mkdir(mode=0o700, parents=True)
+        root.chmod(0o700)
+        found = obtain("m", trust=trust, root=root, settings=asked)
+    assert found.folder is None and "could not be written" in found.reasons[0]

@@ -10,7 +10,7 @@ import pytest
 
 from mx.graphs import GraphRefusedError, combine
 from mx.graphs.message import Capture
-from tests.support.driver.graph_programs import export, packaged, runs
+from tests.support.driver.layer_programs import export, packaged, runs
 from tests.support.driver.logs import calls, kept
 from tests.support.driver.programs import each_major
 
@@ -51,16 +51,8 @@ with mx.graphs.region(REGION_BYTES) as region:
             if call("cuGraphNodeGetType", node).name.endswith("KERNEL"):
                 return node
 
-    def host_node(graph):
-        given = d.CUDA_HOST_NODE_PARAMS()
-        given.fn = d.CUhostFn(ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value)
-        call("cuGraphAddHostNode", graph, None, 0, given)
-
     def child(graph):
         call("cuGraphAddChildGraphNode", graph, None, 0, layer.capture())
-
-    def event(graph):
-        call("cuGraphAddEventRecordNode", graph, None, 0, call("cuEventCreate", 2))
 
     def conditional(graph):
         handle = call("cuGraphConditionalHandleCreate", graph, gpu.context, 1, 0)
@@ -83,9 +75,12 @@ with mx.graphs.region(REGION_BYTES) as region:
     launch = kernels.launch
     add = lambda x, y, out: lambda s: launch(s, "add", x, y, out, 1.0, N)
     export("nothing")
-    export("host", change=host_node)
+    free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value
+    export("host", lambda s: call("cuLaunchHostFunc", s, d.CUhostFn(free), 0))
     export("child", change=child)
-    export("event", change=event)
+    export("event", lambda s: call("cuEventRecordWithFlags", call("cuEventCreate", 2), s, 1))
+    words = lambda s: call("cuStreamWaitValue32", s, spare, d.cuuint32_t(1), 0)
+    export("words", words)
     export("conditional", change=conditional)
     export("policy", change=policy)
     export("allocation", lambda s: call("cuMemAllocAsync", 4096, s))
@@ -99,6 +94,7 @@ with mx.graphs.region(REGION_BYTES) as region:
         add(at["out"], carry, at["out"]),
         change=lambda graph: call("cuMemcpyHtoD", carry, vector(3), 4 * N),
     )
+    export("nccl", lambda s: launch(s, "ncclDevKernel_Sum", at["x"], at["x"], spare, 1.0, N))
     export("image", images=kernels.given("add", "norm"))
     export("output", outputs={"elsewhere": DeviceTensor(device)})
 """
@@ -118,6 +114,7 @@ def test_what_does_not_travel_is_refused_by_name(major: int) -> None:
         "host": "HOST",
         "child": "GRAPH",
         "event": "EVENT_RECORD",
+        "words": "BATCH_MEM_OP",
         "conditional": "CONDITIONAL",
         "allocation": "MEM_ALLOC",
     }.items():
@@ -129,6 +126,7 @@ def test_what_does_not_travel_is_refused_by_name(major: int) -> None:
     assert "kernel add: parameter 0 has the address 0x" in said.pop("pointer elsewhere")
     assert "kernel add: parameter 2 has the address 0x" in said.pop("pointer to the host")
     assert "the output out changes" in said.pop("carry")
+    assert "kernel ncclDevKernel_Sum: it talks to other processes" in said.pop("nccl")
     assert "kernel matvec: its image is not at hand" in said.pop("image")
     assert "elsewhere is at 0x" in said.pop("output")
     assert said == {}
@@ -241,9 +239,9 @@ def test_a_graph_that_is_not_used_has_a_reason(major: int, tmp_path: Path) -> No
     assert "the output out" in tried["unseen"][2]
     assert json.loads(lines[-1])["refused: image"] == 3
     # What was refused before the loads loaded nothing: the seven that follow load three images
-    # each, and so does the eager layer of each.
+    # each, and the eager layer of each loads four.
     loads = [name for name, _ in calls(log) if name == "cuModuleLoadData"]
-    assert len(loads) == 7 * 6
+    assert len(loads) == 7 * (3 + 4)
     assert _given_back(calls(log), layers=7)
 
 
@@ -251,7 +249,7 @@ def test_a_graph_that_is_not_used_has_a_reason(major: int, tmp_path: Path) -> No
     ("settings", "cause", "fields"),
     [
         ({"COMPUTE_CAPABILITY": 80}, "environment", ["sm"]),
-        ({"VERSION": 12040}, "environment", ["driver"]),
+        ({"VERSION": 12040}, "environment", ["cuda_driver"]),
         ({"MEMORY_BYTES": 64 << 20}, "memory", []),
         ({"NO_VMM": True}, "other", []),
     ],

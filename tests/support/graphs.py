@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mx.graphs.bounds import ATTRIBUTES
 from mx.graphs.package import (
-    ATTRIBUTES,
     Edge,
     EmptyNode,
     Graph,

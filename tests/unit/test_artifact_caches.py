@@ -489,3 +489,14 @@ def test_links_are_followed_as_the_system_follows_them(place: Path) -> None:
     put(place, "file")
     with pytest.raises(ConfigError, match="no folder"):
         check_private(place / "file")
+
+
+def test_where_a_path_ends_is_checked_however_it_is_written(place: Path) -> None:
+    (place / "inner").mkdir()
+    (place / "here").symlink_to(".")
+    (place / "inner/up").symlink_to("..")
+    place.chmod(0o1777)  # on the way it may be so
+    check_private(place / "inner")
+    for each in ("inner/..", "here", "inner/up"):
+        with pytest.raises(ConfigError, match="other users may write"):
+            check_private(place / each)

@@ -106,7 +106,11 @@ def test_paths_stay_below_the_folder_and_apart(path: str) -> None:
 
 WRONG: dict[str, Callable[[], Document]] = {
     "no model": lambda: replace(GOOD, model=""),
-    "a long model": lambda: replace(GOOD, model=300 * "m"),
+    "a long model": lambda: replace(GOOD, model=214 * "m"),  # it is listed by a longer name
+    "a model's revision": lambda: replace(GOOD, model="m:r"),
+    "a model's pin": lambda: replace(GOOD, model="m@" + PIN),
+    "a model's variant": lambda: replace(GOOD, model="m[v]"),
+    "a model with space around": lambda: replace(GOOD, model="m "),
     "a model that moves the cursor": lambda: replace(GOOD, model="m\x1b[A"),
     "another kind": lambda: replace(GOOD, kind="script"),
     "no time": lambda: replace(GOOD, created_s=0),
@@ -146,6 +150,11 @@ def test_values_out_of_bounds_are_refused(what: str) -> None:
         decode(documents._message(wrong).SerializeToString(deterministic=True))
 
 
+def test_the_longest_name_of_a_model() -> None:
+    longest = replace(GOOD, model=213 * "m")
+    assert decode(encode(longest)) == longest
+
+
 def test_graphs_are_a_document_too() -> None:
     assert decode(encode(GRAPHS)) == GRAPHS
 
@@ -173,3 +182,10 @@ def test_more_bytes_than_any_document_has_are_not_parsed(monkeypatch: pytest.Mon
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 10)
     with pytest.raises(ArtifactError, match="more than 10"):
         decode(encode(GOOD))
+
+
+@pytest.mark.parametrize("field", ["environment", "blobs", "files"])
+def test_what_is_too_much_is_counted_before_it_is_looked_at(field: str) -> None:
+    number = pb.ArtifactDocument.DESCRIPTOR.fields_by_name[field].number
+    with pytest.raises(ArtifactError, match="has more than"):
+        decode(b"\x08\x01" + bytes([number << 3 | 2, 0]) * 30_000)

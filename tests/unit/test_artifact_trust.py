@@ -109,6 +109,7 @@ SIGNER = f"[[signer]]\nname='a'\nkey='{SIGNED.signer}'\nmodels=['*']\n"
         (SIGNER + "expires='2027-01-01'", "is a date"),
         (SIGNER + "expires=2027", "is a date"),
         ("[", "trust.toml"),
+        ("revoked = [" + 5000 * "1" + "]", "trust.toml"),
         ("a=" + 100_000 * "[", "trust.toml"),
         ("\xff", "trust.toml"),
         ("#" + (1 << 20) * "x", "bytes"),
@@ -140,6 +141,33 @@ def test_a_trust_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(path, 1000, 1000)
     with pytest.raises(ConfigError, match="other users may write"):
         Trust.load(path)
+
+
+def test_a_trust_file_that_others_may_replace_is_refused(tmp_path: Path) -> None:
+    artifact_sets.write_trust(tmp_path / "theirs", KEY)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    path = shared / "trust.toml"
+    path.symlink_to(tmp_path / "theirs")
+    (tmp_path / "link").symlink_to(path)
+    for mode, refused in ((0o777, True), (0o775, True), (0o1777, False), (0o755, False)):
+        shared.chmod(mode)
+        for each in (path, tmp_path / "link"):
+            if refused:
+                with pytest.raises(ConfigError, match="may write to .*shared"):
+                    Trust.load(each)
+            else:
+                Trust.load(each)
+
+
+def test_documents_of_others_are_not_read(tmp_path: Path) -> None:
+    data = b"no document at all"
+    statement = trust._STATEMENT + data
+    trusted = _trust(tmp_path)
+    for key, says in ((KEY, "is malformed"), (OTHER, "does not name")):
+        signed = trust._encoded(data, public_key(key), key.sign(statement))
+        with pytest.raises((ArtifactError, SignerError), match=says):
+            read_signed(signed, trusted)
 
 
 def test_no_trust_file_and_no_file(tmp_path: Path) -> None:

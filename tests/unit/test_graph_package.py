@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from mx.core.layout import MAX_TENSORS
-from mx.graphs import package
+from mx.graphs import bounds
+from mx.graphs.bounds import check
 from mx.graphs.message import Capture, decode, encode
 from mx.graphs.package import (
     Edge,
@@ -27,7 +28,6 @@ from mx.graphs.package import (
     Output,
     Place,
     RegionSpec,
-    check,
 )
 from mx.units import GIB, MIB
 from mx.wire.v1 import graphs_pb2 as pb
@@ -144,7 +144,7 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "parameters' bytes": (_kernel(parameters=((0, 32_765),)), "32765 bytes"),
     "parameters": (_kernel(parameters=tuple((n, 1) for n in range(4097))), "parameters: 4097"),
     "kernels": (_same(kernels=(small().kernels[0],) * 10_001), "kernels: 10001"),
-    "no node": (_same(nodes=(), edges=()), "no nodes"),
+    "no node": (_same(nodes=(), edges=()), "nodes: 0"),
     "a node's kernel": (_launch(kernel=2), "no such kernel"),
     "a grid of two": (_launch(grid=(1, 1)), "2 dimensions"),
     "an empty grid": (_launch(grid=(1, 0, 1)), "its grid is"),
@@ -202,14 +202,15 @@ def test_a_bound_is_kept(what: str) -> None:
 
 
 def test_large_counts_are_refused_before_objects_are_made() -> None:
-    message = pb.CudaGraph(format=1)
-    message.ParseFromString(message.SerializeToString() + b"\x62\x00" * (package.MAX_NODES + 1))
-    with pytest.raises(GraphError, match="100001 nodes"):
-        decode(message.SerializeToString())
-    graph = replace(small(), nodes=(EmptyNode(),) * (package.MAX_NODES + 1), edges=())
+    for what, most in bounds.COUNTS.items():
+        tag = pb.CudaGraph.DESCRIPTOR.fields_by_name[what].number << 3 | 2
+        data = bytes([8, 1]) + bytes([tag, 0]) * (most + 1)
+        with pytest.raises(GraphError, match=f"{what}: more than {most}"):
+            decode(data)
+    graph = replace(small(), nodes=(EmptyNode(),) * (bounds.MAX_NODES + 1), edges=())
     with pytest.raises(GraphError, match="nodes: 100001"):
         check(graph)
-    edges = (Edge(0, 1),) * (package.MAX_EDGES + 1)
+    edges = (Edge(0, 1),) * (bounds.MAX_EDGES + 1)
     with pytest.raises(GraphError, match="edges: 400001"):
         check(replace(small(), edges=edges))
     weights = (small().weights[0],) * (MAX_TENSORS + 1)
@@ -218,7 +219,7 @@ def test_large_counts_are_refused_before_objects_are_made() -> None:
 
 
 def test_golden_inputs_are_bounded() -> None:
-    nbytes = 33 * MIB
+    nbytes = 17 * MIB
     regions = (RegionSpec(BASE, 64 * MIB), *small().regions[1:])
     place = Place("x", 0, 1024, nbytes, "U8", (nbytes,))
     with pytest.raises(GraphError, match="golden inputs"):
@@ -233,7 +234,7 @@ def test_other_messages_are_refused() -> None:
     with pytest.raises(GraphError, match="format 2"):
         decode(pb.CudaGraph(format=2).SerializeToString())
     with pytest.raises(GraphError, match="more than"):
-        decode(bytes(package.MAX_MESSAGE_BYTES + 1))
+        decode(bytes(bounds.MAX_MESSAGE_BYTES + 1))
     message = pb.CudaGraph.FromString(encode(small()))
     message.nodes.add()
     with pytest.raises(GraphError, match="of a kind"):

@@ -1,7 +1,6 @@
 /* Part of each library of kernels: how a kernel's threads run, and reach memory. */
 #include "launch.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -32,28 +31,6 @@ static inline void *reach(struct thread *thread, uint64_t address, unsigned nbyt
     return at->memory + (address - at->begin);
 }
 
-/* The same in the block's shared memory, whose addresses begin at 0. */
-static inline void *share(struct thread *thread, uint32_t address, unsigned nbytes) {
-    struct launch *launch = thread->launch;
-    if (address % nbytes == 0 && (uint64_t)address + nbytes <= launch->shared_nbytes)
-        return launch->shared + address;
-    launch->failed = true;
-    return NULL;
-}
-
-/* Registers hold the bits of floats. */
-static inline float to_float(uint32_t bits) {
-    float found;
-    memcpy(&found, &bits, sizeof found);
-    return found;
-}
-
-static inline uint32_t to_bits(float number) {
-    uint32_t found;
-    memcpy(&found, &number, sizeof found);
-    return found;
-}
-
 static _Thread_local struct thread *running;
 
 static void enter(void) {
@@ -62,16 +39,6 @@ static void enter(void) {
 }
 
 static inline void barrier(struct thread *thread) { swapcontext(&thread->here, thread->back); }
-
-/* What another thread of the warp has: all threads of the block come here. */
-static inline uint32_t butterfly(struct thread *thread, uint32_t value, uint32_t mask) {
-    uint32_t *lanes = thread->launch->lanes, other = thread->x ^ mask;
-    lanes[thread->x] = value;
-    barrier(thread);
-    uint32_t found = other < thread->launch->threads ? lanes[other] : value;
-    barrier(thread);
-    return found;
-}
 
 /* Threads of a block with barriers are coroutines: each runs up to the next barrier in turn. */
 static inline void run_turns(struct thread *threads, uint32_t count, char *stacks) {

@@ -136,7 +136,6 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 #define ATTRIBUTE(name, says)                                                                      \
     case CU_DEVICE_ATTRIBUTE_##name: *value = says; break
     switch ((int)attribute) {
-        ATTRIBUTE(MULTIPROCESSOR_COUNT, 132);
         ATTRIBUTE(COMPUTE_CAPABILITY_MAJOR, settings.compute_capability / 10);
         ATTRIBUTE(COMPUTE_CAPABILITY_MINOR, settings.compute_capability % 10);
         ATTRIBUTE(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, settings.vmm);
@@ -170,6 +169,7 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
         streams_drain(context);
         streams_end_context(context);
         memory_end_context(context);
+        modules_end_context(context);
         context->peers = 0;
         context->default_stream = NULL;
     }

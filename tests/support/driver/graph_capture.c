@@ -314,8 +314,9 @@ CUresult cuStreamGetCaptureInfo_v2(CUstream handle, CUstreamCaptureStatus *statu
 }
 #endif
 
-/* -- memory that streams order: known in captures alone --------------------------------------- */
+/* -- work that captures alone know ------------------------------------------------------------ */
 
+/* Addresses without memory behind them: a graph that allocates is not instantiated here. */
 CUresult cuMemAllocAsync(CUdeviceptr *address, size_t nbytes, CUstream handle) {
     CALL(NEEDS_CONTEXT, "%zu, %p", nbytes, handle);
     FIND(stream, stream_of(handle), INVALID_HANDLE);
@@ -324,9 +325,24 @@ CUresult cuMemAllocAsync(CUdeviceptr *address, size_t nbytes, CUstream handle) {
     return call_end(CUDA_ERROR_NOT_SUPPORTED);
 }
 
-CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
-    CALL(NEEDS_CONTEXT, "%#llx, %p", address, handle);
-    FIND(stream, stream_of(handle), INVALID_HANDLE);
-    CAPTURE(stream, MEM_FREE, (void)node);
-    return call_end(CUDA_ERROR_NOT_SUPPORTED);
+static CUmemorytype type_of(CUdeviceptr address) {
+    return range_at(address, HOST_KINDS) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+}
+
+void node_moves(CUgraphNode node, const struct move *move) {
+    node->set = (CUDA_MEMSET_NODE_PARAMS){move->target,
+                                          0,
+                                          move->value,
+                                          move->element,
+                                          move->nbytes / (move->element ? move->element : 1),
+                                          1};
+    node->copy = (CUDA_MEMCPY3D){.srcMemoryType = type_of(move->source),
+                                 .srcHost = (void *)(uintptr_t)move->source,
+                                 .srcDevice = move->source,
+                                 .dstMemoryType = type_of(move->target),
+                                 .dstHost = (void *)(uintptr_t)move->target,
+                                 .dstDevice = move->target,
+                                 .WidthInBytes = move->nbytes,
+                                 .Height = 1,
+                                 .Depth = 1};
 }

@@ -1,5 +1,4 @@
-/* Graphs as processes build and query them. A graph lists its nodes last first: no order of them is
- * promised. */
+/* Graphs as processes build them. */
 #include "kernels.h"
 
 /* -- handles ---------------------------------------------------------------------------------- */
@@ -221,12 +220,10 @@ static bool is_set(const CUDA_MEMSET_NODE_PARAMS *set) {
            (set->height == 1 || set->pitch >= set->width * element);
 }
 
+/* Arrays are no memory here. */
 static bool is_copy(const CUDA_MEMCPY3D *copy) {
-    return copy && copy->WidthInBytes && copy->Height && copy->Depth;
-}
-
-static bool is_array(const CUDA_MEMCPY3D *copy) {
-    return copy->srcMemoryType == CU_MEMORYTYPE_ARRAY || copy->dstMemoryType == CU_MEMORYTYPE_ARRAY;
+    return copy && copy->WidthInBytes && copy->Height && copy->Depth &&
+           copy->srcMemoryType != CU_MEMORYTYPE_ARRAY && copy->dstMemoryType != CU_MEMORYTYPE_ARRAY;
 }
 
 CUresult cuGraphAddMemsetNode(ADDS, const CUDA_MEMSET_NODE_PARAMS *set, CUcontext context) {
@@ -242,19 +239,10 @@ CUresult cuGraphAddMemsetNode(ADDS, const CUDA_MEMSET_NODE_PARAMS *set, CUcontex
 CUresult cuGraphAddMemcpyNode(ADDS, const CUDA_MEMCPY3D *copy, CUcontext context) {
     CALL_ADD();
     REQUIRE(is_copy(copy), INVALID_VALUE);
-    REQUIRE(!is_array(copy), NOT_SUPPORTED);
     REQUIRE(context_exists(context), INVALID_CONTEXT);
     ADD(MEMCPY);
     node->copy = *copy;
     node->context = context;
-    GIVE(out, node);
-}
-
-CUresult cuGraphAddHostNode(ADDS, const CUDA_HOST_NODE_PARAMS *host) {
-    CALL_ADD();
-    REQUIRE(host && host->fn, INVALID_VALUE);
-    ADD(HOST);
-    node->host = *host;
     GIVE(out, node);
 }
 
@@ -269,32 +257,6 @@ CUresult cuGraphAddChildGraphNode(ADDS, CUgraph child) {
     FIND(graph, (CUgraph)handle_of(child, GRAPH), INVALID_VALUE);
     ADD(GRAPH);
     node->child = graph_give(graph_copy(graph), true);
-    GIVE(out, node);
-}
-
-static CUresult add_event(ADDS, CUgraphNodeType type, CUevent event) {
-    FIND(node, event_of(event) ? node_after(handle, type, before, NULL, count) : NULL,
-         INVALID_VALUE);
-    node->event = event;
-    GIVE(out, node);
-}
-
-CUresult cuGraphAddEventRecordNode(ADDS, CUevent event) {
-    CALL_ADD();
-    return add_event(out, handle, before, count, CU_GRAPH_NODE_TYPE_EVENT_RECORD, event);
-}
-
-CUresult cuGraphAddEventWaitNode(ADDS, CUevent event) {
-    CALL_ADD();
-    return add_event(out, handle, before, count, CU_GRAPH_NODE_TYPE_WAIT_EVENT, event);
-}
-
-/* Addresses without memory behind them: a graph that allocates is not instantiated here. */
-CUresult cuGraphAddMemAllocNode(ADDS, CUDA_MEM_ALLOC_NODE_PARAMS *with) {
-    CALL_ADD();
-    REQUIRE(with && with->bytesize, INVALID_VALUE);
-    ADD(MEM_ALLOC);
-    with->dptr = addresses_reserve(round_up(with->bytesize, GRANULARITY), 0);
     GIVE(out, node);
 }
 
@@ -332,173 +294,4 @@ CUresult cuGraphAddDependencies_v2(CUgraph handle, const CUgraphNode *from, cons
         REQUIRE(edges_add(&second->before, first, edge), INVALID_VALUE);
     }
     return call_end(CUDA_SUCCESS);
-}
-
-/* -- queries ---------------------------------------------------------------------------------- */
-
-/* "If nodes is NULL, the function instead returns the number in numNodes"; "if numNodes is higher
- * than the actual number of nodes, the remaining entries in nodes will be set to NULL". */
-static void list(CUgraph graph, bool roots, CUgraphNode *nodes, size_t *count) {
-    size_t room = nodes ? *count : 0, found = 0;
-    for (size_t i = graph->count; i-- > 0;) {
-        if (roots && graph->nodes[i]->before.count) continue;
-        if (found < room) nodes[found] = graph->nodes[i];
-        found++;
-    }
-    for (size_t i = found; i < room; i++)
-        nodes[i] = NULL;
-    *count = nodes && found > room ? room : found;
-}
-
-CUresult cuGraphGetNodes(CUgraph handle, CUgraphNode *nodes, size_t *count) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_GRAPH(handle);
-    FINISH(list(graph, false, nodes, count));
-}
-
-CUresult cuGraphGetRootNodes(CUgraph handle, CUgraphNode *nodes, size_t *count) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_GRAPH(handle);
-    FINISH(list(graph, true, nodes, count));
-}
-
-/* Write edges to one node after those to others, as far as there is room; false if edges that are
- * not plain have no place to be told. */
-static bool tell(CUgraphNode node, CUgraphNode *from, CUgraphNode *to, CUgraphEdgeData *data,
-                 size_t room, size_t *found) {
-    for (size_t i = 0; i < node->before.count; i++, ++*found) {
-        const struct edge *edge = &node->before.at[i];
-        if (*found >= room) continue;
-        if (!data && !is_plain(&edge->data)) return false;
-        from[*found] = edge->from;
-        if (to) to[*found] = node;
-        if (data) data[*found] = edge->data;
-    }
-    return true;
-}
-
-static CUresult tell_all(CUgraphNode *nodes, size_t nodes_count, CUgraphNode *from, CUgraphNode *to,
-                         CUgraphEdgeData *data, size_t *count) {
-    size_t room = from ? *count : 0, found = 0;
-    for (size_t i = nodes_count; i-- > 0;)
-        REQUIRE(tell(nodes[i], from, to, data, room, &found), LOSSY_QUERY);
-    for (size_t i = found; i < room; i++) {
-        from[i] = NULL;
-        if (to) to[i] = NULL;
-    }
-    GIVE(count, from && found > room ? room : found);
-}
-
-CUresult cuGraphGetEdges_v2(CUgraph handle, CUgraphNode *from, CUgraphNode *to,
-                            CUgraphEdgeData *data, size_t *count) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_GRAPH(handle);
-    REQUIRE(!from == !to && count && (from || !data), INVALID_VALUE);
-    return tell_all(graph->nodes, graph->count, from, to, data, count);
-}
-
-CUresult cuGraphNodeGetDependencies_v2(CUgraphNode handle, CUgraphNode *from, CUgraphEdgeData *data,
-                                       size_t *count) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE(handle);
-    REQUIRE(count && (from || !data), INVALID_VALUE);
-    return tell_all(&node, 1, from, NULL, data, count);
-}
-
-/* Before CUDA 13 the plain names are calls without the data of edges. */
-#if CUDA_VERSION < 13000
-CUresult cuGraphGetEdges(CUgraph graph, CUgraphNode *from, CUgraphNode *to, size_t *count) {
-    return cuGraphGetEdges_v2(graph, from, to, NULL, count);
-}
-
-CUresult cuGraphNodeGetDependencies(CUgraphNode node, CUgraphNode *from, size_t *count) {
-    return cuGraphNodeGetDependencies_v2(node, from, NULL, count);
-}
-
-CUresult cuGraphAddDependencies(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to,
-                                size_t count) {
-    return cuGraphAddDependencies_v2(graph, from, to, NULL, count);
-}
-#endif
-
-CUresult cuGraphNodeGetType(CUgraphNode handle, CUgraphNodeType *type) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE(handle);
-    GIVE(type, node->type);
-}
-
-/* "The kernelParams array and the argument values it points to are owned by the node." */
-CUresult cuGraphKernelNodeGetParams(CUgraphNode handle, CUDA_KERNEL_NODE_PARAMS *with) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE_OF(handle, KERNEL);
-    for (size_t i = 0; i < MOST_PARAMETERS; i++)
-        node->kernel.pointers[i] = &node->kernel.values[i];
-    node->kernel.with.kernelParams = node->kernel.pointers;
-    GIVE(with, node->kernel.with);
-}
-
-CUresult cuGraphKernelNodeSetParams(CUgraphNode handle, const CUDA_KERNEL_NODE_PARAMS *with) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE_OF(handle, KERNEL);
-    return call_end(kernel_of(&node->kernel, with));
-}
-
-CUresult cuGraphMemsetNodeGetParams(CUgraphNode handle, CUDA_MEMSET_NODE_PARAMS *set) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE_OF(handle, MEMSET);
-    GIVE(set, node->set);
-}
-
-CUresult cuGraphMemcpyNodeGetParams(CUgraphNode handle, CUDA_MEMCPY3D *copy) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE_OF(handle, MEMCPY);
-    GIVE(copy, node->copy);
-}
-
-CUresult cuGraphChildGraphNodeGetGraph(CUgraphNode handle, CUgraph *child) {
-    CALL(NEEDS_DRIVER, "%p", handle);
-    FIND_NODE_OF(handle, GRAPH);
-    GIVE(child, node->child);
-}
-
-/* "Valid for graph nodes": those that cuda.h says this of. */
-bool kernel_attribute_is_known(CUlaunchAttributeID attribute) {
-    switch ((int)attribute) {
-    case CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW:
-    case CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
-    case CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
-    case CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE:
-    case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
-    case CU_LAUNCH_ATTRIBUTE_PRIORITY:
-    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP:
-    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN:
-    case CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION:
-    case CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: return true;
-    }
-    return false;
-}
-
-#define IS_NODE_ATTRIBUTE(attribute)                                                               \
-    (kernel_attribute_is_known(attribute) &&                                                       \
-     (attribute) != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
-
-CUresult cuGraphKernelNodeGetAttribute(CUgraphNode handle, CUkernelNodeAttrID attribute,
-                                       CUkernelNodeAttrValue *value) {
-    CALL(NEEDS_DRIVER, "%p, %d", handle, attribute);
-    FIND_NODE_OF(handle, KERNEL);
-    REQUIRE(value && IS_NODE_ATTRIBUTE(attribute), INVALID_VALUE);
-    memset(value, 0, sizeof *value);
-    if (node->attributes) *value = node->attributes[attribute];
-    return call_end(CUDA_SUCCESS);
-}
-
-CUresult cuGraphKernelNodeSetAttribute(CUgraphNode handle, CUkernelNodeAttrID attribute,
-                                       const CUkernelNodeAttrValue *value) {
-    CALL(NEEDS_DRIVER, "%p, %d", handle, attribute);
-    FIND_NODE_OF(handle, KERNEL);
-    REQUIRE(value && IS_NODE_ATTRIBUTE(attribute), INVALID_VALUE);
-    CUlaunchAttribute only = {.id = attribute, .value = *value};
-    CUlaunchConfig config = {.attrs = &only, .numAttrs = 1};
-    struct kernel_copy same = node->kernel;
-    FINISH(node_launches(node, &same, &config));
 }

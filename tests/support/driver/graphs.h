@@ -1,4 +1,4 @@
-/* Graphs: what those that record, keep and run them share. */
+/* What those that record, keep and run graphs share, and streams with them. */
 #ifndef GRAPHS_H
 #define GRAPHS_H
 
@@ -6,6 +6,23 @@
 
 #define MOST_PARAMETERS 32
 #define MOST_ATTRIBUTES 32
+
+/* Streams and events are never freed, so that a stale handle is found out, not followed. */
+struct CUstream_st {
+    CUstream next;
+    CUcontext context;
+    struct queue *queue;
+    unsigned flags;
+    uint64_t queued, done;
+    bool destroyed;
+};
+
+struct CUevent_st {
+    CUevent next;
+    CUcontext context;
+    uint64_t recorded, happened;
+    bool destroyed;
+};
 
 /* A kernel and its parameters' values. */
 struct kernel_copy {
@@ -95,6 +112,23 @@ bool kernel_attribute_is_known(CUlaunchAttributeID attribute);
 
 /* -- graph_capture.c */
 
+/* Return the error of a call that can't be captured, and invalidate the capture. */
+CUresult capture_refuses(CUstream stream);
+CUresult capture_refuses_event(CUevent event);
+/* Record an event; `taken` becomes true if a capture has the stream. */
+CUresult capture_records(CUstream stream, CUevent event, bool external, bool *taken);
+CUresult capture_waits(CUstream stream, CUevent event, bool external, bool *taken);
+
+/* Find a stream that no capture has, or end the call with an error. */
+#define FIND_STREAM(stream, handle)                                                                \
+    FIND(stream, stream_of(handle), INVALID_HANDLE);                                               \
+    do {                                                                                           \
+        CUresult held = capture_refuses(stream);                                                   \
+        if (held) return call_end(held);                                                           \
+    } while (0)
+
+/* Fill a node with a copy or a setting. */
+void node_moves(CUgraphNode node, const struct move *move);
 /* Give work on a stream to the capture that has it: `node` becomes a node for it, NULL if there is
  * no such capture. */
 CUresult capture_takes(CUstream stream, CUgraphNodeType type, CUgraphNode *node);

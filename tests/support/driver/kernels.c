@@ -12,7 +12,7 @@ struct run {
     size_t touches;
 };
 
-static struct loaded *images;
+struct loaded *images;
 
 static struct kernel *kernels(void) {
     static struct kernel *found;
@@ -38,7 +38,7 @@ struct loaded *image_load(const void *image, CUcontext context) {
         at++;
     if (!at || !at->name) return NULL;
     struct loaded *made = calloc(1, sizeof *made);
-    *made = (struct loaded){images, at, .context = context};
+    *made = (struct loaded){images, at, .context = context, .shared_bytes = 48 << 10};
     return images = made;
 }
 
@@ -53,13 +53,6 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     if (settings.load_syncs) streams_drain(context_current());
     FIND(loaded, image_load(image, context_current()), NO_BINARY_FOR_GPU);
     GIVE(module, IMAGE_HANDLE(loaded, MODULE));
-}
-
-CUresult cuModuleUnload(CUmodule module) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", module);
-    FIND(loaded, image_of(module, MODULE), INVALID_VALUE);
-    REQUIRE(loaded->context, INVALID_VALUE); /* a library's goes with it */
-    FINISH(loaded->unloaded = true);
 }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
@@ -106,34 +99,7 @@ void kernel_run(CUcontext context, void *copy) {
     free(run);
 }
 
-CUresult kernel_keep(struct kernel_copy *copy, const CUDA_KERNEL_NODE_PARAMS *with,
-                     CUcontext context) {
-    struct loaded *loaded = with->func ? image_of(with->func, FUNCTION) : NULL;
-    /* A kernel may be launched by its own handle. */
-    const void *kernel = with->func ? (void *)with->func : (void *)with->kern;
-    if (!loaded) loaded = image_of(kernel, KERNEL);
-    if (!loaded || (loaded->context && loaded->context != context))
-        return CUDA_ERROR_INVALID_HANDLE;
-    if (!with->gridDimX || !with->gridDimY || !with->gridDimZ ||
-        with->blockDimX != loaded->kernel->threads)
-        return CUDA_ERROR_INVALID_VALUE;
-    /* What mx's kernels don't need is not translated. */
-    if (with->blockDimY != 1 || with->blockDimZ != 1 || with->extra ||
-        with->sharedMemBytes > 48 << 10 || loaded->kernel->parameters > MOST_PARAMETERS)
-        return CUDA_ERROR_NOT_SUPPORTED;
-    if (!with->kernelParams) return CUDA_ERROR_INVALID_VALUE;
-    *copy = (struct kernel_copy){.loaded = loaded, .with = *with};
-    /* "The number of kernel parameters and their offsets and sizes" are copied by the call. */
-    for (unsigned at = 0; at < loaded->kernel->parameters; at++)
-        memcpy(&copy->values[at], with->kernelParams[at], loaded->kernel->layout[at][1]);
-    bool is_kernel = image_of(kernel, KERNEL) == loaded;
-    copy->with.func = is_kernel ? NULL : (CUfunction)kernel;
-    copy->with.kern = is_kernel ? (CUkernel)kernel : NULL;
-    copy->with.ctx = context;
-    return CUDA_SUCCESS;
-}
-
-static CUresult launch(CUstream handle, const CUDA_KERNEL_NODE_PARAMS *with,
+CUresult kernel_launch(CUstream handle, const CUDA_KERNEL_NODE_PARAMS *with,
                        const CUlaunchConfig *config) {
     CUstream stream = stream_of(handle);
     REQUIRE(stream, INVALID_HANDLE);
@@ -155,15 +121,5 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
          block_y, block_z, shared_bytes, handle);
     CUDA_KERNEL_NODE_PARAMS with = {function, grid_x,  grid_y,       grid_z,     block_x,
                                     block_y,  block_z, shared_bytes, parameters, .extra = extra};
-    return launch(handle, &with, NULL);
-}
-
-CUresult cuLaunchKernelEx(const CUlaunchConfig *of, CUfunction function, void **parameters,
-                          void **extra) {
-    CALL(NEEDS_CONTEXT, "%p, %ux%ux%u, %u attributes, %p", function, of->gridDimX, of->gridDimY,
-         of->gridDimZ, of->numAttrs, of->hStream);
-    CUDA_KERNEL_NODE_PARAMS with = {function,      of->gridDimX,  of->gridDimY,  of->gridDimZ,
-                                    of->blockDimX, of->blockDimY, of->blockDimZ, of->sharedMemBytes,
-                                    parameters,    .extra = extra};
-    return launch(of->hStream, &with, of);
+    return kernel_launch(handle, &with, NULL);
 }

@@ -10,9 +10,14 @@
 struct loaded {
     struct loaded *next;
     const struct kernel *kernel;
-    CUcontext context; /* of a module; a library belongs to none */
+    CUcontext context;     /* of a module; a library belongs to none */
+    unsigned shared_bytes; /* what a launch may ask for */
     bool unloaded;
 };
+
+extern struct loaded *images;
+
+#define MOST_SHARED_BYTES (227 << 10)
 
 /* All handles of an image are its address and a number, so that one kind is not taken for another.
  */
@@ -28,5 +33,8 @@ CUresult kernel_keep(struct kernel_copy *copy, const CUDA_KERNEL_NODE_PARAMS *wi
                      CUcontext context);
 /* Run a copy, under the lock, and break the context if it touches what it may not. */
 void kernel_run(CUcontext context, void *copy);
+/* Launch a kernel, or capture that: the rest of a call. */
+CUresult kernel_launch(CUstream handle, const CUDA_KERNEL_NODE_PARAMS *with,
+                       const CUlaunchConfig *config);
 
 #endif

@@ -136,7 +136,7 @@ def source(images: Iterable[Image]) -> str:
     Raises:
         ValueError: A kernel uses an instruction that is not translated.
     """
-    parts, table = ['#include "blocks.h"\n'], []
+    parts, table = ['#include "warps.h"\n'], []
     for number, image in enumerate(images):
         name = f"kernel_{number}"
         parts.append(translated(image.name, image.ptx, name))

@@ -23,7 +23,7 @@ from mx.graphs.package import Place
 from mx.graphs.region import Region
 from mx.graphs.tensors import RegionTensor
 from tests.support.driver import calling
-from tests.support.driver.graph_programs import IMAGES
+from tests.support.driver.layer_programs import IMAGES
 
 N, BLOCK = 96, 128
 SHAPES = {"norm.weight": (N,), "gate.weight": (N, N), "up.weight": (N, N)}

@@ -18,6 +18,8 @@ PAIRS = {
     "cuMemHostUnregister": ("cuMemHostRegister",),
     "cuStreamDestroy": ("cuStreamCreate",),
     "cuEventDestroy": ("cuEventCreate",),
+    "cuGraphDestroy": ("cuGraphCreate", "cuGraphClone", "cuStreamEndCapture"),
+    "cuGraphExecDestroy": ("cuGraphInstantiateWithFlags",),
     "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRetain",),
 }
 

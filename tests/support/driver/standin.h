@@ -46,9 +46,9 @@
  *   MX_STANDIN_LATE_US             each operation of a stream starts that many microseconds late
  *   MX_STANDIN_ONE_QUEUE           flag: all streams share one hardware queue, first come first run
  *   MX_STANDIN_CAPTURE             "global" or "thread_local": another thread captures all the time
- *   MX_STANDIN_GRAPH_ORDER         which of the nodes that may run next a graph runs: "reverse" (the
- *                                  last that was made), "created" (the first), or a seed by which
- *                                  one is drawn; reverse
+ *   MX_STANDIN_GRAPH_ORDER         which node a graph runs next, of those that may run: "reverse"
+ *                                  (the last that was made), "created" (the first), or a seed by
+ *                                  which one is drawn; reverse
  *   MX_STANDIN_LOAD_SYNCS          flag: cuModuleLoadData waits for the context's work
  *   MX_STANDIN_SMALL_IN_BLOCKS     flag: allocations under 1 MiB share blocks of 2 MiB; who opens
  *                                  the handle of one sees its whole block
@@ -242,25 +242,9 @@ void addresses_release(uintptr_t address, size_t nbytes);
 void addresses_show(uintptr_t address, size_t nbytes, int fd);
 void addresses_hide(uintptr_t address, size_t nbytes);
 void memory_end_context(CUcontext context);
+void modules_end_context(CUcontext context);
 
 /* -- streams.c -------------------------------------------------------------------------------- */
-
-/* Streams and events are never freed, so that a stale handle is found out, not followed. */
-struct CUstream_st {
-    CUstream next;
-    CUcontext context;
-    struct queue *queue;
-    unsigned flags;
-    uint64_t queued, done;
-    bool destroyed;
-};
-
-struct CUevent_st {
-    CUevent next;
-    CUcontext context;
-    uint64_t recorded, happened;
-    bool destroyed;
-};
 
 /* A copy, or with an element's size a setting to its value. */
 struct move {
@@ -282,26 +266,12 @@ CUevent event_of(CUevent handle);
 /* Queue a call, under the lock, with a context and data that is freed after it. */
 void stream_queue(CUstream stream, void (*call)(CUcontext, void *), void *data);
 
-/* Find a stream that no capture has, or end the call with an error. */
-#define FIND_STREAM(stream, handle)                                                                \
-    FIND(stream, stream_of(handle), INVALID_HANDLE);                                               \
-    do {                                                                                           \
-        CUresult held = capture_refuses(stream);                                                   \
-        if (held) return call_end(held);                                                           \
-    } while (0)
-
 /* -- graph_capture.c -------------------------------------------------------------------------- */
 
 /* Return true if stream capture forbids this thread an unsafe call, and invalidate the capture. */
 bool capture_forbids(void);
-/* Return the error of a call that can't be captured, and invalidate the capture. */
-CUresult capture_refuses(CUstream stream);
-/* The same for any stream of a context, and for an event. */
+/* Return the error of a call that no stream of a context may be captured in. */
 CUresult capture_refuses_any(CUcontext context);
-CUresult capture_refuses_event(CUevent event);
-/* Record an event; `taken` becomes true if a capture has the stream. */
-CUresult capture_records(CUstream stream, CUevent event, bool external, bool *taken);
-CUresult capture_waits(CUstream stream, CUevent event, bool external, bool *taken);
 
 static inline size_t round_up(size_t nbytes, size_t multiple) {
     return (nbytes + multiple - 1) / multiple * multiple;

@@ -359,34 +359,13 @@ void memory_move(CUcontext context, const struct move *move) {
 
 static void run_move(struct work *work) { memory_move(work->stream->context, &work->move); }
 
-static CUmemorytype type_of(CUdeviceptr address) {
-    return range_at(address, HOST_KINDS) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-}
-
-static void node_moves(CUgraphNode node, const struct move *move) {
-    node->set = (CUDA_MEMSET_NODE_PARAMS){move->target,
-                                          0,
-                                          move->value,
-                                          move->element,
-                                          move->nbytes / (move->element ? move->element : 1),
-                                          1};
-    node->copy = (CUDA_MEMCPY3D){.srcMemoryType = type_of(move->source),
-                                 .srcHost = (void *)(uintptr_t)move->source,
-                                 .srcDevice = move->source,
-                                 .dstMemoryType = type_of(move->target),
-                                 .dstHost = (void *)(uintptr_t)move->target,
-                                 .dstDevice = move->target,
-                                 .WidthInBytes = move->nbytes,
-                                 .Height = 1,
-                                 .Depth = 1};
-}
-
 /* Queue a move, under the lock. Pinned memory is read and written when it runs. Pageable memory is
  * staged after the stream's earlier work, and a copy to it returns when it is complete: the driver
  * may do both (CUDA driver API, API synchronization behavior), and neither can be captured. */
 static CUresult queue_move(CUstream handle, struct move move, bool wait) {
     CUstream stream = stream_of(handle);
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+    if (!move.nbytes) return CUDA_SUCCESS;
     CUgraphNode node = NULL;
     CUresult held =
         wait || move.from_host || move.to_host
@@ -395,7 +374,7 @@ static CUresult queue_move(CUstream handle, struct move move, bool wait) {
                             move.element ? CU_GRAPH_NODE_TYPE_MEMSET : CU_GRAPH_NODE_TYPE_MEMCPY,
                             &node);
     if (node) node_moves(node, &move);
-    if (held || node || !move.nbytes) return held;
+    if (held || node) return held;
     struct work work = {.run = run_move};
     if (move.from_host) {
         wait_for_stream(stream);
@@ -442,20 +421,8 @@ COPIES_AND_WAITS(cuMemcpyDtoH, void *, CUdeviceptr, TO_HOST)
 
 COPIES(cuMemcpyAsync, CUdeviceptr, CUdeviceptr, ANY)
 
-static CUresult set(const char *name, CUdeviceptr to, unsigned value, size_t count,
-                    unsigned element, CUstream stream) {
-    CUresult begun =
-        call_begin(name, NEEDS_CONTEXT, "%#llx, %u, %zu, %p", to, value, count, stream);
-    if (begun) return call_end(begun);
-    REQUIRE(to % element == 0, INVALID_VALUE);
-    struct move move = {to, 0, count * element, value, .element = element};
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
+    CALL(NEEDS_CONTEXT, "%#llx, %u, %zu, %p", to, value, nbytes, stream);
+    struct move move = {to, 0, nbytes, value, .element = 1};
     return call_end(queue_move(stream, move, false));
 }
-
-#define SETS(name, type)                                                                           \
-    CUresult name(CUdeviceptr to, type value, size_t count, CUstream stream) {                     \
-        return set(__func__, to, value, count, sizeof value, stream);                              \
-    }
-
-SETS(cuMemsetD8Async, unsigned char)
-SETS(cuMemsetD32Async, unsigned)

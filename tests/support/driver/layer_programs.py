@@ -12,6 +12,7 @@ from mx.graphs.export import Package, combine
 from mx.graphs.message import Capture
 from tests.support.driver import programs
 from tests.support.driver.build import kernels_library
+from tests.support.driver.kernels import Image
 
 #: `layer` reads it: where the cubins are, by kernel's name.
 IMAGES = "MX_TEST_GRAPH_IMAGES"
@@ -24,11 +25,19 @@ def prepared(capability: int = 90) -> tuple[Path, Path]:
     from tests.support.driver.decode import images
 
     made = images(capability)
+    (add,) = (image for image in made if image.name == "add")
+    made += (_renamed(add, "ncclDevKernel_Sum"),)
     folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
     _folders.append(folder)
     for image in made:
         Path(folder.name, f"{image.name}.cubin").write_bytes(image.cubin)
     return Path(folder.name), kernels_library(capability, made)
+
+
+def _renamed(image: Image, name: str) -> Image:
+    """Return a kernel by another name, as if it were another library's."""
+    ptx = image.ptx.replace(f".entry {image.name}(", f".entry {name}(")
+    return Image(name, name.encode() + image.cubin, ptx)
 
 
 _PRELUDE = """
