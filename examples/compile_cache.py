@@ -74,7 +74,7 @@ def mx_command(*arguments: str | Path) -> str:
 def running(*command: str | Path) -> Iterator[dict[str, str]]:
     """Run a daemon of mx, and yield the object that it prints when it is ready."""
     program = Path(sys.executable).with_name(str(command[0]))
-    arguments = [*map(str, command[1:]), "--json", "--log-level", "error"]
+    arguments = [*map(str, command[1:]), "--json", "--log-format", "text", "--log-level", "error"]
     with subprocess.Popen([str(program), *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
             yield json.loads(process.stdout.readline())
@@ -106,6 +106,7 @@ def main() -> None:
         public = json.loads(mx_command("artifacts", "keygen", key, "--json"))["key"]
         trust = scratch / "trust.toml"
         trust.write_text(f'[[signer]]\nname = "me"\nkey = "{public}"\nmodels = ["example-*"]\n')
+        trust.chmod(0o600)
         print("a publisher records what a replica compiles ...", flush=True)
         worker = [sys.executable, __file__, "replica", address, ""]
         mx_command("artifacts", "record", caches, "--", *worker)

@@ -252,7 +252,7 @@ def fetch(device: Any, address: int, stream: Any) -> bytes:
 def running(*command: str | Path) -> Iterator[dict[str, str]]:
     """Run a daemon of mx, and yield the object that it prints when it is ready."""
     program = Path(sys.executable).with_name(str(command[0]))
-    arguments = [*map(str, command[1:]), "--json", "--log-level", "error"]
+    arguments = [*map(str, command[1:]), "--json", "--log-format", "text", "--log-level", "error"]
     with subprocess.Popen([str(program), *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -281,6 +281,14 @@ def main() -> None:
     parser.add_argument("--stand-in", type=int, metavar="MAJOR", help="the driver's major version")
     major = parser.parse_args().stand_in
     environment: dict[str, str] = {}
+    if major is None:
+        from mx.cuda.driver import load
+        from mx.errors import MxError
+
+        try:
+            load()
+        except MxError as error:
+            parser.exit(2, f"{error}; without a GPU: --stand-in 13, in a clone of mx\n")
 
     def mx_command(*arguments: str | Path) -> str:
         command = [str(Path(sys.executable).with_name("mx")), *map(str, arguments)]
@@ -306,6 +314,7 @@ def main() -> None:
         public = json.loads(mx_command("artifacts", "keygen", key, "--json"))["key"]
         trust = scratch / "trust.toml"
         trust.write_text(f'[[signer]]\nname = "me"\nkey = "{public}"\nmodels = ["example-*"]\n')
+        trust.chmod(0o600)
         worker = [sys.executable, __file__, "publisher", address]
         mx_command("artifacts", "record", recorded, "--", *worker)
         signed = ("--model", NAME, "--key", key, "--out", package)
