@@ -79,6 +79,7 @@ def started(
     trust.write_text(
         "".join(f'[[signer]]\nname = "us"\nkey = "{key}"\nmodels = ["*"]\n' for key in keys)
     )
+    trust.chmod(0o600)
     extra = {"artifacts": True, "trust": str(trust), "lend": False}
     found = start(target, model, NAME, extra=extra, **options)
     return str(target.status()["compile_caches"]), found
