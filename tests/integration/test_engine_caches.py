@@ -104,6 +104,7 @@ def test_what_one_process_compiled_another_uses(
 ) -> None:
     trust = tmp_path / "trust.toml"
     trust.write_text(f'[[signer]]\nname = "us"\nkey = "{key}"\nmodels = ["comp*"]\n')
+    trust.chmod(0o600)
     found, said = replica(environ, trust=str(trust))
     assert found["counts"] == {"used": 1, "partly": 0, "unused": 0, "none": 0}, said[-3000:]
     own = Path(environ["TORCHINDUCTOR_CACHE_DIR"])

@@ -30,6 +30,7 @@ def test_whatever_is_wrong_is_one_line_and_the_engine_goes_on(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "other.toml").write_text("")
+    (tmp_path / "other.toml").chmod(0o600)
     settings = config.load(
         {"trust": str(tmp_path / trust) if trust else "", "coordinator": "127.0.0.1:9"}
     )

@@ -167,6 +167,14 @@ class Host:
         held = self.look() if ranks == 1 else {}
         return held | {"before": self.before, "generated": self.generate()}
 
+    def cache_key(self, model: str, **options: Any) -> str:
+        """Return vLLM's key of an engine's compiled code."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        given = {"load_format": "mx-peer", "skip_tokenizer_init": True, "max_model_len": 128}
+        arguments = EngineArgs(model=model, **{**given, **options})
+        return str(arguments.create_engine_config().compute_hash())
+
     def lack(self) -> None:
         """Make this vLLM one that does not say which methods take processed weights."""
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase

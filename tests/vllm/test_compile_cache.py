@@ -79,6 +79,7 @@ def started(
     trust.write_text(
         "".join(f'[[signer]]\nname = "us"\nkey = "{key}"\nmodels = ["*"]\n' for key in keys)
     )
+    trust.chmod(0o600)
     extra = {"artifacts": True, "trust": str(trust), "lend": False}
     found = start(target, model, NAME, extra=extra, **options)
     return str(target.status()["compile_caches"]), found
@@ -112,3 +113,14 @@ def test_what_one_engine_compiled_another_uses(
     recorded = objects(place / "caches")
     assert recorded and objects(place / "cache") == recorded
     assert objects(place / "own") == own
+
+
+def test_the_key_of_compiled_code_has_no_path(checkpoint: Path, target: Host) -> None:
+    keys = [target.do("cache_key", str(each)) for each in (checkpoint, bare(checkpoint))]
+    assert keys[0] == keys[1]
+    assert target.do("cache_key", str(checkpoint), max_model_len=64) != keys[0]
+    plain = [
+        target.do("cache_key", str(each), load_format="auto")
+        for each in (checkpoint, bare(checkpoint))
+    ]
+    assert plain[0] != plain[1]  # or this is vLLM's own business by now
