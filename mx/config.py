@@ -28,6 +28,9 @@ RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
 DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
+#: What `environment` sets, by the blocks that have not ended; and what each name was before them.
+_environments: list[dict[str, str]] = []
+_outside: dict[str, str | None] = {}
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -353,15 +356,25 @@ def library_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, for what starts in the block, and restore them at its end."""
+    """Set variables, for what starts in the block, and restore them at its end.
+
+    Blocks may end in any order: the value is that of the last that has not, then as before all.
+    """
+    mine = dict(values)
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
+        for name in mine:
+            if not any(name in each for each in _environments):
+                _outside[name] = os.environ.get(name)
+        _environments.append(mine)
+        os.environ.update(mine)
     try:
         yield
     finally:
         with _environment_lock:
-            for name, text in before.items():
+            _environments[:] = [each for each in _environments if each is not mine]
+            for name in mine:
+                others = [each[name] for each in _environments if name in each]
+                text = others[-1] if others else _outside.pop(name)
                 if text is None:
                     os.environ.pop(name, None)
                 else:

@@ -154,7 +154,6 @@ def _scan(folder: Path, prefix: str, found: list[CacheFile]) -> None:
         with os.scandir(at) as entries:
             for entry in entries:
                 seen += 1
-                # Three times: an object's source, its lock and its own folder.
                 if len(found) > MAX_FILES or seen > 8 * MAX_FILES:
                     raise ArtifactError(f"the cache has more than {MAX_FILES} files")
                 if _STAYS.fullmatch(entry.name):
@@ -186,8 +185,7 @@ def lay_out(
     Nothing is synced: what a lost power supply leaves is not whole, and laid out anew.
 
     Args:
-        files: The files.
-        read: Returns the checked bytes of the file of an index.
+        files, read: The files, and what returns the checked bytes of that of an index.
         root: The cache's folder. If it is whole, whoever laid it out, it is used as it is. One that
             is not is laid out anew unless it is in use (`hold`).
         digests: As for `is_whole`.
@@ -391,10 +389,12 @@ def _remove_leftovers(root: Path) -> None:
 
 @contextlib.contextmanager
 def hold(root: Path) -> Iterator[None]:
-    """Keep a cache's folder from being laid out anew by others while an engine uses it."""
+    """Keep a cache's folder from being laid out anew while an engine uses it. Raises OSError."""
     fd = os.open(root, _FOLDER)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
+        if not _is_at(fd, root):
+            raise FileNotFoundError(errno.ENOENT, "it was taken away just now")
         yield
     finally:
         os.close(fd)

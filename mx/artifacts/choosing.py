@@ -62,6 +62,8 @@ class Search:
                 alone.
         """
         self.model = parse_reference(model).name
+        if not self.model:
+            raise ConfigError("no model is named", hint="name the one that the sets are for")
         self.coordinator, self.settings = coordinator, settings or config.load()
         self.reasons: list[str] = []
         self._kind, self._pin, self._fields = kind, pin, dict(fields or {})
@@ -90,8 +92,8 @@ class Search:
         for listed in self._listed():
             try:
                 yield self._checked(listed)
-            except MxError as error:
-                self.refuse(listed.set_id, error.message)
+            except (MxError, OSError) as error:  # OSError: an engine's files can't be read
+                self.refuse(listed.set_id, getattr(error, "message", str(error)))
 
     def _listed(self) -> list[Listed]:
         found = find(self.model, coordinator=self.coordinator, settings=self.settings)

@@ -159,7 +159,7 @@ def check(document: Document) -> None:
         _refuse("it was made at no time")
     _check_counts(len(document.environment), len(document.blobs), len(document.files))
     for name, value in document.environment.items():
-        if not _FIELD.fullmatch(name) or not _is_text(value, _MAX_VALUE_CHARS):
+        if not is_field(name, value):
             _refuse(f"its environment has the field {shown(name)}: {shown(value)}")
     if any(len(blob.blake3) != DIGEST_BYTES for blob in document.blobs):
         _refuse("a digest has another length")
@@ -194,6 +194,11 @@ def _check_files(document: Document) -> None:
     if any(first.path >= second.path for first, second in pairwise(document.files)):
         _refuse("its files are not in the order of their paths")
     check_files(document.cache_files)
+
+
+def is_field(name: str, value: str) -> bool:
+    """Return True if a set's environment may have such a field."""
+    return _FIELD.fullmatch(name) is not None and _is_text(value, _MAX_VALUE_CHARS)
 
 
 def _is_name(model: str) -> bool:

@@ -140,12 +140,14 @@ def _distribution(package: str) -> importlib.metadata.Distribution | None:
 
 
 def _folder(package: str) -> Path | None:
-    """Return the folder that a package would be imported from."""
+    """Return the folder that a package would be imported from; nothing is imported to find it."""
+    if not package.isidentifier():  # to find a part of a package imports the package
+        return None
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # ValueError: a module without a spec stands in for it
         return None
-    return None if spec is None or not spec.origin else Path(spec.origin).parent
+    return Path(spec.origin).parent if spec and spec.has_location and spec.origin else None
 
 
 def _gpus() -> tuple[str, str, str, str]:

@@ -41,10 +41,12 @@ class Package:
         Raises:
             ArtifactError: The file is no set, or its document or signature is wrong.
             CheckpointError: Its header is malformed.
-            ConfigError: This user may not read it.
+            ConfigError: There is no such file, or this user may not read it.
             LocalError: The disk fails.
         """
         self._path = path
+        if not path.exists():
+            raise ConfigError(f"there is no file {path}", hint="name one that publish made")
         tensors = read_tensor_file(path, path.name).tensors
         start, end = tensors[0].begin, tensors[0].end
         nbytes = tensors[-1].end - end

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from mx import config
 from mx.artifacts.caches import CacheFile, check_files, scan, variables
+from mx.artifacts.document import is_field
 from mx.artifacts.environment import CPU_FIELDS
 from mx.artifacts.private import check_private
 from mx.core.json_bounds import check_json
@@ -99,7 +100,12 @@ def record(
     interpreter = python or _interpreter(command)
     folder = folder.absolute()
     check_private(folder.parent)
-    _probe(interpreter, "", fields)  # before hours of compiling
+    for name, text in _probe(interpreter, "", fields).items():  # before hours of compiling
+        if not is_field(name, text):
+            raise ConfigError(
+                f"the environment can't have the field {shown(name)}: {shown(text)}",
+                hint="names are a-z, 0-9, _ and ., 32 at most; values have 512 characters at most",
+            )
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

@@ -65,7 +65,13 @@ def models(
     # Artefacts are listed as models are, and have a verb of their own.
     sets = [each for each in found if model_and_set(each.model.name) and not model]
     found = [each for each in found if each not in sets]
-    bundles = api.list_bundles(wanted.name, coordinator=settings.coordinator, settings=settings)
+    bundles = [
+        each
+        for each in api.list_bundles(
+            wanted.name, coordinator=settings.coordinator, settings=settings
+        )
+        if model or model_and_set(each.name) is None
+    ]
     if as_json:
         listed = [
             {
@@ -90,6 +96,7 @@ def models(
     if not found:
         what = f"{model} as a model" if model else "models"
         outcome.say(f"the coordinator at {settings.coordinator} knows no {what}")
+        _say_sets(len(sets))
         return
     shown = Table("model", "revision", "variant", box=None, pad_edge=False)
     for name in ("size", "layers", "sources"):
@@ -107,13 +114,17 @@ def models(
             "its pin only" if entry.pin_only else "name or pin",
         )
     outcome.show(shown)
-    if sets:
-        outcome.write(f"and {count(len(sets), 'set')} of artefacts: mx artifacts list")
+    _say_sets(len(sets))
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
     outcome.write("\npins:")
     for entry in found:
         outcome.write(f"{entry.pinned}  {outcome.pin_covers(entry.ref.packaging)}")
+
+
+def _say_sets(sets: int) -> None:
+    if sets:
+        outcome.write(f"and {count(sets, 'set')} of artefacts: mx artifacts list")
 
 
 @options.takes_settings

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from mx.config import Settings
 
 
+#: The flags that say how a checkpoint is served.
+_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 @options.takes_settings
 def serve(
     context: typer.Context,
@@ -100,10 +108,20 @@ def serve(
     - `mx serve --cache --memory 64GB`  one copy of each model for all processes of this host
     """
     if as_cache:
+        if artifacts:
+            raise ConfigError(
+                "a cache holds what is pulled, sets too",
+                hint="leave out --artifacts, or serve the sets by a command of their own",
+            )
         run_cache(context, checkpoint, as_json=as_json)
         return
     if not checkpoint and not artifacts:
         raise ConfigError("Missing argument 'CHECKPOINT'", hint="name a folder, or give --cache")
+    if not checkpoint and (given := [n for n in _OF_CHECKPOINTS if _is_given(context, n)]):
+        raise ConfigError(
+            f"--{given[0]} is for a checkpoint, and there are only sets",
+            hint=f"name a checkpoint, or leave out --{given[0]}",
+        )
     if context.params["cache_memory"] is not None:
         raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
     settings = options.settings_of(context, runs_long=True, level="info")

@@ -248,3 +248,12 @@ def test_a_record_is_json_that_any_tool_reads(folder: Path) -> None:
     record(folder, COMMAND)
     assert set(json.loads((folder / RECORD).read_text())) == {"format", "environment", "files"}
     assert time.time() - (folder / RECORD).stat().st_mtime < 60
+
+
+@pytest.mark.parametrize("fields", [{"A b": "x"}, {"a": 513 * "x"}, {"a": "x\x1b[A"}])
+def test_fields_that_no_set_may_have_are_refused_before_it_compiles(
+    folder: Path, fields: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match="can't have the field"):
+        record(folder, COMMAND, fields)
+    assert not folder.exists()

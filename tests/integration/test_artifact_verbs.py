@@ -177,3 +177,29 @@ def test_several_sets_do_not_share_a_port(run: Run, coordinator: str, publisher:
     sets = ("--artifacts", str(publisher.set), "--artifacts", str(publisher.set))
     fixed = run("serve", *sets, "--listen", "127.0.0.1:7999", "--coordinator", coordinator)
     assert fixed.wait() == 2 and "a port of its own" in fixed.err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--cache",), ("--model", "x"), ("--update",), ("--device", "cpu"), ("--variant", "x")],
+)
+def test_no_flag_beside_sets_is_ignored(run: Run, tmp_path: Path, more: tuple[str, ...]) -> None:
+    refused = run("serve", "--artifacts", str(tmp_path / "x.safetensors"), *more)
+    assert refused.wait() == 2 and ("leave out --" in refused.err), refused.err
+
+
+def test_what_is_not_there_is_said(run: Run, tmp_path: Path, publisher: Publisher) -> None:
+    for verb in (("artifacts", "inspect"), ("serve", "--artifacts")):
+        assert "there is no file" in publisher.mx(*verb, str(tmp_path / "none"), ends=2).err
+    publisher.trust.touch(0o600)
+    none = publisher.mx("artifacts", "pull", "", "--trust", str(publisher.trust), ends=2)
+    assert "no model is named" in none.err
+
+
+def test_only_sets_are_listed(run: Run, coordinator: str, publisher: Publisher) -> None:
+    publisher.publish()
+    at = ("--coordinator", coordinator)
+    run("serve", "--artifacts", str(publisher.set), *at, "--json").json()
+    assert "and 1 set of artefacts" in publisher.mx("models", *at).out
+    listed = publisher.mx("models", *at, "--json").json()
+    assert listed["models"] == listed["bundles"] == []

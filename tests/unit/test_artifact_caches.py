@@ -500,3 +500,22 @@ def test_where_a_path_ends_is_checked_however_it_is_written(place: Path) -> None
     for each in ("inner/..", "here", "inner/up"):
         with pytest.raises(ConfigError, match="other users may write"):
             check_private(place / each)
+
+
+def test_a_folder_that_was_just_taken_away_is_not_held(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its opening and its lock another process lays it out anew."""
+    root = place / "set"
+    lay_out(FILES, read, root)
+    real = fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_SH:
+            root.rename(place / "gone")
+            root.mkdir(mode=0o700)
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(FileNotFoundError), hold(root):
+        pass

@@ -196,3 +196,15 @@ def test_gpus_that_are_hidden_are_no_field(monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert here(names=environment.GPU_FIELDS) == {}
+
+
+@pytest.mark.parametrize("engine", ["antigravity_parent.part", "sys", "os", "..", "a/b", "é-"])
+def test_what_is_no_package_is_not_imported_or_read(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set names an engine: no code of the name's runs, and the working folder is not read."""
+    (tmp_path / "antigravity_parent.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert here(engine, names=["engine", "engine_build"]) == {"engine": engine}

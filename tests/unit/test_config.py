@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -224,3 +227,23 @@ def test_a_calls_arguments_beat_the_settings() -> None:
     assert changed.origin("max_bandwidth") == "argument"
     with pytest.raises(ConfigError, match="max_readers"):
         config.given(settings, max_readers=-1)
+
+
+@pytest.mark.parametrize("outside", [None, "before"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_variables_are_restored_in_whichever_order_blocks_end(
+    outside: str | None, order: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of threads that use caches of their own."""
+    monkeypatch.delenv("MX_OF_TEST", raising=False)
+    if outside is not None:
+        monkeypatch.setenv("MX_OF_TEST", outside)
+    blocks = [config.environment({"MX_OF_TEST": str(n)}) for n in range(3)]
+    for block in blocks:
+        block.__enter__()
+    left = [0, 1, 2]
+    for n in order:
+        assert os.environ["MX_OF_TEST"] == str(left[-1])
+        blocks[n].__exit__(None, None, None)
+        left.remove(n)
+    assert os.environ.get("MX_OF_TEST") == outside
