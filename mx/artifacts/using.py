@@ -217,7 +217,10 @@ def use(
         try:
             yield used
         finally:
-            usage = used.report()
+            try:
+                usage = used.report()
+            except OSError:  # the folder was removed: what the block raises is more important
+                usage = None
             event(
                 log,
                 "artifacts.used",
