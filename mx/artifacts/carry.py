@@ -122,20 +122,13 @@ def find(
             continue
         try:
             fields = ProcessingKey.parse(status.model.variant).fields
+            # Not the pin, which covers the name that the file has at a source.
+            name = with_pin(str(status.model), status.ref.identity.hex())
         except ConfigError:
             continue
-        if fields.get("kind") in KINDS:
-            found.append(
-                Listed(
-                    # Not the pin, which covers the name that the file has at a source.
-                    with_pin(str(status.model), status.ref.identity.hex()),
-                    *named,
-                    fields["kind"],
-                    fields.get("signer", ""),
-                    status.nbytes,
-                    status.sources,
-                )
-            )
+        kind, signer = fields.get("kind", ""), fields.get("signer", "")
+        if kind in KINDS:
+            found.append(Listed(name, *named, kind, signer, status.nbytes, status.sources))
     return sorted(found, key=lambda each: (-each.sources, each.name))
 
 
