@@ -196,9 +196,9 @@ def fetched(
         ArtifactError: The set is not the one that was announced.
         MxError: As `mx.pull`.
     """
-    with pull(found.name, out=staging, coordinator=coordinator, settings=settings) as pulled:
-        pulled.wait()
-    try:
+    try:  # what has arrived in part is beside `staging`
+        with pull(found.name, out=staging, coordinator=coordinator, settings=settings) as pulled:
+            pulled.wait()
         files = sorted(staging.glob("*.safetensors"))
         _require(len(files) == 1, found.name)
         with Package(files[0]) as package:
