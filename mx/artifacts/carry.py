@@ -29,10 +29,12 @@ from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
-from mx.errors import ArtifactError, ConfigError
+from mx.errors import ArtifactError, ConfigError, PeerTimeoutError
 
 log = logging.getLogger(__name__)
 
+#: The most time for a document, whoever gives it: an engine waits to start.
+_DOCUMENT_S = 30.0
 #: Of a signer's key, in what is listed.
 _SIGNER_CHARS = 16
 
@@ -166,7 +168,13 @@ def fetch_document(
     whole = plan(listed.name, **where)
     data = np.empty(planned.nbytes, np.uint8)
     with pull(listed.name, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
-        pulled.wait()
+        try:
+            pulled.wait(_DOCUMENT_S)
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"the document of {listed.name} did not arrive in {_DOCUMENT_S:g} s",
+                hint="its sources are slow, or want to be",
+            ) from None
     signed = read_signed(data.tobytes(), trust)
     _require(signed.set_id == listed.set_id, listed.name)
     _require(signed.document.model == listed.model, listed.name)
