@@ -23,6 +23,7 @@ from mx.api.planning import plan
 from mx.api.pulling import pull
 from mx.api.serving import serve as serve_checkpoint
 from mx.api.source import Source
+from mx.api.target import Pull
 from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, Package
 from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
@@ -168,6 +169,7 @@ def fetch_document(
     whole = plan(listed.name, **where)
     data = np.empty(planned.nbytes, np.uint8)
     with pull(listed.name, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
+        _require_no_files(pulled, listed.name)
         try:
             pulled.wait(_DOCUMENT_S)
         except TimeoutError:
@@ -206,6 +208,7 @@ def fetched(
     """
     try:  # what has arrived in part is beside `staging`
         with pull(found.name, out=staging, coordinator=coordinator, settings=settings) as pulled:
+            _require_no_files(pulled, found.name)
             pulled.wait()
         files = sorted(staging.glob("*.safetensors"))
         _require(len(files) == 1, found.name)
@@ -214,6 +217,18 @@ def fetched(
             yield package
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _require_no_files(pulled: Pull, name: str) -> None:
+    """Refuse a set that has files beside it: its document has no size for them."""
+    try:
+        manifest = pulled.wait_manifest(_DOCUMENT_S)
+    except TimeoutError:
+        raise PeerTimeoutError(
+            f"the layout of {name} did not arrive in {_DOCUMENT_S:g} s",
+            hint="its sources are slow, or want to be",
+        ) from None
+    _require(not manifest.packaging.side_files, name)
 
 
 def _require(holds: bool, name: str) -> None:

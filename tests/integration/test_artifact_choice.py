@@ -297,3 +297,18 @@ def test_slow_sources_keep_no_engine_waiting(
         _offer("", 1_700_000_000, tmp_path, asked, stack)
         (reason,) = _obtain(tmp_path, trust, asked).reasons
     assert says in reason
+
+
+def test_files_beside_a_set_are_not_taken(
+    tmp_path: Path, trust: Path, asked: config.Settings
+) -> None:
+    """Nothing signed bounds them."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    signed = artifact_sets.write(folder / "m.safetensors", CONTENTS, FARM, environment=HERE)
+    (folder / "config.json").write_text('{"a": 1}')
+    variant = mx.ProcessingKey(kind="compile-cache", signer=signed.public_key.hex()[:16])
+    name = listed_name("m", signed.set_id)
+    with mx.serve(folder, model=name, variant=variant, settings=asked):
+        (reason,) = _obtain(tmp_path, trust, asked).reasons
+    assert "is not that set" in reason
