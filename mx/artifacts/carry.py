@@ -23,16 +23,19 @@ from mx.api.planning import plan
 from mx.api.pulling import pull
 from mx.api.serving import serve as serve_checkpoint
 from mx.api.source import Source
+from mx.api.target import Pull
 from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, Package
 from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
-from mx.errors import ArtifactError, ConfigError
+from mx.errors import ArtifactError, ConfigError, PeerTimeoutError
 
 log = logging.getLogger(__name__)
 
+#: The most time for a document, whoever gives it: an engine waits to start.
+_DOCUMENT_S = 30.0
 #: Of a signer's key, in what is listed.
 _SIGNER_CHARS = 16
 
@@ -122,20 +125,13 @@ def find(
             continue
         try:
             fields = ProcessingKey.parse(status.model.variant).fields
+            # Not the pin, which covers the name that the file has at a source.
+            name = with_pin(str(status.model), status.ref.identity.hex())
         except ConfigError:
             continue
-        if fields.get("kind") in KINDS:
-            found.append(
-                Listed(
-                    # Not the pin, which covers the name that the file has at a source.
-                    with_pin(str(status.model), status.ref.identity.hex()),
-                    *named,
-                    fields["kind"],
-                    fields.get("signer", ""),
-                    status.nbytes,
-                    status.sources,
-                )
-            )
+        kind, signer = fields.get("kind", ""), fields.get("signer", "")
+        if kind in KINDS:
+            found.append(Listed(name, *named, kind, signer, status.nbytes, status.sources))
     return sorted(found, key=lambda each: (-each.sources, each.name))
 
 
@@ -173,7 +169,14 @@ def fetch_document(
     whole = plan(listed.name, **where)
     data = np.empty(planned.nbytes, np.uint8)
     with pull(listed.name, only=[DOCUMENT], into={DOCUMENT: data}, **where) as pulled:
-        pulled.wait()
+        _require_no_files(pulled, listed.name)
+        try:
+            pulled.wait(_DOCUMENT_S)
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"the document of {listed.name} did not arrive in {_DOCUMENT_S:g} s",
+                hint="its sources are slow, or want to be",
+            ) from None
     signed = read_signed(data.tobytes(), trust)
     _require(signed.set_id == listed.set_id, listed.name)
     _require(signed.document.model == listed.model, listed.name)
@@ -203,9 +206,10 @@ def fetched(
         ArtifactError: The set is not the one that was announced.
         MxError: As `mx.pull`.
     """
-    with pull(found.name, out=staging, coordinator=coordinator, settings=settings) as pulled:
-        pulled.wait()
-    try:
+    try:  # what has arrived in part is beside `staging`
+        with pull(found.name, out=staging, coordinator=coordinator, settings=settings) as pulled:
+            _require_no_files(pulled, found.name)
+            pulled.wait()
         files = sorted(staging.glob("*.safetensors"))
         _require(len(files) == 1, found.name)
         with Package(files[0]) as package:
@@ -213,6 +217,18 @@ def fetched(
             yield package
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _require_no_files(pulled: Pull, name: str) -> None:
+    """Refuse a set that has files beside it: its document has no size for them."""
+    try:
+        manifest = pulled.wait_manifest(_DOCUMENT_S)
+    except TimeoutError:
+        raise PeerTimeoutError(
+            f"the layout of {name} did not arrive in {_DOCUMENT_S:g} s",
+            hint="its sources are slow, or want to be",
+        ) from None
+    _require(not manifest.packaging.side_files, name)
 
 
 def _require(holds: bool, name: str) -> None:

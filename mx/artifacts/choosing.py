@@ -16,6 +16,8 @@ from mx.errors import ArtifactError, ConfigError, MxError
 
 #: Documents that are fetched at most: others may list any number of sets.
 _MOST_DOCUMENTS = 16
+#: The most time before the last document is asked for: their sources may be slow on purpose.
+_SEARCH_S = 60.0
 #: Differences that a reason names at most.
 _MOST_DIFFERENCES = 8
 
@@ -89,7 +91,11 @@ class Search:
         self.reasons.append(f"the set {set_id[:8]} is not used: {why}")
 
     def _fitting(self) -> Iterator[Choice]:
+        until_s = time.monotonic() + _SEARCH_S
         for listed in self._listed():
+            if time.monotonic() >= until_s:
+                self.refuse(listed.set_id, "sources of others took too long")
+                continue
             try:
                 yield self._checked(listed)
             except (MxError, OSError) as error:  # OSError: an engine's files can't be read

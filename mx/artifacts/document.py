@@ -204,7 +204,8 @@ def is_field(name: str, value: str) -> bool:
 def _is_name(model: str) -> bool:
     try:
         return (
-            _is_text(model, _MAX_NAME_CHARS)
+            model.isprintable()
+            and len(model) <= _MAX_NAME_CHARS
             and model == model.strip() != ""
             and parse_reference(model).name == model
         )

@@ -7,6 +7,7 @@ import random
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 
 import mx
 from mx import config
-from mx.artifacts import carry, environment, package
+from mx.artifacts import carry, choosing, environment, package
 from mx.artifacts.trust import Signed, public_key, shown_key
 from mx.artifacts.using import Obtained, obtain, staging
 from mx.core.artifact_names import listed_name
@@ -276,3 +277,38 @@ def test_a_folder_that_can_not_be_written_is_a_reason(
         root.chmod(0o700)
         found = obtain("m", trust=trust, root=root, settings=asked)
     assert found.folder is None and "could not be written" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "bound", "says"),
+    [(carry, "_DOCUMENT_S", "did not arrive"), (choosing, "_SEARCH_S", "took too long")],
+)
+def test_slow_sources_keep_no_engine_waiting(
+    module: ModuleType,
+    bound: str,
+    says: str,
+    tmp_path: Path,
+    trust: Path,
+    asked: config.Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, bound, 0.0)
+    with ExitStack() as stack:
+        _offer("", 1_700_000_000, tmp_path, asked, stack)
+        (reason,) = _obtain(tmp_path, trust, asked).reasons
+    assert says in reason
+
+
+def test_files_beside_a_set_are_not_taken(
+    tmp_path: Path, trust: Path, asked: config.Settings
+) -> None:
+    """Nothing signed bounds them."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    signed = artifact_sets.write(folder / "m.safetensors", CONTENTS, FARM, environment=HERE)
+    (folder / "config.json").write_text('{"a": 1}')
+    variant = mx.ProcessingKey(kind="compile-cache", signer=signed.public_key.hex()[:16])
+    name = listed_name("m", signed.set_id)
+    with mx.serve(folder, model=name, variant=variant, settings=asked):
+        (reason,) = _obtain(tmp_path, trust, asked).reasons
+    assert "is not that set" in reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,15 @@ def test_what_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(ArtifactError, match="was cut"):
             found.verify()
+
+
+def test_a_large_blob_is_checked_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "set.safetensors"
+    artifact_sets.write(path, {"inductor/x": bytes(4 * package.PART_BYTES)}, KEY)
+    with Package(path) as found:
+        tracemalloc.start()
+        try:
+            found.verify()
+            assert tracemalloc.get_traced_memory()[1] < 2.5 * package.PART_BYTES
+        finally:
+            tracemalloc.stop()
