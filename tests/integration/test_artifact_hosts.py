@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from benchmarks.hosts import Hosts, Link
 from mx.artifacts import environment
 from tests.support import artifact_sets
-from tests.support.commands import HostCommand
+from tests.support.commands import CHILD_SETTINGS, HostCommand
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -46,6 +47,18 @@ class Site:
         )
         command.json()
         return command
+
+    def cache(self) -> HostCommand:
+        listen = f"{self.links['target'].address('target')}:0"
+        command = self.run(
+            *("target", "serve", "--cache", "--memory", "1GB", "--listen", listen),
+            *self._coordinator,
+        )
+        command.json()
+        return command
+
+    def run(self, host: str, *arguments: str) -> HostCommand:
+        return self._run_in(host, *arguments)
 
     def pull(self) -> HostCommand:
         return self._run_in(
@@ -116,3 +129,29 @@ def test_targets_that_come_at_once_share_a_folder(site: Site) -> None:
         target.wait(90)
     for target in targets:
         site.check(target)
+
+
+def test_the_hosts_cache_holds_a_set(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setitem(CHILD_SETTINGS, "MX_PEER_CACHE_SOCKET", str(tmp_path / "cache.sock"))
+    cache = site.cache()
+    source = site.serve("first")
+    site.check(site.pull())
+    assert [each["bytes"] >= NBYTES for each in cache_of(site)] == [True]
+    source.signal(signal.SIGKILL)
+    source.wait()
+    shutil.rmtree(tmp_path / "root")
+    before = site.received()
+    site.check(site.pull())
+    assert site.received() - before < NBYTES // 4
+    cache.signal(signal.SIGTERM)
+    assert cache.wait() == 0
+
+
+def cache_of(site: Site) -> list[dict[str, int]]:
+    found = site.run("target", "cache", "--json")
+    assert found.wait(60) == 0
+    models: list[dict[str, int]] = found.json()["models"]
+    return models
