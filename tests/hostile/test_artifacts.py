@@ -109,7 +109,10 @@ def _write(path: Path, signed: bytes, document: Document) -> None:
 
 
 @pytest.mark.parametrize("kind", [COMPILE_CACHE, CUDA_GRAPH])
-@pytest.mark.parametrize("how", ["old signature", "own signature", "own key"])
+@pytest.mark.parametrize(
+    "how",
+    ["old signature", pytest.param("own signature", marks=pytest.mark.long), "own key"],
+)
 def test_no_field_of_a_set_can_be_changed(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

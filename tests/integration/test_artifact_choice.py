@@ -142,7 +142,9 @@ def test_a_set_with_one_fault_is_not_used(
     assert offer.says in reason
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))]
+)
 def test_the_newest_right_set_is_used_whatever_else_is_listed(
     seed: int, tmp_path: Path, trust: Path, asked: config.Settings
 ) -> None:

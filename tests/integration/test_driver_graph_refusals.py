@@ -389,6 +389,7 @@ gpu.close()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [

@@ -79,6 +79,7 @@ calls = [EagerCall("add 8", Path({library!r}), loads)]
 """
 
 
+@pytest.mark.long
 def test_kernels_of_libraries_stay_at_home(major: int, tmp_path: Path) -> None:
     """The graph names the call that loads a kernel, and its target makes that call."""
     one, other = library(tmp_path / "libone.so", "0xabcd"), library(tmp_path / "other.so", "0xef")
