@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from mx.api.process_group import Group, Step  # noqa: E402
+from mx.api.process_group import Group, Step
 
 
 class Late:
