@@ -81,7 +81,7 @@ def variables(root: Path) -> dict[str, str]:
 
 
 def check_files(files: Sequence[CacheFile]) -> None:
-    """Check the names and sizes of a cache's files, whoever named them.
+    """Check the names and sizes of a cache's files.
 
     Raises:
         ArtifactError: There are too many, they are too large, or a name could mean a place outside
@@ -186,8 +186,8 @@ def lay_out(
 
     Args:
         files, read: The files, and what returns the checked bytes of that of an index.
-        root: The cache's folder. If it is whole, whoever laid it out, it is used as it is. One that
-            is not is laid out anew unless it is in use (`hold`).
+        root: The cache's folder. If it is whole, it is used as it is, also if another process laid
+            it out. One that is not is laid out anew unless it is in use (`hold`).
         digests: As for `is_whole`.
 
     Returns:
@@ -276,7 +276,7 @@ def _write_and_rename(
     """Return False if another process was faster."""
     temporary = _temporary(root)
     temporary.mkdir(mode=0o700)
-    # Whoever can lock such a folder may remove it: its process is gone.
+    # A process that can lock such a folder may remove it: the one that made it is gone.
     fd = os.open(temporary, _FOLDER)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -348,7 +348,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _take_away(root: Path) -> None:
-    """Remove a folder that nobody uses. Raises LocalError if somebody does."""
+    """Remove a folder that no engine uses. Raises LocalError if one does."""
     fd = os.open(root, _FOLDER)
     try:
         try:

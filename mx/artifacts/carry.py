@@ -34,7 +34,7 @@ from mx.errors import ArtifactError, ConfigError, PeerTimeoutError
 
 log = logging.getLogger(__name__)
 
-#: The most time for a document, whoever gives it: an engine waits to start.
+#: The most time for a document, from any source: an engine waits to start.
 _DOCUMENT_S = 30.0
 #: Of a signer's key, in what is listed.
 _SIGNER_CHARS = 16
@@ -49,7 +49,7 @@ class _Where(TypedDict):
 class Listed:
     """A set as a coordinator lists it. All of it is hearsay: `fetch_document` has what is signed.
 
-    `name` names these bytes, whoever was the first to register others under the set's name.
+    `name` names these bytes, also where others were registered under the set's name first.
     `signer` is the beginning of the signer's key.
     """
 

@@ -257,7 +257,7 @@ def _read(path: Path) -> bytes:
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
             raise ConfigError(
                 f"other users may write to the trust file {path}",
-                hint="it has to belong to this user or root, and nobody else may write to it: "
+                hint="it has to belong to this user or root, and no other user may write to it: "
                 f"chmod go-w {path}",
             )
         return file.read(_MAX_TRUST_BYTES + 1)

@@ -52,7 +52,7 @@ class Usage:
         misses: What they count as not found.
         counted: Whether these counters moved at all; they do not if the engine's compiler runs in
             another process, and then a cache is never `used`, at best `partly`.
-        new_objects: The objects that appeared in the folders since, whoever made them.
+        new_objects: The objects that appeared in the folders since, of any process.
         opened: How many objects that were there any process has read since; -1 if the file system
             does not keep times of access.
         objects: How many there were.

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from mx.graphs.package import Place
-from mx.memory.arrays import DLPACK_TYPES, TYPESTRS
+from mx.memory.arrays import DLPACK_TYPES, TYPESTRS, DLTensor
 
 _CUDA = 2
 _TYPESTR_OF = {dtype: typestr for typestr, dtype in TYPESTRS.items()}
@@ -16,16 +16,7 @@ _DLPACK_OF = {dtype: kind for kind, dtype in DLPACK_TYPES.items()}
 class _Managed(ctypes.Structure):
     # DLManagedTensor of dlpack.h.
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
+        ("tensor", DLTensor),
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
     )
@@ -74,7 +65,7 @@ class RegionTensor:
         if kind is None:
             raise BufferError(f"DLPack has no {self.dtype}")
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
-        made = _Managed(
+        tensor = DLTensor(
             data=self.address,
             device_type=_CUDA,
             device_id=self._ordinal,
@@ -84,10 +75,11 @@ class RegionTensor:
             lanes=1,
             shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
         )
+        made = _Managed(tensor=tensor)
         _kept.append((made, shape))
         return _new_capsule(ctypes.addressof(made), b"dltensor", None)
 
 
-#: Whoever takes a capsule looks at its structure until it drops the tensor, which nothing here can
-#: see: they stay.
+#: A library that takes a capsule reads its structure until it drops the tensor, which can't be seen
+#: here: so the structures stay.
 _kept: list[tuple[object, ...]] = []

@@ -266,8 +266,9 @@ def _made(
     return Array(dtype, shape, stride, device, address, owner, None, writable)
 
 
-class _DLTensor(ctypes.Structure):
-    # DLTensor of dlpack.h, unchanged since version 0.2.
+class DLTensor(ctypes.Structure):
+    """DLTensor of dlpack.h, unchanged since version 0.2."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -297,7 +298,7 @@ def _of_dlpack(name: str, tensor: Any, attribute: str, places: Allocations) -> A
         capsule = tensor.__dlpack__() if kind == _DLPACK_CPU else tensor.__dlpack__(stream=-1)
     except BufferError as error:  # as of a read-only array
         raise ConfigError(f"{name} is not given by its library: {error}") from error
-    found = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor") or 0)
+    found = DLTensor.from_address(_capsule_pointer(capsule, b"dltensor") or 0)
     dtype = DLPACK_TYPES.get((found.code, found.bits)) if found.lanes == 1 else None
     if dtype is None:
         raise ConfigError(f"{name} has a type that no checkpoint has")
