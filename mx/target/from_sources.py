@@ -178,6 +178,7 @@ class FromSources(Attempt):
             delivery,
             arena.hasher,
             several_connections=len(found.paths.chosen) > 1,
+            in_turn=isinstance(arena, LiveMemory) and bool(arena.overlapping),
             # Who holds the weights for others has verified them against the identity itself.
             shortcut=not (options.strong or options.hold) and options.device == "cpu",
             subset=selected,

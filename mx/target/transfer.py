@@ -81,6 +81,7 @@ class Transfer:
         make_hasher: MakeHasher = host_hasher,
         *,
         several_connections: bool = False,
+        in_turn: bool = False,
         shortcut: bool = False,
         subset: tuple[SubsetMemory, Wanted] | None = None,
         exchange: tuple[Exchange, Shares] | None = None,
@@ -93,6 +94,8 @@ class Transfer:
             listener: What is called with events.
             make_hasher: Makes hashers for parts in this memory.
             several_connections: True if others will follow the first connection at once.
+            in_turn: Read one part at a time through a connection: tensors share memory in `arena`,
+                and a part must not be overwritten by another while it is hashed.
             shortcut: Where the kernel vouches that this user's own process wrote the memory that is
                 read, verify by xxh3_128, and by blake3 only what differs. `arena` is host memory.
             subset: The memory of some tensors, whose view `arena` is, and the blocks to read for
@@ -108,6 +111,7 @@ class Transfer:
         self._listener = listener
         self._make_hasher = make_hasher
         self._shortcut = shortcut
+        self._in_turn = in_turn
         self._exchange = None if exchange is None else exchange[0]
         self._lock = threading.Lock()
         self._machine = TransferMachine(
@@ -282,7 +286,7 @@ class Transfer:
             self._connections.append(connection)
             commands = self._machine.add_connection(
                 number,
-                connection.session.depth,
+                1 if self._in_turn else connection.session.depth,
                 time.monotonic(),
                 source=path.source.key,
                 peer=connection.peer,

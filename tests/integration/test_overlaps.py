@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mx import api
+from mx.core.transfer import TransferMachine
 from mx.errors import ConfigError, MxError
 from tests.support.outcomes import error_of
 
@@ -127,6 +129,31 @@ def test_other_bytes_where_memory_is_shared_are_an_error(
         with api.pull("m", coordinator=coordinator, into=separate) as pull:
             pull.wait(60)
         assert same(separate, apart)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_parts_that_share_memory_are_read_in_turn(
+    coordinator: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    """Else one may be overwritten by another while it is hashed."""
+    depths = []
+    add = TransferMachine.add_connection
+
+    def watched(machine: TransferMachine, number: int, depth: int, *more: Any, **named: Any) -> Any:
+        depths.append(depth)
+        return add(machine, number, depth, *more, **named)
+
+    monkeypatch.setattr(TransferMachine, "add_connection", watched)
+    lent, own = partly(pool(1)), partly(pool(None))
+    if not overlaps:
+        own = {name: tensor.clone() for name, tensor in own.items()}
+    with (
+        api.serve(lent, model="m", coordinator=coordinator, copy=False),
+        api.pull("m", coordinator=coordinator, into=own) as pull,
+    ):
+        wait(pull)
+        assert same(own, lent)
+    assert depths and all((depth == 1) == overlaps for depth in depths)
 
 
 def test_from_a_checkpoint_too(coordinator: str, tmp_path: Path) -> None:
