@@ -10,7 +10,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -44,7 +44,7 @@ def measure(address: str, pid: int, *, seconds: float = 10.0, **load: int) -> Ma
     """
     options = [f"--{name}={value}" for name, value in {**load, "seconds": seconds}.items()]
     command = [sys.executable, str(LOAD), address, *options]
-    used_s: Counter[str] = Counter()
+    used_s: defaultdict[str, float] = defaultdict(float)
     found: Mapping[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

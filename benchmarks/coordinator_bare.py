@@ -66,7 +66,7 @@ class Bare:
             yield pb.HeartbeatResponse(lease_s=LEASE_S, coordinator_epoch="one")
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
-        sources = self._sources.get(request.name)
+        sources = self._sources.get(request.name, [])
         if not sources:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown", headers())
         context.set_trailing_metadata(headers())

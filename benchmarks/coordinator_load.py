@@ -276,7 +276,8 @@ class Load:
         """Time calls while heartbeats are spread over a part of each second."""
         self._spread_s = spread_s
         await asyncio.sleep(3.0)  # until what went before is done
-        self.found.seconds = times = []
+        times: list[float] = []
+        self.found.seconds = times
         self._storm_over = True
         _say(timing=name)
         await asyncio.sleep(seconds)
