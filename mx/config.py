@@ -95,8 +95,10 @@ class Settings:
     """All settings, validated. `origins` maps names to where their values came from."""
 
     coordinator: str = _setting(
-        "127.0.0.1:7600", values.address, "Where the coordinator is.",
-        _ASKING, "HOST:PORT", group=CONNECTION,
+        "127.0.0.1:7600", values.addresses,
+        "Where the coordinator is; several addresses of one fleet, where one that does not answer "
+        "is left for the next.",
+        _ASKING, "HOST:PORT[,HOST:PORT...]", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
         "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",

@@ -100,6 +100,16 @@ def address(value: object) -> str:
     return value
 
 
+def addresses(value: object) -> str:
+    """Read HOST:PORT, or several, separated by commas."""
+    wrong = ValueError("must be HOST:PORT, or several like 10.0.0.1:7600,10.0.0.2:7600")
+    texts = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    try:
+        return ",".join(dict.fromkeys(address(str(each).strip()) for each in texts))
+    except ValueError:
+        raise wrong from None
+
+
 def address_or_none(value: object) -> str:
     """Read HOST:PORT, or "" for none."""
     return "" if value == "" else address(value)
