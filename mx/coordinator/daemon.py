@@ -139,6 +139,7 @@ class Coordinator:
             ConfigError: As `mx.wire.server.listen`.
             LocalError: As `mx.wire.server.listen`.
         """
+        await self._state.open()
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")

@@ -46,10 +46,9 @@ class State:
             limits: The most models and sources.
             document_limit_bytes: The most bytes of documents.
         """
-        self._store = store or MemoryStore()
-        self.epoch = self._store.epoch
+        self._store = store or MemoryStore(time.monotonic)
         self.lease_s = lease_s
-        self.now = time.monotonic
+        self.now = self._store.clock
         self._registry = Registry(
             self._store,
             lease_s=lease_s,
@@ -65,6 +64,19 @@ class State:
         self._read: int | None = None
         self._store.subscribe(self._look)
         self._look()
+
+    @property
+    def epoch(self) -> str:
+        """The epoch of the state; it may change."""
+        return self._store.epoch
+
+    async def open(self) -> None:
+        """Begin.
+
+        Raises:
+            MxError: As `Store.open`.
+        """
+        await self._store.open()
 
     def follow(self, listener: Listener) -> None:
         """Call `listener` with what there is, and then with every change, on the event loop."""
@@ -162,11 +174,14 @@ class State:
     async def close(self) -> None:
         """Release everything."""
         self._listeners.clear()
+        await self._store.close()
 
-    def _look(self) -> None:
+    def _look(self, begins_again: bool = False) -> None:
         """Follow the store's stream, and report what is new. Documents are held for what is bound,
         and for each listed source, whose files may differ. What comes is held before what goes is
         released."""
+        if begins_again:
+            self._read = None
         if self._read == self._store.latest:
             return
         tail, now = self._store.tail(self._read), self.now()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 import json
 import sqlite3
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -37,6 +39,15 @@ CREATE TABLE IF NOT EXISTS documents (digest BLOB PRIMARY KEY, data BLOB);
 CREATE TABLE IF NOT EXISTS entries (number INTEGER PRIMARY KEY AUTOINCREMENT, data TEXT);
 CREATE TABLE IF NOT EXISTS life (epoch TEXT);
 """
+
+
+@contextmanager
+def shutting(store: SqliteStore) -> Iterator[SqliteStore]:
+    """Close a store's database in the end."""
+    try:
+        yield store
+    finally:
+        store.shut()
 
 
 class Conflict(Exception):
@@ -92,6 +103,15 @@ class SqliteStore(Store):
         if self._one("SELECT epoch FROM life") is None:
             self._db.execute("INSERT INTO life VALUES (?)", (uuid.uuid4().hex,))
         self.epoch = self._one("SELECT epoch FROM life")
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    async def catch_up(self) -> None:
+        pass
+
+    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+        raise NotImplementedError
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         return self._db.execute(query, values).fetchall()
@@ -236,5 +256,8 @@ class SqliteStore(Store):
         """Keep no entry but the last one."""
         self._db.execute("DELETE FROM entries WHERE number < (SELECT max(number) FROM entries)")
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        pass
+
+    def shut(self) -> None:
         self._db.close()

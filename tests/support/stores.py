@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +13,8 @@ from mx.core.registry import Registry
 from mx.core.store import Store
 from tests.support.sqlite_store import SqliteStore
 
-STORES: dict[str, type[MemoryStore | SqliteStore]] = {
-    "memory": MemoryStore,
+STORES: dict[str, Callable[[], MemoryStore | SqliteStore]] = {
+    "memory": lambda: MemoryStore(time.monotonic),
     "sqlite": SqliteStore,
 }
 _made: list[SqliteStore] = []
@@ -38,7 +39,7 @@ def stores_of(kind: str) -> Iterator[None]:
     finally:
         _kind = before
         while _made:
-            _made.pop().close()
+            _made.pop().shut()
 
 
 class OverSqlite:

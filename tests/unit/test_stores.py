@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tests.support.records import (
     register_source,
     registration,
 )
-from tests.support.sqlite_store import SqliteStore
+from tests.support.sqlite_store import SqliteStore, shutting
 
 DOCUMENTS = make_documents("A")
 SECRET = b"s" * 16
@@ -40,7 +41,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(path: str) -> Iterator[SqliteStore]:
-    with closing(SqliteStore(path)) as made:
+    with shutting(SqliteStore(path)) as made:
         yield made
 
 
@@ -65,7 +66,7 @@ async def test_steps_that_have_read_what_has_changed_run_again(store: SqliteStor
 
 
 async def test_two_coordinators_over_one_store_see_one_list(path: str, store: SqliteStore) -> None:
-    with closing(SqliteStore(path)) as second:
+    with shutting(SqliteStore(path)) as second:
         here, there = State(store), State(second)
         record = owned(make_record(DOCUMENTS), b"owner")
         await here.register(registration(record, SECRET), by_digest(DOCUMENTS))
@@ -82,10 +83,10 @@ async def test_two_coordinators_over_one_store_see_one_list(path: str, store: Sq
 async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
     """After a restart each lease gets a full period, names keep their owners, documents stay."""
     record = owned(make_record(DOCUMENTS), b"owner")
-    with closing(SqliteStore(path)) as store:
+    with shutting(SqliteStore(path)) as store:
         first, epoch = State(store, lease_s=5.0), store.epoch
         await first.register(registration(record, SECRET), by_digest(DOCUMENTS))
-    with closing(SqliteStore(path)) as store:
+    with shutting(SqliteStore(path)) as store:
         later, seen = State(store, lease_s=5.0, grace_s=10.0), list[Tail]()
         clock = later.now() + 1000
         later.now = lambda: clock
@@ -108,12 +109,12 @@ async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
         assert later.document(record.ref.identity) is None
 
 
-@pytest.mark.parametrize("made", [lambda: MemoryStore(kept_entries=1), SqliteStore])
+@pytest.mark.parametrize("made", [lambda: MemoryStore(time.monotonic, kept_entries=1), SqliteStore])
 async def test_watches_begin_again_where_the_stream_does(made: Callable[[], Store]) -> None:
     with ExitStack() as closing_it:
         store = made()
         if isinstance(store, SqliteStore):
-            closing_it.callback(store.close)
+            closing_it.callback(store.shut)
         await begin_again(store)
 
 
