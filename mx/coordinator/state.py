@@ -66,6 +66,11 @@ class State:
         self._look()
 
     @property
+    def store(self) -> Store:
+        """Where the state is."""
+        return self._store
+
+    @property
     def epoch(self) -> str:
         """The epoch of the state; it may change."""
         return self._store.epoch

@@ -190,6 +190,15 @@ class Bindings:
         if due:
             self._keep_few()
 
+    def settle(self) -> bool:
+        """Bind what contests names that are free for it, as after a doubt. Return True if anything
+        was bound."""
+        found = [s.name for s in self._store.names() if any(_is_free(s, b) for b in s.contests)]
+        for name in found:
+            with self._changing(name) as state:
+                self._settle_contests(state)
+        return bool(found)
+
     # -- inside -----------------------------------------------------------------------------------
 
     @contextmanager
@@ -364,12 +373,7 @@ class Bindings:
     def _settle_contests(self, state: NameState) -> None:
         """Bind what contests keys that are free for it now, the oldest first."""
         for binding in list(state.contests):
-            found = state.claimed
-            free = found is None or (
-                found.get(binding.key) is None
-                and found.refusal(binding.key, binding.commitment) is None
-            )
-            if free and binding.commitment:
+            if _is_free(state, binding):
                 self._bound(
                     state,
                     Admission(binding.key),
@@ -377,3 +381,12 @@ class Bindings:
                     binding.commitment,
                     binding.address,
                 )
+
+
+def _is_free(state: NameState, binding: Binding) -> bool:
+    """Return True if the name may stand for what contests it."""
+    found = state.claimed
+    free = found is None or (
+        found.get(binding.key) is None and found.refusal(binding.key, binding.commitment) is None
+    )
+    return free and bool(binding.commitment)

@@ -22,6 +22,8 @@ _KEPT_ENTRIES = 256
 class MemoryStore(Store):
     """State in memory: every verb takes effect at once, and steps never run again."""
 
+    outlives = False
+
     def __init__(
         self, clock: Callable[[], float], *, kept_entries: int = _KEPT_ENTRIES
     ) -> None:

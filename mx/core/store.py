@@ -47,6 +47,8 @@ class Store(ABC):
     #: Differs after each loss of state: clients that see a new epoch register again. It may change
     #: while the store is in use.
     epoch: str
+    #: True if it goes on when its coordinators end. What then comes back may be older, or empty.
+    outlives: bool = True
     #: Until when names bind by receipt only, since the state may have lost some; -inf: no doubt.
     doubt_until_s: float = -math.inf
 

@@ -61,9 +61,14 @@ class SourceCalls:
         self._mark = b""  # the last one that a coordinator has answered
 
     @property
-    def remote(self) -> Remote:
+    def link(self) -> Link:
         """The coordinator that is asked now."""
-        return self._coordinators.current.remote
+        return self._coordinators.current
+
+    @property
+    def remote(self) -> Remote:
+        """Its address, for messages."""
+        return self.link.remote
 
     async def register(
         self,
