@@ -99,11 +99,11 @@ class Locator:
         )
         if not found.ref.pinned_by(self._pin):
             raise ManifestError(
-                f"the coordinator at {self._where.coordinator} answers {self._where.name} with "
+                f"the coordinator at {self._coordinator().remote.address} answers {self._where.name} with "
                 f"{found.model}@{found.ref.pin.hex()}, which the pin does not name",
                 hint="it is broken or lies: ask another one, or a source with `peer`",
             )
-        remote = Remote(Role.COORDINATOR, str(self._where.coordinator))
+        remote = self._coordinator().remote
         planned_here(found.ref.layout_version, f"{found.model} is listed", remote)
         return _located(found.model, found.ref, found.sources, found.documents)
 

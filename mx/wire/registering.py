@@ -239,6 +239,7 @@ class SourceCalls:
             lost.add(link)
             ended = f"the coordinator at {link.remote.address} ended the heartbeats"
             call = link.stub.Heartbeat()
+            call.add_done_callback(lambda _: news.set())  # if it ends, that is noticed at once
             try:
                 while True:
                     news.clear()
