@@ -76,6 +76,8 @@ class Bindings:
         """
         self.grace_s = grace_s
         self.quota = quota
+        #: While the state is in doubt nothing that contests a name gets it.
+        self.in_doubt = False
         self._store = store
         self._renamed: list[str] = []
 
@@ -372,7 +374,7 @@ class Bindings:
 
     def _settle_contests(self, state: NameState) -> None:
         """Bind what contests keys that are free for it now, the oldest first."""
-        for binding in list(state.contests):
+        for binding in () if self.in_doubt else list(state.contests):
             if _is_free(state, binding):
                 self._bound(
                     state,

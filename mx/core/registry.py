@@ -138,9 +138,8 @@ class Registry:
             self._quota.check(address)
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
-        doubt_until_s = self._store.doubt_until_s
-        may_restore = self._now < max(self._began_s, doubt_until_s) + self.binding_grace_s
-        claim = Claim(commitment, intent, receipt, may_restore, self._now < doubt_until_s)
+        late_s = max(self._began_s, self._store.doubt_until_s) + self.binding_grace_s
+        claim = Claim(commitment, intent, receipt, self._now < late_s, self._bindings.in_doubt)
         admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
         before = None if known is None else known.record
@@ -245,6 +244,7 @@ class Registry:
         if self._began_s == -math.inf:
             self._began_s = now
             self._begin()
+        self._bindings.in_doubt = now < self._store.doubt_until_s
         for source_id in self._store.due_sources(now):
             self._drop(source_id, "lease expired")
         self._store.forget(now)

@@ -70,6 +70,10 @@ class FollowedRegistry(Registry):
         self._taken[kind] = self.store.latest
         return [each for each in found if isinstance(each, kind)]
 
+    def take_all_again(self) -> None:
+        """Begin anew with the changes: the store is another one by now."""
+        self._taken.clear()
+
     def take_changes(self) -> list[Change]:
         return self._take(Change)
 

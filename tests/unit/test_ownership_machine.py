@@ -1,16 +1,21 @@
 """Owners, strangers and relays that come, go and restart in any order: what may never happen.
 
-The registry is driven with receipts as a coordinator gives them; a restart makes a new one.
+The registry is driven with receipts as a coordinator gives them; a restart makes a new one. Its
+state may come back older, or empty.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
 from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.errors import BindingError, MxError
@@ -44,6 +49,7 @@ class Machine(RuleBasedStateMachine):
         self.number = 0
         self.processes: list[Process] = []
         self.registry = self.anew()
+        self.backup: dict[str, Any] = {}
         # What the registry said, for as long as it says it.
         self.bound: dict[ModelKey, bytes] = {}
         self.owners: dict[str, bytes] = {}
@@ -184,6 +190,7 @@ class Machine(RuleBasedStateMachine):
     @rule(order=st.permutations(range(8)))
     def coordinator_restarts(self, order: list[int]) -> None:
         self.registry = self.anew()
+        self.backup = {}
         self.now += 1.0
         self.began_s = self.now
         self.left.clear()
@@ -191,6 +198,35 @@ class Machine(RuleBasedStateMachine):
             earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
             process.receipts = earlier
         for index in order:
+            if index < len(self.processes):
+                self.again(self.processes[index])
+                self.see()
+
+    @rule()
+    def back_up(self) -> None:
+        if isinstance(self.registry.store, MemoryStore):
+            self.backup = copy.deepcopy(self.registry.store.__dict__)
+
+    @rule(order=st.permutations(range(8)), empty=st.booleans(), early=st.integers(0, 8))
+    def state_is_lost(self, order: list[int], empty: bool, early: int) -> None:
+        """The state comes back older, or empty, and that is noticed. Some register again at once,
+        in the doubt, and the others send heartbeats later."""
+        store = self.registry.store
+        if not isinstance(store, MemoryStore):
+            return
+        kept = MemoryStore(store.clock).__dict__ if empty else copy.deepcopy(self.backup)
+        store.__dict__ |= kept or MemoryStore(store.clock).__dict__
+        asyncio.run(store.begin_epoch(store.epoch, self.now + LEASE_S))
+        self.registry.take_all_again()
+        self.began_s = self.now + LEASE_S
+        self.left.clear()
+        self.brought = None
+        self.bound = self.stands_for()
+        self.see()
+        for process in self.processes:
+            earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
+            process.receipts = earlier
+        for index in order[:early]:
             if index < len(self.processes):
                 self.again(self.processes[index])
                 self.see()
@@ -208,11 +244,18 @@ class Machine(RuleBasedStateMachine):
 
     # -- what may never happen --------------------------------------------------------------------
 
+    def stands_for(self) -> dict[ModelKey, bytes]:
+        return {m.model: m.ref.identity for m in self.registry.models() if not m.pin_only}
+
     @invariant()
     def see(self) -> None:
         self.registry.tick(self.now)
         self.registry.take_changes()
-        found = {m.model: m.ref.identity for m in self.registry.models() if not m.pin_only}
+        found = self.stands_for()
+        if self.now < self.registry.store.doubt_until_s:
+            told = None if self.brought is None else self.brought.key.name
+            news = [key for key in found if key not in self.bound and key.name != told]
+            assert not news, "bound without a receipt while the state is in doubt"
         sources = [s.record for s in self.registry.sources()]
         names = {key.name for key in found}
         owners = {
