@@ -213,18 +213,29 @@ class State:
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> State:
-    """Return the state that `--state` names.
+    """Return the state that `state` names. It begins with `State.open`.
 
     Args:
-        spec: "memory".
+        spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
         lease_s: How long a source stays listed after a heartbeat.
 
     Raises:
-        ConfigError: It is another kind, the planned ones included.
+        ConfigError: It is none of these, or a library is missing.
     """
-    if spec == "memory":
-        return State(lease_s=lease_s)
-    kind = spec.partition(":")[0]
-    if kind in ("sqlite", "redis", "rediss"):
-        raise ConfigError(f"`state={kind}` is not in this version", hint="use `state=memory`")
-    raise ConfigError(f"`state={spec}` is not a kind of state", hint="use `state=memory`")
+    kind, _, rest = spec.partition(":")
+    store: Store | None = None
+    # What a coordinator in memory does not need is not imported.
+    if kind == "sqlite" and rest:
+        from mx.coordinator.stores.sqlite import SqliteStore
+
+        store = SqliteStore(rest)
+    elif kind in ("redis", "rediss"):
+        from mx.coordinator.stores.redis import RedisStore
+
+        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s)
+    elif spec != "memory":
+        raise ConfigError(
+            f"`state={kind}` is not a kind of state",
+            hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
+        )
+    return State(store, lease_s=lease_s)
