@@ -27,7 +27,7 @@ from mx.core.changes import Entry
 from mx.core.memory_store import MemoryStore
 from mx.core.name_state import NameState
 from mx.core.store import Gone, Kind
-from mx.errors import ClosedError, CoordinatorError, MxError
+from mx.errors import ClosedError, CoordinatorError, MxError, another
 from mx.log import event
 from mx.tasks import unexpected
 
@@ -165,7 +165,9 @@ class KeptStore(MemoryStore):
         if self._closed:
             raise ClosedError("the coordinator is shutting down")
         call = _Call(steps)
-        if self._run([call]).writes:
+        draft = self._run(call)
+        self._check_refused(draft)
+        if draft.writes:
             self._queue.append(call)
             self._idle.clear()
             self._queued.set()
@@ -173,16 +175,20 @@ class KeptStore(MemoryStore):
         found: _T = call.outcome()
         return found
 
-    def _run(self, calls: Sequence[_Call]) -> Draft:
-        draft = Draft()
-        for call in calls:
-            self._draft = draft
-            try:
-                call.error, call.result = None, call.steps()
-            except MxError as error:
-                call.error = error
-            finally:
-                self._draft = None
+    def _check_refused(self, draft: Draft) -> None:
+        """Raise what is the matter if the steps of a draft need what cannot be had."""
+        if draft.refused and self._trouble is not None:
+            raise another(self._trouble)
+
+    def _run(self, call: _Call, draft: Draft | None = None) -> Draft:
+        """Run steps over a draft, or over a new one, and return that."""
+        self._draft = draft = Draft() if draft is None else draft
+        try:
+            call.error, call.result = None, call.steps()
+        except MxError as error:
+            call.error = error
+        finally:
+            self._draft = None
         return draft
 
     async def _commit(self) -> None:
@@ -219,22 +225,18 @@ class KeptStore(MemoryStore):
         draft, began_s = Draft(), time.monotonic()
         ran = 0
         for ran, call in enumerate(batch, 1):  # noqa: B007 - it is how many ran
-            self._draft = draft
             try:
-                call.error, call.result = None, call.steps()
-            except MxError as error:
-                call.error = error
+                self._run(call, draft)
             except Exception as error:
                 # What it wrote is not to stay: the others run again without it.
                 batch.remove(call)
                 call.end(unexpected(error))
                 return False
-            finally:
-                self._draft = None
             if time.monotonic() - began_s > _BATCH_S:
                 break
         self._queue.extendleft(reversed(batch[ran:]))
         del batch[ran:]
+        self._check_refused(draft)
         if draft.writes:
             self._forget_lapsed(draft)
             try:
@@ -399,11 +401,16 @@ class KeptStore(MemoryStore):
         draft = self._draft
         if self._trouble is not None:
             return ()
-        found = super().due_sources(now)
+        found = [each for each in super().due_sources(now) if self._has_ended(each)]
         if draft is not None and found:
-            found = [each for each in found if draft.sources.get(each, self) is not None]
+            found = [each for each in found if draft.sources.get(each, each) is not None]
             draft.due.update(found)
         return found
+
+    def _has_ended(self, source_id: str) -> bool:
+        """Return True if the lease of a source that is due has ended everywhere."""
+        del source_id
+        return True
 
     def drop(self, source_id: str) -> None:
         draft = self._draft
