@@ -121,7 +121,10 @@ class Settings:
         _SERVE_PULL, "FIRST-LAST", group=CONNECTION, unset="any free ones",
     )
     state: str = _setting(
-        "memory", values.state, "Where to keep what is registered.", "coordinator", "memory"
+        "memory", values.state,
+        "Where to keep what is registered: memory, sqlite:FILE, or redis://HOST:PORT/DB, which "
+        "several coordinators may share.",
+        "coordinator", "memory|sqlite:FILE|redis://HOST:PORT/DB",
     )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",

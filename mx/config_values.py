@@ -84,9 +84,11 @@ def text(value: object) -> str:
 
 def state(value: object) -> str:
     """Read where a coordinator keeps its state."""
-    if text(value) != "memory":
-        raise ValueError("must be memory (nothing else is built yet)")
-    return "memory"
+    found = text(value)
+    if not re.fullmatch(r"memory|sqlite:.+|rediss?://.+", found):
+        # Without the value: there may be a password in it.
+        raise ValueError("must be memory, sqlite:FILE or redis://HOST:PORT/DB")
+    return found
 
 
 def address(value: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -13,7 +15,7 @@ from mx.core.ownership import Receipt
 from mx.core.registration import Registration
 from mx.core.registry import Limits, Registered, Registry
 from mx.core.store import Store
-from mx.errors import ConfigError, PeerProtocolError
+from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
 
 _T = TypeVar("_T")
@@ -21,6 +23,9 @@ _T = TypeVar("_T")
 #: The number of leases for which a source stays listed before its first heartbeat: if a thousand
 #: register at once, its heartbeat stream waits for the registrations before it.
 _FIRST_LEASES = 3
+
+#: How long a question waits for time to pass.
+_TICK_S = 1.0
 
 #: Called with what has changed, in order.
 Listener = Callable[[Tail], None]
@@ -104,14 +109,19 @@ class State:
         """Let time pass, and return the registry's answer to a question.
 
         Raises:
-            MxError: As the question.
+            MxError: As the question; or what is known of the state is too old.
         """
-        await self.tick()
+        self._store.check()
+        with contextlib.suppress(TimeoutError):  # then with what is known
+            async with asyncio.timeout(_TICK_S):
+                await self.tick()
         return question(self._registry)
 
     async def tick(self) -> None:
-        """Let time pass. Call this a few times per lease."""
-        await self.event(Registry.tick)
+        """Let time pass. Call this a few times per lease. Where the state cannot be kept, nothing
+        ends: the store logs that."""
+        with contextlib.suppress(MxError):
+            await self.event(Registry.tick)
         self._documents.sweep(self.now())
 
     async def missing(self, digests: Sequence[bytes], address: str = "") -> list[bytes]:
@@ -218,18 +228,29 @@ class State:
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> State:
-    """Return the state that `--state` names.
+    """Return the state that `state` names. It begins with `State.open`.
 
     Args:
-        spec: "memory".
+        spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
         lease_s: How long a source stays listed after a heartbeat.
 
     Raises:
-        ConfigError: It is another kind, the planned ones included.
+        ConfigError: It is none of these, or a library is missing.
     """
-    if spec == "memory":
-        return State(lease_s=lease_s)
-    kind = spec.partition(":")[0]
-    if kind in ("sqlite", "redis", "rediss"):
-        raise ConfigError(f"`state={kind}` is not in this version", hint="use `state=memory`")
-    raise ConfigError(f"`state={spec}` is not a kind of state", hint="use `state=memory`")
+    kind, _, rest = spec.partition(":")
+    store: Store | None = None
+    # What a coordinator in memory does not need is not imported.
+    if kind == "sqlite" and rest:
+        from mx.coordinator.stores.sqlite import SqliteStore
+
+        store = SqliteStore(rest)
+    elif kind in ("redis", "rediss"):
+        from mx.coordinator.stores.redis import RedisStore
+
+        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s)
+    elif spec != "memory":
+        raise ConfigError(
+            f"`state={kind}` is not a kind of state",
+            hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
+        )
+    return State(store, lease_s=lease_s)

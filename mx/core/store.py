@@ -82,6 +82,13 @@ class Store(ABC):
     async def close(self) -> None:
         """Write what is left to write, and release everything."""
 
+    def check(self) -> None:
+        """Raise an error if what the reading verbs know is too old to answer with.
+
+        Raises:
+            MxError: It is; the message says why.
+        """
+
     @abstractmethod
     async def catch_up(self) -> None:
         """See everything that any coordinator has written before this call.
