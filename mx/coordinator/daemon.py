@@ -57,7 +57,8 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
         path: The file; "" for none.
         named: Where the user has named it; "" if it is the default one. That is in the home folder,
             which hosts may share: on each host it gives another key.
-        address: Where the coordinator listens: each address has receipts of its own.
+        address: Where the coordinator listens: each address has receipts of its own. Those that
+            share a state give the same text.
 
     Returns:
         The key, or None if it can't be kept, which is said.
@@ -189,7 +190,9 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
+    # Coordinators that share a state believe each other, as far as they have the same key file.
+    where = "a shared state" if options.state.startswith("redis") else options.listen
+    key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
     await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:

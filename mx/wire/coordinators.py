@@ -31,7 +31,7 @@ from mx.transport import TlsFiles
 from mx.wire.address import each_address
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.rpc import Call, Stub
-from mx.wire.status import foreign
+from mx.wire.status import foreign, translate
 from mx.wire.tls import diagnose
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -43,7 +43,8 @@ MAX_ADDRESSES = 16
 #: How long one that does not answer is waited for if there is another one: gRPC notices after about
 #: 2.5 s that a connected one has stopped.
 ATTEMPT_S = 2.0
-#: A coordinator that answers so cannot serve now, and another one may.
+#: A coordinator that answers so cannot serve now, and another one may; as one that answers with a
+#: bare CoordinatorError, since it does not reach the state.
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 #: By the addresses, which of them is asked.
@@ -201,11 +202,12 @@ class Coordinators:
         final: bool = False,
     ) -> None:
         """Note that a call failed. Raises what it means unless another coordinator may answer."""
-        is_away = isinstance(error, grpc.aio.AioRpcError) and error.code() in _AWAY
-        if not is_away:
-            raise await diagnose(error, link.remote) from error
+        meant = translate(error, who=link.remote)
+        silent = isinstance(error, grpc.aio.AioRpcError) and error.code() in _AWAY
+        if not silent and type(meant) is not CoordinatorError:
+            raise meant from error
         failed[link] = error
-        self.left(link, str(error.code().name.lower()))
+        self.left(link, meant.message)
         if final or len(failed) == len(self.addresses):
             raise await _none_answers(failed) from error
 

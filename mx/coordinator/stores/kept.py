@@ -73,6 +73,8 @@ class _Call:
 class KeptStore(MemoryStore):
     """The part that all kept stores share. Begin with `open`; end with `close`."""
 
+    outlives = True
+
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self.epoch = ""
