@@ -46,7 +46,14 @@ def nobody_has_been_asked() -> Iterator[None]:
 
 
 def two_coordinators(run: Run, redis: RedisServer, tmp_path: Path) -> list[tuple[str, Command]]:
-    state = ("--state", redis.url, "--receipt-key", str(tmp_path / "receipt.key"), "--lease-s", "15")
+    state = (
+        "--state",
+        redis.url,
+        "--receipt-key",
+        str(tmp_path / "receipt.key"),
+        "--lease-s",
+        "15",
+    )
     return [start_coordinator(run, *state) for _ in range(2)]
 
 

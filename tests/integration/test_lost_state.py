@@ -101,7 +101,9 @@ def test_a_name_stays_with_who_had_it_when_the_state_came_back(
     honest.signal(signal.SIGCONT)
     daemon.until(lambda: names(address).get(at) is False, "the name")
     assert names(address)[stranger]
-    bound = {m.model.name: m.sources for m in api.list_models(coordinator=address) if not m.pin_only}
+    bound = {
+        m.model.name: m.sources for m in api.list_models(coordinator=address) if not m.pin_only
+    }
     assert bound["m"] == 1
     assert daemon.err.count("coordinator.doubt") == 1
 
