@@ -22,8 +22,8 @@ def dialled_host(listen: str, advertise: str, coordinator: str) -> str:
     Args:
         listen: The address on which the control endpoint listens.
         advertise: The address that is registered instead, or "".
-        coordinator: The coordinator's address or addresses, "" for none. This machine's address on the route
-            to it replaces a wildcard.
+        coordinator: The coordinator's address or addresses, "" for none. This machine's address on
+            the route to it replaces a wildcard.
 
     Raises:
         ConfigError: As `require_dialable`.

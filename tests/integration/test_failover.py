@@ -101,6 +101,10 @@ async def in_the_end(ask: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(0.1)
 
 
+def listening(command: Command) -> None:
+    command.until(lambda: "listens" in command.err, "listening")
+
+
 def lease_left_s(address: str) -> float:
     (status,) = api.list_sources("m", coordinator=address)
     return status.lease_left_s
@@ -125,7 +129,7 @@ def renewed_at(address: str) -> None:
 def test_sources_and_watches_go_on_at_the_next_coordinator(
     run: Run, redis: RedisServer, checkpoint: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    (first, one), (second, _) = two_coordinators(run, redis, tmp_path)
+    (first, one), (second, two) = two_coordinators(run, redis, tmp_path)
     both = f"{first},{second}"
     source = serve(run, checkpoint, "m", both)
     with mx.Router(both) as router:
@@ -147,6 +151,7 @@ def test_sources_and_watches_go_on_at_the_next_coordinator(
             events.close()
     assert "source.unregistered" not in source.err
     assert source.err.count("source.registered") == 1, "its lease went on"
+    assert "coordinator.doubt" not in one.err + two.err, "nothing was lost"
     assert f'"address": "{first}", "next": "{second}"' in source.err
 
 
@@ -179,7 +184,7 @@ def test_a_coordinator_that_is_cut_off_is_left(
     base = ("--coordinator", f"{first},{second}", "--insecure", "--json")
     for host, address in (("first", first), ("second", second)):
         command = run_in(host, "--listen", address, "--insecure", "--lease-s", "15", daemon=True)
-        command.until(lambda command=command: "listens" in command.err, "listening")
+        listening(command)
     at = f"{to_second.address('source')}:0"
     source = run_in("source", "serve", str(checkpoint), "--model", "m", "--listen", at, *base)
     source.json()
