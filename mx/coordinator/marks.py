@@ -31,7 +31,7 @@ class Marks:
         self._lease_s = lease_s
         self._losses = Losses()
         self._epoch = ""
-        self._told: tuple[Mark, bytes] = Mark("", 0), b""
+        self._told, self._at = b"", ("", 0)  # what is told, and of what
         self._doubting = asyncio.Lock()
         self._said = Throttle()
 
@@ -40,10 +40,10 @@ class Marks:
         store = self._store
         if not store.outlives:
             return b""
-        mark = Mark(store.epoch, store.latest)
-        if self._told[0] != mark:
-            self._told = mark, self._proofs.mark(mark)
-        return self._told[1]
+        at = store.epoch, store.latest
+        if self._at != at:
+            self._told, self._at = self._proofs.mark(Mark(*at)), at
+        return self._told
 
     async def heed(self, told: bytes, address: str = "") -> None:
         """Begin an epoch in doubt if what a source was told shows that the state has lost some.
@@ -82,6 +82,7 @@ class Marks:
         """Note an epoch that has ended. If the next one has not begun in doubt, the state came back
         empty while this coordinator runs."""
         before, self._epoch = self._epoch, self._store.epoch
+        self._losses.begun(self._epoch)
         if not before:
             return
         if self._store.doubt_until_s > -math.inf:

@@ -151,8 +151,8 @@ class Proofs:
 
     def mark(self, mark: Mark) -> bytes:
         """Return a mark as sources are told it."""
-        data = _MARKS + mark.encode()
-        return self._mac(data) + mark.encode()
+        data = mark.encode()
+        return self._mac(_MARKS + data) + data
 
     def is_genuine(self, told: bytes) -> bool:
         """Return True if a coordinator with this key has made a mark."""

@@ -75,6 +75,10 @@ class Losses:
             self.note(mark.epoch)
         return not noticed
 
+    def begun(self, epoch: str) -> None:
+        """Note that the state is in this epoch now, maybe again: it may be lost anew."""
+        self._noted.pop(epoch, None)
+
     def note(self, epoch: str) -> None:
         """Note that the loss of an epoch has been noticed: its marks show it no more."""
         self._noted[epoch] = None

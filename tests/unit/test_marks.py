@@ -102,6 +102,7 @@ class Machine(RuleBasedStateMachine):
         if not self.told:
             return
         mark, losses = self.told[index % len(self.told)], self.coordinators[which]
+        losses.begun(self.state.epoch)
         shown = losses.shown(self.now, mark, self.state, self.doubt_until_s)
         in_doubt = self.now < self.doubt_until_s
         # What came back may have grown past what it lost before a source could say so.
@@ -137,6 +138,13 @@ def test_one_that_comes_in_a_doubt_is_what_the_doubt_is_about() -> None:
     losses, old = Losses(), Mark("1", 1000)
     assert not losses.shown(1.0, old, Mark("3", 5), 5.0)
     assert not losses.shown(1000.0, old, Mark("3", 5), 5.0)
+
+
+def test_an_epoch_that_is_there_again_may_be_lost_again() -> None:
+    losses, old = Losses(), Mark("1", 1000)
+    losses.note("1")
+    losses.begun("1")
+    assert losses.shown(0.0, old, Mark("2", 0), -math.inf)
 
 
 def test_what_is_remembered_is_bounded() -> None:
