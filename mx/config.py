@@ -96,8 +96,8 @@ class Settings:
 
     coordinator: str = _setting(
         "127.0.0.1:7600", values.addresses,
-        "Where the coordinator is; several addresses of one fleet, where one that does not answer "
-        "is left for the next.",
+        "Where the coordinator is. Of several that share a state, the next one is asked where one "
+        "does not answer.",
         _ASKING, "HOST:PORT[,HOST:PORT...]", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
