@@ -130,7 +130,7 @@ class Store(ABC):
 
     @abstractmethod
     def decide(self, state: NameState) -> None:
-        """Let a name be this if it still is what `name` returned: compare and set, by its version.
+        """Let a name be this if it still is what `name` returned: compare and set.
 
         An empty state ends it. If it has changed meanwhile, `atomically` begins again.
         """

@@ -21,7 +21,8 @@ from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.errors import BindingError, MxError
 from tests.support.owners import commitment_of, owned
 from tests.support.records import make_documents, make_record, register_source
-from tests.support.stores import FollowedRegistry, OverSqlite
+from tests.support.redis_server import needs_redis
+from tests.support.stores import FollowedRegistry, OverStores
 
 LEASE_S, GRACE_S = 5.0, 20.0
 ALICE, BOB, RELAY = b"alice", b"bob", b""
@@ -288,12 +289,18 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-class SqliteMachine(OverSqlite, Machine):
-    pass
+class SqliteMachine(OverStores, Machine):
+    kind = "sqlite"
+
+
+class RedisMachine(OverStores, Machine):
+    kind = "redis"
 
 
 TestSqliteMachine = SqliteMachine.TestCase
 TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestRedisMachine = needs_redis(RedisMachine.TestCase)
+TestRedisMachine.settings = settings(max_examples=5, stateful_step_count=30, deadline=None)
 
 
 def test_a_stranger_can_not_update_by_any_revision() -> None:

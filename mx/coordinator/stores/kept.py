@@ -27,7 +27,7 @@ from mx.core.changes import Entry
 from mx.core.memory_store import MemoryStore
 from mx.core.name_state import NameState
 from mx.core.store import Gone, Kind
-from mx.errors import ClosedError, CoordinatorError, MxError, another
+from mx.errors import ClosedError, CoordinatorError, MxError, UnknownSourceError, another
 from mx.log import event
 from mx.tasks import unexpected
 
@@ -244,6 +244,8 @@ class KeptStore(MemoryStore):
             try:
                 if not await self._keep(draft):
                     return False
+            except UnknownSourceError:
+                raise
             except MxError as error:
                 self._in_trouble(error)
                 raise

@@ -27,8 +27,7 @@ from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.memory_store import MemoryStore
-from mx.core.types import SourceRecord
-from mx.errors import ConfigError, CoordinatorError, LocalError, MxError, another
+from mx.errors import ConfigError, CoordinatorError, LocalError, MxError, UnknownSourceError, another
 from mx.log import event
 from mx.tasks import in_thread
 
@@ -88,6 +87,8 @@ class RedisStore(KeptStore):
         self._ended: set[str] = set()  # sources whose leases have ended in Redis
         self._beats_read = "$"
         self._following = asyncio.Lock()
+        #: The commits of this coordinator that are under way, by token.
+        self._own: dict[str, tuple[Draft, list[tuple[str, str, str]]]] = {}
 
     def _time(self) -> float:
         self._last_s = max(self._last_s, time.monotonic() + self._ahead_s)
@@ -182,6 +183,7 @@ class RedisStore(KeptStore):
         link = self._link
         fresh, self._fresh = self._fresh, {}
         token = arguments[1]
+        self._own[token] = draft, writes
         try:
             async with link.answering(WRITE_S):
                 if fresh:
@@ -199,6 +201,7 @@ class RedisStore(KeptStore):
         except MxError:
             # What came meanwhile is newer.
             self._fresh = {d: data for d, data in fresh.items() if d in self._documents} | self._fresh
+            del self._own[token]  # if it is kept after all, it comes with the stream
             raise
         said = answer[0].decode()
         if said == "kept":
@@ -207,12 +210,14 @@ class RedisStore(KeptStore):
                     self._take(answer[1], token, draft, writes)
             if self._number < answer[1]:
                 await self.catch_up()
+            del self._own[token]
             return True
+        del self._own[token]
         if said == "missing":
             # Another coordinator has dropped what it found nothing to name.
             for digest in answer[1:]:
                 if digest not in self._documents:
-                    raise CoordinatorError("a document of the manifest is gone: register again")
+                    raise UnknownSourceError("a document of the manifest is gone: register again")
                 self._fresh[digest] = self._documents[digest]
             return False
         if said == "alive":
@@ -233,7 +238,7 @@ class RedisStore(KeptStore):
         read = [f"names:{name}" for name in {*draft.names, *names}]
         read += [f"sources:{each}" for each in {*draft.sources, *sources}]
         read += [f"gone:{each}" for each in {*draft.gone_read, *draft.gone}]
-        documents = dict.fromkeys(d for d, _ in _named(draft))
+        documents = self._named(draft)
         leases = [(each, self._left_ms(draft.renewals.get(each), now)) for each in fresh]
         record = json.dumps(
             [
@@ -259,6 +264,16 @@ class RedisStore(KeptStore):
         for lease in leases:
             flat += lease
         return writes, [*flat, epoch, repr(doubt)]
+
+    def _named(self, draft: Draft) -> set[bytes]:
+        """Return the documents that a draft's entries come to name."""
+        named: list[tuple[bytes, int]] = []
+        for entry in draft.entries:
+            if isinstance(entry, Answered):
+                named += entry.ref.documents if entry.held else []
+            elif isinstance(entry, Change) and entry.kind in (ChangeKind.UP, ChangeKind.CHANGED):
+                named += entry.record.documents
+        return {digest for digest, _ in named}
 
     def _left_ms(self, said: Renewal | None, now: float) -> int:
         left_s = self._lease_s if said is None else said.until_s - now
@@ -326,12 +341,13 @@ class RedisStore(KeptStore):
                 raise _Missed(lost=False)
             if fields[b"before"].decode() != self._token:
                 raise _Missed(lost=True)
-            draft, writes, named = self._draft_of(fields[b"record"])
-            await self._fetch(named - self._documents.keys())
-            self._take(count, fields[b"token"].decode(), draft, writes)
+            token = fields[b"token"].decode()
+            draft, writes = self._own.get(token) or self._draft_of(fields[b"record"])
+            await self._fetch(self._named(draft) - self._documents.keys())
+            self._take(count, token, draft, writes)
 
-    def _draft_of(self, record: bytes) -> tuple[Draft, list[tuple[str, str, str]], set[bytes]]:
-        """Return what a commit of another coordinator writes, and the documents that it names."""
+    def _draft_of(self, record: bytes) -> tuple[Draft, list[tuple[str, str, str]]]:
+        """Return what a commit of another coordinator writes."""
         writes, entries, counts, leases, epoch = json.loads(record)
         draft = Draft(now=self.clock(), entries=[*decode(entries)])
         for kind, key, text in writes:
@@ -352,7 +368,7 @@ class RedisStore(KeptStore):
         for source_id, ttl_ms in leases:
             draft.renewals[source_id] = Renewal(draft.now + ttl_ms / 1000, 0, 0.0, True)
         draft.epoch = None if epoch is None else (epoch[0], float(epoch[1]))
-        return draft, [(kind, key, text) for kind, key, text in writes], {d for d, _ in _named(draft)}
+        return draft, [(kind, key, text) for kind, key, text in writes]
 
     async def _begin_again(self, *, lost: bool) -> None:
         """Begin again with all that is in Redis. If that has `lost` some, in doubt."""
@@ -500,17 +516,6 @@ class RedisStore(KeptStore):
             )
         if done:
             self._dropped.difference_update(dropped)
-
-
-def _named(draft: Draft) -> Iterable[tuple[bytes, int]]:
-    """Yield the documents that a draft's entries come to name."""
-    for entry in draft.entries:
-        if isinstance(entry, Answered):
-            if entry.held:
-                yield from entry.ref.documents
-        elif isinstance(entry, Change) and entry.kind in (ChangeKind.UP, ChangeKind.CHANGED):
-            record: SourceRecord = entry.record
-            yield from record.documents
 
 
 def _decode_all(
