@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def back_up(self) -> None:
-        if isinstance(self.registry.store, MemoryStore):
+        if type(self.registry.store) is MemoryStore:
             self.backup = copy.deepcopy(self.registry.store.__dict__)
 
     @rule(order=st.permutations(range(8)), empty=st.booleans(), early=st.integers(0, 8))
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         """The state comes back older, or empty, and that is noticed. Some register again at once,
         in the doubt, and the others send heartbeats later."""
         store = self.registry.store
-        if not isinstance(store, MemoryStore):
+        if type(store) is not MemoryStore:
             return
         kept = MemoryStore(store.clock).__dict__ if empty else copy.deepcopy(self.backup)
         store.__dict__ |= kept or MemoryStore(store.clock).__dict__
