@@ -107,7 +107,7 @@ def addresses(value: object) -> str:
     wrong = ValueError("must be HOST:PORT, or several like 10.0.0.1:7600,10.0.0.2:7600")
     texts = value if isinstance(value, (list, tuple)) else str(value).split(",")
     try:
-        return ",".join(dict.fromkeys(address(str(each).strip()) for each in texts))
+        return ",".join(dict.fromkeys(address(str(each).strip()) for each in texts or [""]))
     except ValueError:
         raise wrong from None
 

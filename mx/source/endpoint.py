@@ -83,10 +83,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(coordinator: str, family: int) -> str:
-    """Return this machine's address on the route to the coordinator, or to the first of several
-    that has one; "" if there is no route."""
+    """Return this machine's address on the route to the coordinator, of several to the first that
+    is elsewhere and has a route; "" if there is no route."""
     found: list[tuple[int, tuple[object, ...]]] = []
-    for host, port in map(split_address, each_address(coordinator)):
+    elsewhere = [each for each in each_address(coordinator) if not is_local(each)]
+    for host, port in map(split_address, elsewhere):
         with contextlib.suppress(OSError):
             answers = socket.getaddrinfo(host, port or 1, family, socket.SOCK_DGRAM)
             found += [(int(kind), where) for kind, _, _, _, where in answers]

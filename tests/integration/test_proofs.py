@@ -152,8 +152,10 @@ def test_nonces_end() -> None:
 
 
 def test_receipts_are_the_coordinators_own() -> None:
-    lives = ((b"a" * 32, "1"), (b"a" * 32, "2"), (b"b" * 32, "1"))
-    mine, again, other = (Proofs(key, lambda: 0.0, lambda life=life: life) for key, life in lives)
+    def of(key: bytes, epoch: str) -> Proofs:
+        return Proofs(key, lambda: 0.0, lambda: epoch)
+
+    mine, again, other = of(b"a" * 32, "1"), of(b"a" * 32, "2"), of(b"b" * 32, "1")
     bound = Receipt(make_record(OLD).model, b"i" * 32, b"c" * 32, "", 0)
     given = mine.receipt(bound)
     found = again.read(given)

@@ -176,7 +176,7 @@ class Owner:
             await asyncio.sleep(0.1)
 
     async def _epoch(self, client: CoordinatorClient) -> str:
-        async for page in client._stub.ListSources(pb.ListSourcesRequest()):
+        async for page in client.link.stub.ListSources(pb.ListSourcesRequest()):
             return str(page.coordinator_epoch)
         return ""
 
