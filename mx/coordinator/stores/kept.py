@@ -42,6 +42,7 @@ _CONTENDED_S = 5.0
 #: How often what need not be kept at once is kept.
 PERIOD_S = 0.5
 _CLOSE_S = 5.0
+_SAY_AGAIN_S = 10.0
 
 
 class _Call:
@@ -85,6 +86,8 @@ class KeptStore(MemoryStore):
         self._closed = False
         #: Why nothing can be kept now; None if it can.
         self._trouble: MxError | None = None
+        #: When that was logged last, and whether the end of it is to be.
+        self._said_s, self._said = -math.inf, False
         #: Documents that are to be kept, or no longer, with the next commit.
         self._fresh: dict[bytes, bytes] = {}
         self._dropped: set[bytes] = set()
@@ -138,8 +141,9 @@ class KeptStore(MemoryStore):
             async with asyncio.timeout(_CLOSE_S):
                 await self._idle.wait()
         for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            while not task.done():
+                task.cancel()  # once more where a library has taken the first one for its own
+                await asyncio.wait((task,), timeout=0.1)
         for call in self._queue:
             call.end(ClosedError("the coordinator is shutting down"))
         self._queue.clear()
@@ -150,12 +154,16 @@ class KeptStore(MemoryStore):
 
     def _in_trouble(self, error: MxError) -> None:
         """Note that nothing can be kept now: from here on time ends nothing."""
-        if self._trouble is None:
-            event(log, "state.trouble", level=logging.ERROR, text=str(error))
         self._trouble = error
+        # A disk that is nearly full takes some writes and refuses others.
+        if time.monotonic() > self._said_s + _SAY_AGAIN_S:
+            self._said_s = time.monotonic()
+            self._said = True
+            event(log, "state.trouble", level=logging.ERROR, text=str(error))
 
     def _recovered(self) -> None:
-        if self._trouble is not None:
+        if self._trouble is not None and self._said:
+            self._said = False
             event(log, "state.recovered", level=logging.WARNING, text="the state is kept again")
         self._trouble = None
 
