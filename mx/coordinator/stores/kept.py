@@ -265,8 +265,8 @@ class KeptStore(MemoryStore):
             await asyncio.sleep(PERIOD_S)
             try:
                 await self._keep_rest()
-            except MxError as error:
-                self._in_trouble(error)
+            except Exception as error:  # noqa: BLE001 - it goes on whatever happens
+                self._in_trouble(unexpected(error))
             else:
                 self._recovered()
 

@@ -29,7 +29,7 @@ from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.memory_store import MemoryStore
 from mx.errors import ConfigError, CoordinatorError, LocalError, MxError, UnknownSourceError, another
 from mx.log import event
-from mx.tasks import in_thread
+from mx.tasks import in_thread, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -404,12 +404,18 @@ class RedisStore(KeptStore):
                     async with self._following:
                         await self._take_all(records)
             except _Missed as missed:
-                try:
-                    await self._begin_again(lost=missed.lost)
-                except MxError:
-                    await asyncio.sleep(_RETRY_S)
+                await self._begin_again_soon(lost=missed.lost)
             except MxError:
                 await asyncio.sleep(_RETRY_S)  # the exchange says it
+            except Exception as error:  # noqa: BLE001 - it follows whatever happens
+                self._in_trouble(unexpected(error))
+                await self._begin_again_soon(lost=False)
+
+    async def _begin_again_soon(self, *, lost: bool) -> None:
+        try:
+            await self._begin_again(lost=lost)
+        except MxError:
+            await asyncio.sleep(_RETRY_S)
 
     def _hear(self, records: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         for number, fields in records:
