@@ -85,7 +85,7 @@ class RedisStore(KeptStore):
         self._listed_s: dict[str, float] = {}
         self._renewals: dict[str, Renewal] = {}
         self._ended: set[str] = set()  # sources whose leases have ended in Redis
-        self._beats_read = "$"
+        self._beats_read = "0-0"
         self._following = asyncio.Lock()
         #: The commits of this coordinator that are under way, by token.
         self._own: dict[str, tuple[Draft, list[tuple[str, str, str]]]] = {}
@@ -103,6 +103,8 @@ class RedisStore(KeptStore):
             async with self._link.answering():
                 seconds, micros = await self._link.client.time()
                 said = await self._link.persistence()
+                beats = await self._link.client.xrevrange(self._link.key("beats"), count=1)
+            self._beats_read = beats[0][0].decode() if beats else "0-0"
             self._ahead_s = seconds + micros / 1e6 - time.monotonic()
             self._last_s = 0.0
             await super().open()
@@ -509,9 +511,7 @@ class RedisStore(KeptStore):
         if self._dropped:
             await self._forget_documents()
         if full:
-            raise CoordinatorError(
-                f"{link.name} is full", hint="what is listed goes on; raise its maxmemory"
-            )
+            raise link.full()
 
     async def _forget_documents(self) -> None:
         dropped = [digest for digest in self._dropped if digest not in self._documents]

@@ -85,14 +85,18 @@ class RedisLink:
         except OSError as error:
             raise self._unreached(error.strerror or str(error)) from None
         except errors.RedisError as error:
-            if str(error).startswith("OOM") or "OOM command" in str(error):
-                raise CapacityError(
-                    f"the coordinator cannot write its state: {self.name} is full",
-                    hint="what is listed goes on; raise its maxmemory",
-                ) from None
+            if "when used memory" in str(error):  # also within a script's error
+                raise self.full() from None
             raise CoordinatorError(
                 f"the coordinator cannot use its state at {self.name}: {str(error)[:200]}"
             ) from None
+
+    def full(self) -> CapacityError:
+        """Return the error for a Redis that takes no more."""
+        return CapacityError(
+            f"the coordinator cannot write its state: {self.name} is full",
+            hint="what is listed goes on; raise its maxmemory",
+        )
 
     def _unreached(self, why: str) -> CoordinatorError:
         return CoordinatorError(
