@@ -45,9 +45,7 @@ def show(
         return without_password(getattr(settings, name))
 
     if as_json:
-        outcome.emit(
-            {n: {"value": shown(n), "origin": settings.origin(n)} for n in names}
-        )
+        outcome.emit({n: {"value": shown(n), "origin": settings.origin(n)} for n in names})
         return
     table = Table("setting", "value", "from", "meaning", box=None, pad_edge=False)
     for name, about in names.items():

@@ -22,9 +22,7 @@ _KEPT_ENTRIES = 256
 class MemoryStore(Store):
     """State in memory: every verb takes effect at once, and steps never run again."""
 
-    def __init__(
-        self, clock: Callable[[], float], *, kept_entries: int = _KEPT_ENTRIES
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], *, kept_entries: int = _KEPT_ENTRIES) -> None:
         """
         Args:
             clock: Returns the time in seconds, and never goes back.

@@ -97,6 +97,7 @@ class TestConformance:
 
     async def test_many_steps_at_once_all_take_effect(self) -> None:
         async with opened(new_store()) as store:
+
             async def count() -> None:
                 def steps() -> None:
                     store.count(Kind.MODELS, "a", 1)
@@ -310,7 +311,7 @@ async def test_where_nothing_can_be_kept_time_ends_nothing(path: str) -> None:
     await state.close()
 
 
-# -- several coordinators, and watches ---------------------------------------------------------------
+# -- several coordinators, and watches -------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("each_store")
@@ -358,7 +359,7 @@ async def begin_again(store: Store) -> None:
     assert changes[-1].record.state is SourceState.DRAINING
 
 
-# -- encoding ----------------------------------------------------------------------------------------
+# -- encoding --------------------------------------------------------------------------------------
 
 
 def test_only_what_mx_keeps_is_read() -> None:

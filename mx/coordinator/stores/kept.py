@@ -92,7 +92,7 @@ class KeptStore(MemoryStore):
         self._fresh: dict[bytes, bytes] = {}
         self._dropped: set[bytes] = set()
 
-    # -- what the kinds of stores do -----------------------------------------------------------------
+    # -- what the kinds of stores do ---------------------------------------------------------------
 
     @abstractmethod
     async def _load(self) -> None:
@@ -121,7 +121,7 @@ class KeptStore(MemoryStore):
     async def _unload(self) -> None:
         """Release what `_load` took."""
 
-    # -- life -----------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         if self._tasks:
@@ -167,7 +167,7 @@ class KeptStore(MemoryStore):
             event(log, "state.recovered", level=logging.WARNING, text="the state is kept again")
         self._trouble = None
 
-    # -- steps ----------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     async def atomically(self, steps: Callable[[], _T]) -> _T:
         if self._closed:
@@ -235,7 +235,7 @@ class KeptStore(MemoryStore):
         for ran, call in enumerate(batch, 1):  # noqa: B007 - it is how many ran
             try:
                 self._run(call, draft)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the caller raises it
                 # What it wrote is not to stay: the others run again without it.
                 batch.remove(call)
                 call.end(unexpected(error))
@@ -322,7 +322,7 @@ class KeptStore(MemoryStore):
 
         await self.atomically(begin)
 
-    # -- verbs: over the draft while steps run --------------------------------------------------------
+    # -- verbs: over the draft while steps run -----------------------------------------------------
 
     def name(self, name: str) -> NameState | None:
         draft = self._draft

@@ -27,7 +27,14 @@ from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.memory_store import MemoryStore
-from mx.errors import ConfigError, CoordinatorError, LocalError, MxError, UnknownSourceError, another
+from mx.errors import (
+    ConfigError,
+    CoordinatorError,
+    LocalError,
+    MxError,
+    UnknownSourceError,
+    another,
+)
 from mx.log import event
 from mx.tasks import in_thread, unexpected
 
@@ -94,7 +101,7 @@ class RedisStore(KeptStore):
         self._last_s = max(self._last_s, time.monotonic() + self._ahead_s)
         return self._last_s
 
-    # -- the beginning and the end ------------------------------------------------------------------
+    # -- the beginning and the end -----------------------------------------------------------------
 
     async def open(self) -> None:
         if self._tasks:
@@ -141,7 +148,9 @@ class RedisStore(KeptStore):
             )
         found = await in_thread(_decode_all, names, sources, gone)
         await self._fetch(set(digests) - self._documents.keys())
-        leases = {each: (s.lease_until_s, s.readers, s.gb_per_s) for each, s in self._sources.items()}
+        leases = {
+            each: (s.lease_until_s, s.readers, s.gb_per_s) for each, s in self._sources.items()
+        }
         for kept in (self._names, self._due, self._sources, self._gone):
             kept.clear()
         for kept in (self._first_leases, self._leases, self._listed_s, self._entries):
@@ -173,7 +182,7 @@ class RedisStore(KeptStore):
                 (digest, data) for digest, data in zip(page, found, strict=True) if data is not None
             )
 
-    # -- commits --------------------------------------------------------------------------------------
+    # -- commits -----------------------------------------------------------------------------------
 
     async def _keep(self, draft: Draft) -> bool:
         if self._trouble is not None and self._silent_s() > 2 * ANSWER_S:
@@ -202,7 +211,9 @@ class RedisStore(KeptStore):
                 )
         except MxError:
             # What came meanwhile is newer.
-            self._fresh = {d: data for d, data in fresh.items() if d in self._documents} | self._fresh
+            self._fresh = {
+                d: data for d, data in fresh.items() if d in self._documents
+            } | self._fresh
             del self._own[token]  # if it is kept after all, it comes with the stream
             raise
         said = answer[0].decode()
@@ -301,7 +312,7 @@ class RedisStore(KeptStore):
         self._number, self._token = number, token
         self._apply(draft)
 
-    # -- what other coordinators do -------------------------------------------------------------------
+    # -- what other coordinators do ----------------------------------------------------------------
 
     async def catch_up(self) -> None:
         try:
@@ -432,7 +443,7 @@ class RedisStore(KeptStore):
                         self, source_id, until_s, readers, gb_per_s, first=bool(first)
                     )
 
-    # -- leases ---------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------
 
     def _silent_s(self) -> float:
         """Return for how long Redis has not answered."""

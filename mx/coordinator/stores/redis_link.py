@@ -31,8 +31,8 @@ class RedisLink:
         """
         try:
             import redis.asyncio as redis
-            from redis.backoff import NoBackoff
             from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError:
             raise ConfigError(
                 "`state=redis:` needs redis-py", hint="pip install 'mx-peer[redis]'"
@@ -44,7 +44,7 @@ class RedisLink:
             prefix = query.pop("prefix", "")
             # HOST:PORT/DB for messages: never the password.
             self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
-            if not parts.hostname or not prefix.isidentifier() and prefix:
+            if not parts.hostname or (not prefix.isidentifier() and prefix):
                 raise ValueError("it names no host, or a prefix that is no identifier")
             bare = urlunsplit(parts._replace(query=urlencode(query)))
             self.client: Any = redis.Redis.from_url(
