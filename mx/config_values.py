@@ -91,6 +91,11 @@ def state(value: object) -> str:
     return found
 
 
+def without_password(value: object) -> object:
+    """Return a value as it may be shown: of a URL without its password."""
+    return re.sub(r"(://[^/@]*:)[^/@]*@", r"\1***@", value) if isinstance(value, str) else value
+
+
 def address(value: object) -> str:
     """Read HOST:PORT."""
     wrong = ValueError("must be HOST:PORT, like 127.0.0.1:7600 or [::1]:7600")

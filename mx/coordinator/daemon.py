@@ -37,7 +37,7 @@ _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `mx-coordinator`. `state` is "memory"; `lease_s` is in seconds."""
+    """The options of `mx-coordinator`. `state` is as in `open_state`; `lease_s` is in seconds."""
 
     listen: str = DEFAULT_ADDRESS
     tls: TlsFiles | None = None
@@ -100,7 +100,7 @@ class Coordinator:
         """
         Args:
             lease_s: How long a source stays listed after a heartbeat, in seconds.
-            state: "memory", or the state, which `stop` closes.
+            state: As in `open_state`, or the state, which `stop` closes.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
 
@@ -194,8 +194,8 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     where = "a shared state" if options.state.startswith("redis") else options.listen
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
-    await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:
+        await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
         on_listening(coordinator.address)
         await stop.wait()
     finally:

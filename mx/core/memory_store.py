@@ -24,9 +24,7 @@ class MemoryStore(Store):
 
     outlives = False
 
-    def __init__(
-        self, clock: Callable[[], float], *, kept_entries: int = _KEPT_ENTRIES
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], *, kept_entries: int = _KEPT_ENTRIES) -> None:
         """
         Args:
             clock: Returns the time in seconds, and never goes back.

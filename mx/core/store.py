@@ -72,17 +72,17 @@ class Store(ABC):
         """Return the time, in seconds, on the clock of all times here. It never goes back, and all
         coordinators that share the state share it."""
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027 - a store in memory has nothing to do
         """Begin. Reading verbs answer from here on.
 
         Raises:
             MxError: The state cannot be had; the message says why.
         """
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Write what is left to write, and release everything."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise an error if what the reading verbs know is too old to answer with.
 
         Raises:

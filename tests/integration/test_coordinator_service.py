@@ -383,7 +383,7 @@ async def test_names_are_checked_before_they_are_sent() -> None:
             await client.resolve("llama")
 
 
-@pytest.mark.parametrize("spec", ["sqlite:/tmp/x.db", "redis://h", "what", ""])
+@pytest.mark.parametrize("spec", ["sqlite:", "redis://", "redis://h/0?prefix=a-b", "what", ""])
 def test_states_that_are_not_there(spec: str) -> None:
     with pytest.raises(ConfigError):
         open_state(spec)

@@ -1,4 +1,4 @@
-"""`python -m tests.kills sqlite|redis [KILLS] [SEED]`: kill coordinators, and print what was seen."""
+"""`python -m tests.kills sqlite|redis [KILLS] [SEED]`: kill coordinators, and count."""
 
 from __future__ import annotations
 

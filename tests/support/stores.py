@@ -113,7 +113,10 @@ def whole(store: KeptStore) -> object:
         store.latest,
         {state.name: encode(state) for state in store.names()},
         [
-            (listed.record.source_id, encode(replace(listed, lease_until_s=0, readers=0, gb_per_s=0)))
+            (
+                listed.record.source_id,
+                encode(replace(listed, lease_until_s=0, readers=0, gb_per_s=0)),
+            )
             for listed in store.sources()
         ],
         [(kind, dict(counts)) for kind, counts in store._counts.items()],

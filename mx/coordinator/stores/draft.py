@@ -28,7 +28,8 @@ class Draft:
     `names` and `sources` are copies that the steps may change, also of what they only read;
     `decided` and `put` say which ones they wrote. A dropped source and a forgotten tombstone are
     None. `expired` are the dropped sources whose leases had ended. `renewals` are of sources that
-    are listed here first. `epoch` is a new one, and until when it is in doubt. `refused`: the steps need what cannot be had now.
+    are listed here first. `epoch` is a new one, and until when it is in doubt. `refused`: the steps
+    need what cannot be had now.
     """
 
     now: float = 0.0

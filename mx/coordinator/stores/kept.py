@@ -42,6 +42,7 @@ _CONTENDED_S = 5.0
 #: How often what need not be kept at once is kept.
 PERIOD_S = 0.5
 _CLOSE_S = 5.0
+_SAY_AGAIN_S = 10.0
 
 
 class _Call:
@@ -87,11 +88,13 @@ class KeptStore(MemoryStore):
         self._closed = False
         #: Why nothing can be kept now; None if it can.
         self._trouble: MxError | None = None
+        #: When that was logged last, and whether the end of it is to be.
+        self._said_s, self._said = -math.inf, False
         #: Documents that are to be kept, or no longer, with the next commit.
         self._fresh: dict[bytes, bytes] = {}
         self._dropped: set[bytes] = set()
 
-    # -- what the kinds of stores do -----------------------------------------------------------------
+    # -- what the kinds of stores do ---------------------------------------------------------------
 
     @abstractmethod
     async def _load(self) -> None:
@@ -120,7 +123,7 @@ class KeptStore(MemoryStore):
     async def _unload(self) -> None:
         """Release what `_load` took."""
 
-    # -- life -----------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         if self._tasks:
@@ -140,8 +143,9 @@ class KeptStore(MemoryStore):
             async with asyncio.timeout(_CLOSE_S):
                 await self._idle.wait()
         for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            while not task.done():
+                task.cancel()  # once more where a library has taken the first one for its own
+                await asyncio.wait((task,), timeout=0.1)
         for call in self._queue:
             call.end(ClosedError("the coordinator is shutting down"))
         self._queue.clear()
@@ -152,16 +156,20 @@ class KeptStore(MemoryStore):
 
     def _in_trouble(self, error: MxError) -> None:
         """Note that nothing can be kept now: from here on time ends nothing."""
-        if self._trouble is None:
-            event(log, "state.trouble", level=logging.ERROR, text=str(error))
         self._trouble = error
+        # A disk that is nearly full takes some writes and refuses others.
+        if time.monotonic() > self._said_s + _SAY_AGAIN_S:
+            self._said_s = time.monotonic()
+            self._said = True
+            event(log, "state.trouble", level=logging.ERROR, text=str(error))
 
     def _recovered(self) -> None:
-        if self._trouble is not None:
+        if self._trouble is not None and self._said:
+            self._said = False
             event(log, "state.recovered", level=logging.WARNING, text="the state is kept again")
         self._trouble = None
 
-    # -- steps ----------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     async def atomically(self, steps: Callable[[], _T]) -> _T:
         if self._closed:
@@ -229,7 +237,7 @@ class KeptStore(MemoryStore):
         for ran, call in enumerate(batch, 1):  # noqa: B007 - it is how many ran
             try:
                 self._run(call, draft)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the caller raises it
                 # What it wrote is not to stay: the others run again without it.
                 batch.remove(call)
                 call.end(unexpected(error))
@@ -259,8 +267,8 @@ class KeptStore(MemoryStore):
             await asyncio.sleep(PERIOD_S)
             try:
                 await self._keep_rest()
-            except MxError as error:
-                self._in_trouble(error)
+            except Exception as error:  # noqa: BLE001 - it goes on whatever happens
+                self._in_trouble(unexpected(error))
             else:
                 self._recovered()
 
@@ -316,7 +324,7 @@ class KeptStore(MemoryStore):
 
         await self.atomically(begin)
 
-    # -- verbs: over the draft while steps run --------------------------------------------------------
+    # -- verbs: over the draft while steps run -----------------------------------------------------
 
     def name(self, name: str) -> NameState | None:
         draft = self._draft

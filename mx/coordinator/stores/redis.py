@@ -27,9 +27,16 @@ from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.memory_store import MemoryStore
-from mx.errors import ConfigError, CoordinatorError, LocalError, MxError, UnknownSourceError, another
+from mx.errors import (
+    ConfigError,
+    CoordinatorError,
+    LocalError,
+    MxError,
+    UnknownSourceError,
+    another,
+)
 from mx.log import event
-from mx.tasks import in_thread
+from mx.tasks import in_thread, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +92,7 @@ class RedisStore(KeptStore):
         self._listed_s: dict[str, float] = {}
         self._renewals: dict[str, Renewal] = {}
         self._ended: set[str] = set()  # sources whose leases have ended in Redis
-        self._beats_read = "$"
+        self._beats_read = "0-0"
         self._following = asyncio.Lock()
         #: The commits of this coordinator that are under way, by token.
         self._own: dict[str, tuple[Draft, list[tuple[str, str, str]]]] = {}
@@ -94,7 +101,7 @@ class RedisStore(KeptStore):
         self._last_s = max(self._last_s, time.monotonic() + self._ahead_s)
         return self._last_s
 
-    # -- the beginning and the end ------------------------------------------------------------------
+    # -- the beginning and the end -----------------------------------------------------------------
 
     async def open(self) -> None:
         if self._tasks:
@@ -103,6 +110,8 @@ class RedisStore(KeptStore):
             async with self._link.answering():
                 seconds, micros = await self._link.client.time()
                 said = await self._link.persistence()
+                beats = await self._link.client.xrevrange(self._link.key("beats"), count=1)
+            self._beats_read = beats[0][0].decode() if beats else "0-0"
             self._ahead_s = seconds + micros / 1e6 - time.monotonic()
             self._last_s = 0.0
             await super().open()
@@ -139,7 +148,9 @@ class RedisStore(KeptStore):
             )
         found = await in_thread(_decode_all, names, sources, gone)
         await self._fetch(set(digests) - self._documents.keys())
-        leases = {each: (s.lease_until_s, s.readers, s.gb_per_s) for each, s in self._sources.items()}
+        leases = {
+            each: (s.lease_until_s, s.readers, s.gb_per_s) for each, s in self._sources.items()
+        }
         for kept in (self._names, self._due, self._sources, self._gone):
             kept.clear()
         for kept in (self._first_leases, self._leases, self._listed_s, self._entries):
@@ -171,7 +182,7 @@ class RedisStore(KeptStore):
                 (digest, data) for digest, data in zip(page, found, strict=True) if data is not None
             )
 
-    # -- commits --------------------------------------------------------------------------------------
+    # -- commits -----------------------------------------------------------------------------------
 
     async def _keep(self, draft: Draft) -> bool:
         if self._trouble is not None and self._silent_s() > 2 * ANSWER_S:
@@ -200,7 +211,9 @@ class RedisStore(KeptStore):
                 )
         except MxError:
             # What came meanwhile is newer.
-            self._fresh = {d: data for d, data in fresh.items() if d in self._documents} | self._fresh
+            self._fresh = {
+                d: data for d, data in fresh.items() if d in self._documents
+            } | self._fresh
             del self._own[token]  # if it is kept after all, it comes with the stream
             raise
         said = answer[0].decode()
@@ -299,7 +312,7 @@ class RedisStore(KeptStore):
         self._number, self._token = number, token
         self._apply(draft)
 
-    # -- what other coordinators do -------------------------------------------------------------------
+    # -- what other coordinators do ----------------------------------------------------------------
 
     async def catch_up(self) -> None:
         try:
@@ -404,12 +417,18 @@ class RedisStore(KeptStore):
                     async with self._following:
                         await self._take_all(records)
             except _Missed as missed:
-                try:
-                    await self._begin_again(lost=missed.lost)
-                except MxError:
-                    await asyncio.sleep(_RETRY_S)
+                await self._begin_again_soon(lost=missed.lost)
             except MxError:
                 await asyncio.sleep(_RETRY_S)  # the exchange says it
+            except Exception as error:  # noqa: BLE001 - it follows whatever happens
+                self._in_trouble(unexpected(error))
+                await self._begin_again_soon(lost=False)
+
+    async def _begin_again_soon(self, *, lost: bool) -> None:
+        try:
+            await self._begin_again(lost=lost)
+        except MxError:
+            await asyncio.sleep(_RETRY_S)
 
     def _hear(self, records: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         for number, fields in records:
@@ -424,7 +443,7 @@ class RedisStore(KeptStore):
                         self, source_id, until_s, readers, gb_per_s, first=bool(first)
                     )
 
-    # -- leases ---------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------
 
     def _silent_s(self) -> float:
         """Return for how long Redis has not answered."""
@@ -503,9 +522,7 @@ class RedisStore(KeptStore):
         if self._dropped:
             await self._forget_documents()
         if full:
-            raise CoordinatorError(
-                f"{link.name} is full", hint="what is listed goes on; raise its maxmemory"
-            )
+            raise link.full()
 
     async def _forget_documents(self) -> None:
         dropped = [digest for digest in self._dropped if digest not in self._documents]

@@ -31,8 +31,8 @@ class RedisLink:
         """
         try:
             import redis.asyncio as redis
-            from redis.backoff import NoBackoff
             from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError:
             raise ConfigError(
                 "`state=redis:` needs redis-py", hint="pip install 'mx-peer[redis]'"
@@ -44,7 +44,7 @@ class RedisLink:
             prefix = query.pop("prefix", "")
             # HOST:PORT/DB for messages: never the password.
             self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
-            if not parts.hostname or not prefix.isidentifier() and prefix:
+            if not parts.hostname or (not prefix.isidentifier() and prefix):
                 raise ValueError("it names no host, or a prefix that is no identifier")
             bare = urlunsplit(parts._replace(query=urlencode(query)))
             self.client: Any = redis.Redis.from_url(
@@ -85,14 +85,18 @@ class RedisLink:
         except OSError as error:
             raise self._unreached(error.strerror or str(error)) from None
         except errors.RedisError as error:
-            if str(error).startswith("OOM") or "OOM command" in str(error):
-                raise CapacityError(
-                    f"the coordinator cannot write its state: {self.name} is full",
-                    hint="what is listed goes on; raise its maxmemory",
-                ) from None
+            if "when used memory" in str(error):  # also within a script's error
+                raise self.full() from None
             raise CoordinatorError(
                 f"the coordinator cannot use its state at {self.name}: {str(error)[:200]}"
             ) from None
+
+    def full(self) -> CapacityError:
+        """Return the error for a Redis that takes no more."""
+        return CapacityError(
+            f"the coordinator cannot write its state: {self.name} is full",
+            hint="what is listed goes on; raise its maxmemory",
+        )
 
     def _unreached(self, why: str) -> CoordinatorError:
         return CoordinatorError(

@@ -73,7 +73,9 @@ for _ = 1, times() do
     redis.pcall('SET', key, '1', 'PX', ttl_ms)
   end
 end
-if said ~= '' then redis.pcall('XADD', beats, 'MAXLEN', '~', '128', '*', 'who', who, 'said', said) end
+if said ~= '' then
+  redis.pcall('XADD', beats, 'MAXLEN', '~', '128', '*', 'who', who, 'said', said)
+end
 local left = {}
 for n = 1, times() do left[n] = redis.call('PTTL', lease .. take()) end
 local found = redis.call('HMGET', meta, 'epoch', 'commit', 'token')

@@ -79,12 +79,12 @@ class SqliteStore(KeptStore):
                 hint="what is listed goes on; make space" if full else "what is listed goes on",
             ) from None
 
-    # -- the beginning and the end ------------------------------------------------------------------
+    # -- the beginning and the end -----------------------------------------------------------------
 
     async def _load(self) -> None:
         try:
             await asyncio.wrap_future(self._thread.submit(self._read_all))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised, in words
             await self._unload()
             raise self._refused(error) from None
         self._count_anew()
@@ -135,7 +135,8 @@ class SqliteStore(KeptStore):
             raise ConfigError(f"{self._path} is a database of another program", hint=_ANOTHER)
         if version > VERSION:
             raise ConfigError(
-                f"the state file {self._path} is of a later version of mx: {version}, not {VERSION}",
+                f"the state file {self._path} is of a later version of mx: {version}, not "
+                f"{VERSION}",
                 hint="use that version, or another file with `state`",
             )
         db.execute("PRAGMA journal_mode = WAL")
@@ -164,7 +165,9 @@ class SqliteStore(KeptStore):
             self._gone[source_id] = decode(data)
         for digest, data in db.execute("SELECT digest, data FROM documents"):
             if document_digest(data) != digest:
-                raise ConfigError(f"the state file {self._path} is damaged: a document", hint=_ANOTHER)
+                raise ConfigError(
+                    f"the state file {self._path} is damaged: a document", hint=_ANOTHER
+                )
             self._documents[digest] = data
 
     async def _unload(self) -> None:
@@ -173,7 +176,7 @@ class SqliteStore(KeptStore):
             await asyncio.wrap_future(self._thread.submit(db.close))
         self._thread.shutdown()
 
-    # -- commits --------------------------------------------------------------------------------------
+    # -- commits -----------------------------------------------------------------------------------
 
     async def _keep(self, draft: Draft) -> bool:
         await self._write(draft)
@@ -196,7 +199,9 @@ class SqliteStore(KeptStore):
             await self._in_thread(lambda: self._commit_all(draft, fresh, dropped, state))
         except MxError:
             # What came meanwhile is newer.
-            self._fresh = {d: data for d, data in fresh.items() if d in self._documents} | self._fresh
+            self._fresh = {
+                d: data for d, data in fresh.items() if d in self._documents
+            } | self._fresh
             self._dropped |= {digest for digest in dropped if digest not in self._documents}
             raise
         self._clock_kept_s = clock_s
