@@ -95,8 +95,10 @@ class Settings:
     """All settings, validated. `origins` maps names to where their values came from."""
 
     coordinator: str = _setting(
-        "127.0.0.1:7600", values.address, "Where the coordinator is.",
-        _ASKING, "HOST:PORT", group=CONNECTION,
+        "127.0.0.1:7600", values.addresses,
+        "Where the coordinator is. Of several that share a state, the next one is asked where one "
+        "does not answer.",
+        _ASKING, "HOST:PORT[,HOST:PORT...]", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
         "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",
@@ -119,7 +121,10 @@ class Settings:
         _SERVE_PULL, "FIRST-LAST", group=CONNECTION, unset="any free ones",
     )
     state: str = _setting(
-        "memory", values.state, "Where to keep what is registered.", "coordinator", "memory"
+        "memory", values.state,
+        "Where to keep what is registered: memory, sqlite:FILE, or redis://HOST:PORT/DB, which "
+        "several coordinators may share.",
+        "coordinator", "memory|sqlite:FILE|redis://HOST:PORT/DB",
     )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",

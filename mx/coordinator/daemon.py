@@ -40,7 +40,7 @@ _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `mx-coordinator`. `state` is "memory"; `lease_s` is in seconds."""
+    """The options of `mx-coordinator`. `state` is as in `open_state`; `lease_s` is in seconds."""
 
     listen: str = DEFAULT_ADDRESS
     tls: TlsFiles | None = None
@@ -60,7 +60,8 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
         path: The file; "" for none.
         named: Where the user has named it; "" if it is the default one. That is in the home folder,
             which hosts may share: on each host it gives another key.
-        address: Where the coordinator listens: each address has receipts of its own.
+        address: Where the coordinator listens: each address has receipts of its own. Those that
+            share a state give the same text.
 
     Returns:
         The key, or None if it can't be kept, which is said.
@@ -102,7 +103,7 @@ class Coordinator:
         """
         Args:
             lease_s: How long a source stays listed after a heartbeat, in seconds.
-            state: "memory", or the state, which `stop` closes.
+            state: As in `open_state`, or the state, which `stop` closes.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
 
@@ -142,6 +143,7 @@ class Coordinator:
             ConfigError: As `mx.wire.server.listen`.
             LocalError: As `mx.wire.server.listen`.
         """
+        await self._state.open()
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
@@ -191,10 +193,12 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
+    # Coordinators that share a state believe each other, as far as they have the same key file.
+    where = "a shared state" if options.state.startswith("redis") else options.listen
+    key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
-    await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:
+        await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
         on_listening(coordinator.address)
         await stop.wait()
     finally:

@@ -13,6 +13,7 @@ from mx import codec
 from mx.coordinator.bounds import StreamBounds, Turns, address_of
 from mx.coordinator.callers import own_port
 from mx.coordinator.decoding import Decoded
+from mx.coordinator.marks import Marks
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
@@ -61,7 +62,8 @@ class CoordinatorServicer(PullsServicer):
         """
         super().__init__(state.now, self._registered_from)
         self._state = state
-        self._proofs = Proofs(receipt_key, state.now)
+        self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch)
+        self._marks = Marks(state.store, self._proofs, state.lease_s)
         self._messages = SourceMessages()
         self._decoded = Decoded()
         self._turns = Turns()
@@ -147,6 +149,7 @@ class CoordinatorServicer(PullsServicer):
                     raise PeerProtocolError("Register: pages follow the source")
                 await upload.add(request.page)
             await upload.finish(self._decoded)
+        await self._marks.heed(first.mark, address)
         self._proofs.check(registration, first.source)
         receipt = self._proofs.read(registration.intent.receipt)
         answer = await self._state.register(
@@ -160,6 +163,7 @@ class CoordinatorServicer(PullsServicer):
             model=codec.key_to_wire(listed.model),
             pin_only=listed.pin_only,
             receipt=self._proofs.receipt(answer.receipt),
+            mark=self._marks.current(),
         )
 
     async def Missing(self, request: pb.MissingRequest, context: Any) -> pb.MissingResponse:
@@ -175,6 +179,7 @@ class CoordinatorServicer(PullsServicer):
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
                 source_id = codec.source_id_from_wire(request.source_id)
+                await self._marks.heed(request.mark)
                 port = codec.port_from_wire(request.requests_port)
                 if port:
                     listed = await self._source(source_id)
@@ -193,6 +198,7 @@ class CoordinatorServicer(PullsServicer):
                     lease_s=self._state.lease_s,
                     coordinator_epoch=self._state.epoch,
                     pin_only=record.pin_only,
+                    mark=self._marks.current(),
                 )
 
     async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
