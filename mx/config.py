@@ -121,6 +121,11 @@ class Settings:
     state: str = _setting(
         "memory", values.state, "Where to keep what is registered.", "coordinator", "memory"
     )
+    metrics: str = _setting(
+        "", values.address_or_none,
+        "Where to give metrics to Prometheus, at /metrics; needs prometheus_client.",
+        f"{_SERVE_PULL} coordinator", "HOST:PORT", unset="nowhere",
+    )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",
         f"{_ASKING} coordinator", "FILE", group=CONNECTION,

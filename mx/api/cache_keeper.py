@@ -88,6 +88,19 @@ class _Found:
     sources: tuple[SourceRecord, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """What a cache counts: bytes held, the budget, bytes that were evicted and are still mapped as
+    far as is known, models held and arriving, and evictions so far."""
+
+    held_bytes: int
+    budget_bytes: int
+    lingering_bytes: int
+    models: int
+    arriving: int
+    evictions: int
+
+
 class Keeper:
     """The models of a cache; on the loop. `close` it."""
 
@@ -291,6 +304,18 @@ class Keeper:
             table.lingering_bytes,
             self._evictions,
             tuple(models),
+        )
+
+    def figures(self) -> CacheFigures:
+        """Return what is counted, without a look at other processes."""
+        table = self._table
+        return CacheFigures(
+            sum(each.nbytes for each in self._kept.values()),
+            table.budget_bytes,
+            table.lingering_bytes,
+            len(self._kept),
+            len(self._arriving),
+            self._evictions,
         )
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from mx import config, forks, runtime
-from mx.api.cache_keeper import Keeper, require_free_port
+from mx.api.cache_keeper import CacheFigures, Keeper, require_free_port
 from mx.api.closing import Closable, Step
 from mx.api.serving import join_or_embed, named_by
 from mx.coordinator.daemon import Coordinator
@@ -56,6 +56,15 @@ class Cache(Closable):
     def embedded(self) -> bool:
         """True if the coordinator runs in this process."""
         return self._embedded is not None
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The coordinator that runs in this process, if `cache` started one."""
+        return self._embedded
+
+    def figures(self) -> CacheFigures:
+        """Return what it counts for metrics; on the event loop."""
+        return self._keeper.figures()
 
     def status(self) -> CacheStatus:
         """Return what is held."""

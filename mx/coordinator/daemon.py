@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from blake3 import blake3
 
 from mx import keyfile
 from mx.coordinator.events import log_changes
+from mx.coordinator.figures import Figures
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import State, open_state
 from mx.errors import ConfigError
@@ -121,6 +124,11 @@ class Coordinator:
         """The HOST:PORT that it listens on; "" while it does not listen."""
         return self._listening.address if self._listening else ""
 
+    @functools.cached_property
+    def figures(self) -> Figures:
+        """What it counts for metrics, from the first look on."""
+        return Figures(self._state, self._servicer)
+
     async def start(
         self,
         listen_address: str = DEFAULT_ADDRESS,
@@ -179,31 +187,41 @@ class Coordinator:
         await self._state.close()
 
 
+Beside = Callable[[Coordinator], AbstractContextManager[object]]
+
+
 def _print_address(address: str) -> None:
     print(f"mx-coordinator listening on {address}", file=sys.stderr, flush=True)
 
 
-async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
+async def _serve(options: Options, on_listening: Callable[[str], None], beside: Beside) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
-    await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
-    try:
-        on_listening(coordinator.address)
-        await stop.wait()
-    finally:
-        await coordinator.stop()
+    with beside(coordinator):
+        await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
+        try:
+            on_listening(coordinator.address)
+            await stop.wait()
+        finally:
+            await coordinator.stop()
 
 
-def run(options: Options, on_listening: Callable[[str], None] = _print_address) -> int:
+def run(
+    options: Options,
+    on_listening: Callable[[str], None] = _print_address,
+    beside: Beside = contextlib.nullcontext,
+) -> int:
     """Run the daemon until SIGTERM or SIGINT. Call this on the main thread.
 
     Args:
         options: How to run it.
         on_listening: Called with the HOST:PORT that it listens on.
+        beside: Returns a context for the coordinator, on its event loop, that is open as long as it
+            runs.
 
     Returns:
         0, the exit code.
@@ -213,5 +231,5 @@ def run(options: Options, on_listening: Callable[[str], None] = _print_address) 
         LocalError: The address cannot be listened on.
     """
     raise_limit()
-    asyncio.run(_serve(options, on_listening))
+    asyncio.run(_serve(options, on_listening, beside))
     return 0

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import uuid
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -82,6 +84,21 @@ class SourceStats:
     pin_only: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFigures:
+    """What one process's sources are and do at one moment: the bytes of the weights that they
+    serve, by model name; the leases of running reads; open swarm streams; and slots in use."""
+
+    held_bytes: Counter[str]
+    readers: int
+    streams: int
+    slots: int
+
+
+#: The sources of this process that have started and are not closed.
+running: weakref.WeakSet[SourceServer] = weakref.WeakSet()
+
+
 class SourceServer:
     """The sources of one process behind one control address. All methods run on the loop."""
 
@@ -127,6 +144,22 @@ class SourceServer:
             any(served.pin_only for served in servicer.models.values()),
         )
 
+    def figures(self) -> SourceFigures:
+        """Return what it counts for metrics."""
+        models, held = self._servicer.models.values(), Counter[str]()
+        for served in models:
+            held[served.held.key.name] += served.held.manifest.layout.payload_nbytes
+        return SourceFigures(
+            held,
+            len(self._grants.leases),
+            self._servicer.streams,
+            sum(served.participant.slots for served in models),
+        )
+
+    def given_bytes(self) -> Counter[str]:
+        """Return the bytes that readers had so far on open grants, by transport."""
+        return self._grants.given_bytes()
+
     async def start(self) -> None:
         """Listen.
 
@@ -139,6 +172,7 @@ class SourceServer:
         self._host = await in_thread(dialled_host, self.options.listen, advertise, coordinator)
         hosts = discovery.data_hosts(host, self.options.nics)
         await uncut(self._listen())  # to its end, so that `close` knows what listens
+        running.add(self)
         self._place = self._expose_place = discovery.here(addresses=hosts)
         if advertise:
             # Its own addresses and interfaces are of no use to readers.
@@ -437,6 +471,7 @@ class SourceServer:
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
         self.retirement.closing = True
+        running.discard(self)
         self._servicer.state = SourceState.DRAINING
         if self.lending is not None:
             await self.lending.close()
