@@ -25,6 +25,8 @@ ENVIRONMENT_PREFIX = "MX_PEER_"
 FILE_VARIABLE = "MX_PEER_CONFIG"
 #: Names the folder in which a command's compile caches are recorded.
 RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
+#: Names the folder in which an engine's ranks say what they loaded.
+ENGINE_VARIABLE = "MX_ENGINE_LOADED"
 DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
@@ -389,6 +391,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 def recording() -> Path | None:
     """Return the folder in which this process's compile caches are recorded; None if none is."""
     folder = os.environ.get(RECORDING_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def engine_folder() -> Path | None:
+    """Return the folder in which the ranks of this process's engine say what they loaded; None if
+    none was named. It need not exist."""
+    folder = os.environ.get(ENGINE_VARIABLE)
     return Path(folder) if folder else None
 
 

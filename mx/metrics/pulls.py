@@ -11,8 +11,10 @@ from mx import trace
 from mx.target.report import PathReport, PullReport
 
 #: Attaching takes a millisecond, and a cold pull over a slow network an hour.
-BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
-BUCKETS_S += (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
 
 #: A pull that may run: its number, and a function that returns what it has brought so far.
 Open = tuple[int, Callable[[], list[PathReport]]]
@@ -65,6 +67,8 @@ class Pulls:
             registry=registry,
         )
         self._ended.labels("complete")
+        for step in ("disk", "hub", "objects"):
+            self._fallbacks.labels(step)
 
     def __call__(self, event: trace.Event) -> None:
         """Take an event."""
