@@ -22,7 +22,7 @@ from mx.wire.address import join_address, split_address
 
 _log = logging.getLogger(__name__)
 
-#: Connections at a time; others are closed at once.
+#: Connections at a time; the oldest makes room for another one.
 MOST_CONNECTIONS = 16
 #: How long a client may take for its handshake, its request, and to take the answer.
 CLIENT_S = 10.0
@@ -50,7 +50,7 @@ class Listener:
         self._render = render
         self._tls = tls
         self._context: tuple[tuple[int, ...], ssl.SSLContext] | None = None
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: dict[asyncio.Task[None], None] = {}  # the oldest first
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(
                 host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -94,20 +94,25 @@ class Listener:
         )
         await self._stopping.wait()
         server.close()
-        for task in self._answering:
+        for task in tuple(self._answering):
             task.cancel()
         while self._answering:
-            await asyncio.wait(self._answering)
-        for _ in range(2):  # what was aborted is closed in the next rounds of the loop
+            await asyncio.wait(tuple(self._answering))
+        for _ in range(4):  # what was aborted is closed in the next rounds of the loop
             await asyncio.sleep(0)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._answering) >= MOST_CONNECTIONS:
-            writer.transport.abort()
-            return
+        while len(self._answering) >= MOST_CONNECTIONS:
+            next(iter(self._answering)).cancel()
+            del self._answering[next(iter(self._answering))]
         task = asyncio.create_task(self._answer(reader, writer), name="mx-metrics-client")
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        self._answering[task] = None
+
+        def ended(_: object) -> None:
+            self._answering.pop(task, None)
+            writer.transport.abort()  # here, since a task may be cancelled before it begins
+
+        task.add_done_callback(ended)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -119,8 +124,6 @@ class Listener:
             _log.debug("a client of the metrics: %s", error or type(error).__name__)
         except Exception as error:  # noqa: BLE001 - metrics end nothing else
             _log.warning("metrics can't be read: %s", error, exc_info=True)
-        finally:
-            writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -148,15 +151,21 @@ class Listener:
             await writer.wait_closed()
 
     def _context_of(self, tls: TlsFiles) -> ssl.SSLContext:
-        """Return the context for the files as they are now. Raises OSError (ssl.SSLError too)."""
+        """Return the context for the files as they are now, or were when they last fitted together.
+        Raises OSError (ssl.SSLError too)."""
         files = (tls.certificate, tls.key, tls.authority)
-        state = tuple(os.stat(file).st_mtime_ns for file in files)
-        if self._context is None or self._context[0] != state:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_cert_chain(tls.certificate, tls.key)
-            context.load_verify_locations(tls.authority)
-            self._context = state, context
+        try:
+            state = tuple(os.stat(file).st_mtime_ns for file in files)
+            if self._context is None or self._context[0] != state:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_cert_chain(tls.certificate, tls.key)
+                context.load_verify_locations(tls.authority)
+                self._context = state, context
+        except OSError as error:
+            if self._context is None:
+                raise
+            _log.info("metrics go on with the earlier certificate: %s", error)
         return self._context[1]
 
 
