@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -30,17 +29,17 @@ def gauge(name: str, text: str, value: float) -> Metric:
 
 def gauges(name: str, text: str, values: Mapping[str, float], label: str) -> Metric:
     """Return such a metric with a value for each value of a label."""
-    return _labelled(GaugeMetricFamily(name, text, labels=[label]), values)
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for each, value in sorted(values.items()):
+        family.add_metric([each], value)
+    return family
 
 
 def counter(name: str, text: str, values: Mapping[str, float] | float, label: str = "") -> Metric:
     """Return a count, or one for each value of a label; its name gets "_total"."""
-    if isinstance(values, Mapping):
-        return _labelled(CounterMetricFamily(name, text, labels=[label]), values)
-    return CounterMetricFamily(name, text, values)
-
-
-def _labelled(family: Any, values: Mapping[str, float]) -> Any:
-    for label, value in sorted(values.items()):
-        family.add_metric([label], value)
+    if not isinstance(values, Mapping):
+        return CounterMetricFamily(name, text, values)
+    family = CounterMetricFamily(name, text, labels=[label])
+    for each, value in sorted(values.items()):
+        family.add_metric([each], value)
     return family

@@ -107,6 +107,9 @@ def check_dashboard(labels: dict[str, set[str]]) -> None:
             used |= {each.partition("=")[0].rstrip("!~") for each in matchers.split(",")}
         for name in names:
             assert used - _ADDED <= labels[name], expression
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    parts = re.compile(r"_(created|sum|count|bucket)$")
+    assert not [n for n in labels if n.startswith("mx_") and f"`{parts.sub('', n)}`" not in page]
     ours = {each.removesuffix("_bucket") for each in shown if each.startswith("mx_")}
     unshown = {
         name for name in labels

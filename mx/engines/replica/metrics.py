@@ -153,7 +153,7 @@ def register() -> None:
     folder = Path(tempfile.gettempdir(), f"mx-engine-{secrets.token_hex(8)}")
     config.set_default(config.ENGINE_VARIABLE, str(folder))
     folder = config.engine_folder() or folder
-    REGISTRY.register(Collector(folder))  # type: ignore[arg-type]
+    REGISTRY.register(Collector(folder))
     if first:
         atexit.register(_forget, folder, os.getpid())
 
