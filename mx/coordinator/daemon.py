@@ -204,13 +204,13 @@ async def _serve(options: Options, on_listening: Callable[[str], None], beside: 
         loop.add_signal_handler(number, stop.set)
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
-    with beside(coordinator):
-        await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
-        try:
+    await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
+    try:
+        with beside(coordinator):
             on_listening(coordinator.address)
             await stop.wait()
-        finally:
-            await coordinator.stop()
+    finally:
+        await coordinator.stop()
 
 
 def run(
@@ -223,8 +223,8 @@ def run(
     Args:
         options: How to run it.
         on_listening: Called with the HOST:PORT that it listens on.
-        beside: Returns a context for the coordinator, on its event loop, that is open as long as it
-            runs.
+        beside: Returns a context for the coordinator, on its event loop, that is open while it
+            listens.
 
     Returns:
         0, the exit code.
