@@ -88,19 +88,6 @@ class _Found:
     sources: tuple[SourceRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFigures:
-    """What a cache counts: bytes held, the budget, bytes that were evicted and are still mapped as
-    far as is known, models held and arriving, and evictions so far."""
-
-    held_bytes: int
-    budget_bytes: int
-    lingering_bytes: int
-    models: int
-    arriving: int
-    evictions: int
-
-
 class Keeper:
     """The models of a cache; on the loop. `close` it."""
 
@@ -306,17 +293,16 @@ class Keeper:
             tuple(models),
         )
 
-    def figures(self) -> CacheFigures:
-        """Return what is counted, without a look at other processes."""
-        table = self._table
-        return CacheFigures(
-            sum(each.nbytes for each in self._kept.values()),
-            table.budget_bytes,
-            table.lingering_bytes,
-            len(self._kept),
-            len(self._arriving),
-            self._evictions,
-        )
+    def figures(self) -> dict[str, int]:
+        """Return what is counted, without a look at other processes; on the loop."""
+        return {
+            "held_bytes": sum(each.nbytes for each in self._kept.values()),
+            "budget_bytes": self._table.budget_bytes,
+            "lingering_bytes": self._table.lingering_bytes,
+            "models": len(self._kept),
+            "arriving": len(self._arriving),
+            "evictions": self._evictions,
+        }
 
     async def close(self) -> None:
         """Stop all pulls, and let go of everything."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from mx import config, forks, runtime
-from mx.api.cache_keeper import CacheFigures, Keeper, require_free_port
+from mx.api.cache_keeper import Keeper, require_free_port
 from mx.api.closing import Closable, Step
 from mx.api.serving import join_or_embed, named_by
 from mx.coordinator.daemon import Coordinator
@@ -62,7 +62,7 @@ class Cache(Closable):
         """The coordinator that runs in this process, if `cache` started one."""
         return self._embedded
 
-    def figures(self) -> CacheFigures:
+    def figures(self) -> dict[str, int]:
         """Return what it counts for metrics; on the event loop."""
         return self._keeper.figures()
 

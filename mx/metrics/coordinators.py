@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from mx.coordinator.daemon import Coordinator
-from mx.metrics.families import counter, gauge, gauges
+from mx.metrics.families import counter, gauge
 from mx.metrics.labels import Names
+
+_PHASES = dict.fromkeys(("running", "complete", "failed"), 0)
 
 
 class CoordinatorMetrics:
@@ -25,32 +27,16 @@ class CoordinatorMetrics:
 
     def read(self, coordinator: Coordinator) -> Iterator[Metric]:
         """Yield the metrics of this moment."""
-        now = coordinator.figures.snapshot()
+        now, name = coordinator.figures, "mx_coordinator_"
         sources = self._names.labelled(now.sources, time.monotonic())
-        yield gauges(
-            "mx_coordinator_sources",
-            "Sources that are listed, each with a lease, by model.",
-            sources,
-            "model",
-        )
-        yield gauge("mx_coordinator_models", "Names of models that have sources.", len(now.sources))
-        yield gauges("mx_coordinator_streams", "Open streams, by kind.", now.streams, "kind")
-        yield gauges(
-            "mx_coordinator_pulls",
-            "Pulls that have reported lately, by phase.",
-            dict.fromkeys(("running", "complete", "failed"), 0) | now.pulls,
-            "phase",
-        )
-        yield counter(
-            "mx_coordinator_registrations",
-            "Sources that were listed, or came back, since this process counts.",
-            now.came,
-        )
-        yield counter(
-            "mx_coordinator_sources_gone", "Sources that left, by reason.", now.gone, "reason"
-        )
-        yield gauge("mx_coordinator_document_bytes", "Bytes of documents held.", now.document_bytes)
-        yield gauges(
-            "mx_coordinator_state_info", "What the state is kept in.", {self._state: 1}, "kind"
-        )
-        yield counter("mx_coordinator_epoch_changes", "Changes of the state's epoch.", now.epochs)
+        pulls = _PHASES | now.servicer.pulls_by_phase()
+        yield gauge(f"{name}sources", "Sources listed, each with a lease.", sources, "model")
+        yield gauge(f"{name}models", "Names of models that have sources.", len(now.sources))
+        yield gauge(f"{name}streams", "Open streams.", now.servicer.streams(), "kind")
+        yield gauge(f"{name}pulls", "Pulls that have reported lately.", pulls, "phase")
+        yield counter(f"{name}registrations", "Sources that were listed, or came back.", now.came)
+        yield counter(f"{name}sources_gone", "Sources that left.", now.gone, "reason")
+        held_bytes = now.state.document_bytes
+        yield gauge(f"{name}document_bytes", "Bytes of documents held.", held_bytes)
+        yield gauge(f"{name}state_info", "Where the state is.", {self._state: 1}, "kind")
+        yield counter(f"{name}epoch_changes", "Changes of the state's epoch.", now.epochs)

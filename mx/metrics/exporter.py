@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import platform
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from mx import config, runtime, trace
+from mx import config, counters, runtime, trace
 from mx.api.common import tls_of
 from mx.errors import ConfigError
 from mx.log import event
@@ -19,7 +20,6 @@ from mx.wire.address import require_protection
 from mx.wire.tls import check_server_files
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
     from mx.coordinator.daemon import Coordinator
@@ -31,8 +31,9 @@ BUSY_S = 8.0
 #: What was read is the answer to all scrapes for so long: many of them cost no more than one.
 FRESH_S = 0.25
 
-#: Begins what it is given on the event loop that has the objects.
-Submit = Callable[[Callable[[], Coroutine[Any, Any, "list[Metric]"]]], "Future[list[Metric]]"]
+_Read = Callable[[], "Iterator[Metric]"]
+#: Begins work on the event loop that has the objects.
+_Submit = Callable[[Callable[[], Coroutine[Any, Any, "list[Metric]"]]], "Future[list[Metric]]"]
 
 
 @contextlib.contextmanager
@@ -50,112 +51,122 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
     Raises:
         ConfigError: prometheus_client is not installed; or the address is beyond this machine, and
             there are neither TLS files nor `insecure`; or a file is wrong.
-        NotAllowedError: The certificate is not for this address.
+        NotAllowedError: The certificate is not for servers, or has expired.
         LocalError: The address can't be listened on.
     """
     if not settings.metrics:
         yield ""
         return
     try:
-        import prometheus_client
+        import prometheus_client as prometheus
+        from prometheus_client.exposition import choose_encoder
     except ImportError:
         raise ConfigError(
             f"{settings.origin('metrics')}: metrics need prometheus_client",
             hint="pip install 'mx-peer[metrics]'",
         ) from None
+    import mx
     from mx.metrics.listener import Listener
 
     tls = tls_of(settings)
     require_protection(settings.metrics, tls=tls, insecure=settings.insecure, verb="listen on")
     if tls is not None:
-        check_server_files(tls, "")
-    registry = prometheus_client.CollectorRegistry()
-    prometheus_client.ProcessCollector(registry=registry)
+        check_server_files(tls)
+    registry = prometheus.CollectorRegistry()
+    prometheus.ProcessCollector(registry=registry)
+    role = "peer" if coordinator is None else "coordinator"
+    about = {"version": mx.__version__, "python": platform.python_version(), "role": role}
+    prometheus.Info("mx_build", "The version of mx.", registry=registry).info(about)
+
+    def render(accept: str) -> tuple[str, bytes]:
+        encode, kind = choose_encoder(accept)
+        return kind, encode(registry)
+
     with contextlib.ExitStack() as stack:
-        scraped = _scraped(registry, settings, coordinator, stack)
-        listener = Listener(settings.metrics, scraped.render, tls)
+        if coordinator is not None:
+            from mx.metrics.coordinators import CoordinatorMetrics
+
+            read = CoordinatorMetrics(settings.state.partition(":")[0]).read
+            _ = coordinator.figures  # begins to count
+            loop = asyncio.get_running_loop()
+            collector = Collector(
+                lambda: read(coordinator),
+                lambda work: asyncio.run_coroutine_threadsafe(work(), loop),
+            )
+        else:
+            from mx.metrics.transfers import TransferMetrics
+
+            transfers = TransferMetrics(registry)
+            stack.enter_context(trace.listening(transfers.pulls))
+            collector = Collector(transfers.read, runtime.submit)
+        registry.register(collector)
+        listener = Listener(settings.metrics, render, tls)
         stack.callback(listener.stop)
+        stack.callback(collector.end)
         listener.start()
         event(_log, "metrics.listening", address=listener.address, tls=tls is not None)
         yield listener.address
 
 
-def _scraped(
-    registry: CollectorRegistry,
-    settings: config.Settings,
-    coordinator: Coordinator | None,
-    stack: contextlib.ExitStack,
-) -> _Scraped:
-    from mx.metrics.families import of_process
+class Collector:
+    """Reads metrics on an event loop, for threads, one at a time."""
 
-    if coordinator is not None:
-        from mx.metrics.coordinators import CoordinatorMetrics
-
-        read = CoordinatorMetrics(settings.state.partition(":")[0])
-        _ = coordinator.figures  # begins to count
-        loop = asyncio.get_running_loop()
-
-        async def of_coordinator() -> list[Metric]:
-            return [*of_process(), *read.read(coordinator)]
-
-        def submit(work: Any) -> Future[list[Metric]]:
-            return asyncio.run_coroutine_threadsafe(work(), loop)
-
-        return _Scraped(registry, of_coordinator, submit, "coordinator")
-    from mx.metrics.transfers import TransferMetrics
-
-    transfers = TransferMetrics(registry)
-    stack.enter_context(trace.listening(transfers.pulls))
-
-    async def of_transfers() -> list[Metric]:
-        return [*of_process(), *transfers.read()]
-
-    return _Scraped(registry, of_transfers, runtime.submit, "peer")
-
-
-class _Scraped:
-    """Renders metrics: those of a registry, and those that `read` returns on the objects' loop."""
-
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        read: Callable[[], Coroutine[Any, Any, list[Metric]]],
-        submit: Submit,
-        role: str,
-    ) -> None:
-        from prometheus_client import Gauge, Info
-
-        import mx
-
-        self._registry = registry
+    def __init__(self, read: _Read, submit: _Submit) -> None:
+        """
+        Args:
+            read: Returns the metrics; called on the loop.
+            submit: Begins work on the loop.
+        """
         self._read = read
         self._submit = submit
+        self._lock = threading.Lock()
         self._found: list[Metric] = []
-        self._read_s = float("-inf")
-        self._lock = asyncio.Lock()
-        build = Info("mx_build", "The version of mx, and what the process is.", registry=registry)
-        build.info({"version": mx.__version__, "python": platform.python_version(), "role": role})
-        self._wait = Gauge(
-            "mx_event_loop_wait_seconds",
-            "How long the last scrape waited for the event loop, and what it reads there took.",
-            registry=registry,
-        )
-        registry.register(self)
+        self._found_s = float("-inf")
+        self._reading: Future[list[Metric]] | None = None
+        self._ended = False
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: what there is depends on what runs."""
+        return []
 
     def collect(self) -> list[Metric]:
-        """Return what was read last, for the registry."""
-        return self._found
+        """Return the metrics of this moment.
 
-    async def render(self, accept: str) -> tuple[str, bytes]:
-        """Return the type of the content and the content, as `mx.metrics.listener.Render`."""
-        from prometheus_client.exposition import choose_encoder
+        Raises:
+            TimeoutError: The loop is too busy, or the metrics have ended.
+        """
+        from mx.metrics.families import counter, gauge
 
-        async with self._lock:
+        with self._lock:
             asked_s = time.monotonic()
-            if asked_s - self._read_s > FRESH_S:
-                async with asyncio.timeout(BUSY_S):
-                    self._found = await asyncio.wrap_future(self._submit(self._read))
-                self._read_s = time.monotonic()
-                self._wait.set(self._read_s - asked_s)
-            encode, kind = choose_encoder(accept)
-            return kind, encode(self._registry)
+            if asked_s - self._found_s < FRESH_S:
+                return self._found
+
+            async def on_loop() -> list[Metric]:
+                refused = counters.totals(counters.REFUSED)
+                return [
+                    gauge("mx_tasks", "Tasks of the event loop.", len(asyncio.all_tasks())),
+                    counter("mx_requests_refused", "Requests refused.", refused, "error"),
+                    *self._read(),
+                ]
+
+            self._reading = self._submit(on_loop)
+            try:
+                if self._ended:
+                    raise TimeoutError
+                found = self._reading.result(BUSY_S)
+            except CancelledError:
+                raise TimeoutError from None
+            finally:
+                self._reading.cancel()
+            self._found_s = time.monotonic()
+            wait_s = self._found_s - asked_s
+            waited = "Seconds that the last scrape waited for the event loop, and read there."
+            self._found = [*found, gauge("mx_event_loop_wait_seconds", waited, wait_s)]
+            return self._found
+
+    def end(self) -> None:
+        """End what is being read: the loop may be about to wait for the thread that waits."""
+        self._ended = True
+        if self._reading is not None:
+            self._reading.cancel()

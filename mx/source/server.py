@@ -84,17 +84,6 @@ class SourceStats:
     pin_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFigures:
-    """What one process's sources are and do at one moment: the bytes of the weights that they
-    serve, by model name; the leases of running reads; open swarm streams; and slots in use."""
-
-    held_bytes: Counter[str]
-    readers: int
-    streams: int
-    slots: int
-
-
 #: The sources of this process that have started and are not closed.
 running: weakref.WeakSet[SourceServer] = weakref.WeakSet()
 
@@ -144,17 +133,18 @@ class SourceServer:
             any(served.pin_only for served in servicer.models.values()),
         )
 
-    def figures(self) -> SourceFigures:
-        """Return what it counts for metrics."""
-        models, held = self._servicer.models.values(), Counter[str]()
-        for served in models:
-            held[served.held.key.name] += served.held.manifest.layout.payload_nbytes
-        return SourceFigures(
-            held,
-            len(self._grants.leases),
-            self._servicer.streams,
-            sum(served.participant.slots for served in models),
-        )
+    def figures(self) -> dict[str, int]:
+        """Return how many leases of readers, slots in use and open swarm streams there are."""
+        slots = sum(served.participant.slots for served in self._servicer.models.values())
+        streams = self._servicer.streams
+        return {"leases": len(self._grants.leases), "slots": slots, "streams": streams}
+
+    def held_bytes(self) -> Counter[str]:
+        """Return the bytes of the weights that are served, by model name."""
+        found: Counter[str] = Counter()
+        for served in self._servicer.models.values():
+            found[served.held.key.name] += served.held.manifest.layout.payload_nbytes
+        return found
 
     def given_bytes(self) -> Counter[str]:
         """Return the bytes that readers had so far on open grants, by transport."""

@@ -135,11 +135,8 @@ def test_a_folder_of_others_or_with_rubbish_shows_nothing(tmp_path: Path) -> Non
     assert not [*Collector(tmp_path / "none").collect()]
     folder = tmp_path / "ranks"
     folder.mkdir(0o700)
-    good = {
-        "model": "m", "revision": "", "rank": "tp=0/1", "state": "ordinary", "identity": "",
-        "source": "", "seconds": 1.5,
-    }  # fmt: skip
-    rubbish: list[object] = [[], 7, "x", {}, good | {"more": 1}, good | {"seconds": "soon"}]
+    good = ["m", "", "tp=0/1", "ordinary", "", "", 1.5]
+    rubbish: list[object] = [{}, 7, "x", [], [*good, 1], good[1:], [*good[:-1], "soon"]]
     for number, each in enumerate(rubbish):
         (folder / f"bad{number}.json").write_text(json.dumps(each))
     (folder / "cut.json").write_text(json.dumps(good)[:20])

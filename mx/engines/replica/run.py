@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -450,17 +450,17 @@ class Run:
         next engine knows what it is.
         """
         taken = bool(self.choice.state)
-        loaded = metrics.Loaded(
-            model=self.name,
-            revision=self.choice.revision if taken else "",
-            rank=str(self.ranks),
-            state=self.choice.state or "ordinary",
-            identity=self.loading.identity if taken else "",
-            source=self.loading.source if taken else "",
-            seconds=round(time.monotonic() - self._began_s, 3),
-        )
-        event(self._log, "engine.loaded", **asdict(loaded))
-        metrics.show(loaded)
+        labels = {
+            "model": self.name,
+            "revision": self.choice.revision if taken else "",
+            "rank": str(self.ranks),
+            "state": self.choice.state or "ordinary",
+            "identity": self.loading.identity if taken else "",
+            "source": self.loading.source if taken else "",
+        }
+        seconds = round(time.monotonic() - self._began_s, 3)
+        event(self._log, "engine.loaded", **labels, seconds=seconds)
+        metrics.show(labels, seconds)
         if self.loading.lender is not None:
             self.loading.lender.processed()
         folder = self.meant.folder
