@@ -450,7 +450,7 @@ class Run:
         next engine knows what it is.
         """
         taken = bool(self.choice.state)
-        labels = {
+        labels: dict[str, Any] = {
             "model": self.name,
             "revision": self.choice.revision if taken else "",
             "rank": str(self.ranks),
