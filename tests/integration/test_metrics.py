@@ -200,8 +200,8 @@ async def test_names_that_a_stranger_makes_up_become_few_series(run: Run) -> Non
             )
 
         for begin in range(0, 300, 50):
-            await asyncio.gather(*(one(begin + number) for number in range(50)))
-            await asyncio.to_thread(scraped, where)
+            batch = (one(begin + number) for number in range(50))
+            await asyncio.gather(asyncio.to_thread(scraped, where), *batch)
     finally:
         await client.close()
 
