@@ -25,6 +25,8 @@ ENVIRONMENT_PREFIX = "MX_PEER_"
 FILE_VARIABLE = "MX_PEER_CONFIG"
 #: Names the folder in which a command's compile caches are recorded.
 RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
+#: Names the folder in which an engine's ranks say what they loaded.
+ENGINE_VARIABLE = "MX_ENGINE_LOADED"
 DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
@@ -125,6 +127,11 @@ class Settings:
         "Where to keep what is registered: memory, sqlite:FILE, or redis://HOST:PORT/DB, which "
         "several coordinators may share.",
         "coordinator", "memory|sqlite:FILE|redis://HOST:PORT/DB",
+    )
+    metrics: str = _setting(
+        "", values.address_or_none,
+        "Where to give metrics to Prometheus, at /metrics; needs prometheus_client.",
+        f"{_SERVE_PULL} coordinator", "HOST:PORT", unset="nowhere",
     )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",
@@ -389,6 +396,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 def recording() -> Path | None:
     """Return the folder in which this process's compile caches are recorded; None if none is."""
     folder = os.environ.get(RECORDING_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def engine_folder() -> Path | None:
+    """Return the folder in which the ranks of this process's engine say what they loaded; None if
+    none was named. It need not exist."""
+    folder = os.environ.get(ENGINE_VARIABLE)
     return Path(folder) if folder else None
 
 

@@ -294,6 +294,17 @@ class Keeper:
             tuple(models),
         )
 
+    def figures(self) -> dict[str, int]:
+        """Return what is counted, without a look at other processes; on the loop."""
+        return {
+            "held_bytes": sum(each.nbytes for each in self._kept.values()),
+            "budget_bytes": self._table.budget_bytes,
+            "lingering_bytes": self._table.lingering_bytes,
+            "models": len(self._kept),
+            "arriving": len(self._arriving),
+            "evictions": self._evictions,
+        }
+
     async def close(self) -> None:
         """Stop all pulls, and let go of everything."""
         self._closed = True

@@ -39,7 +39,7 @@ def run_cache(context: typer.Context, checkpoint: str, *, as_json: bool) -> None
     raise_limit()
     from mx.api.caching import cache
 
-    with options.tracing(settings):
+    with options.tracing(settings), options.measuring(settings):
         stop = Stop()
         running = cache(coordinator=options.coordinator_of(settings), settings=settings)
         with running, stop.on_signals():

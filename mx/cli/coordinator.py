@@ -55,6 +55,7 @@ def coordinator(
             receipt_key_named=options.named(settings, "receipt_key"),
         ),
         listening,
+        lambda coordinator: options.measuring(settings, coordinator),
     )
     raise typer.Exit(code)
 

@@ -31,7 +31,7 @@ def run_pipeline(
         )
     from mx.api.pipelines import serve_pipeline
 
-    with options.tracing(settings):
+    with options.tracing(settings), options.measuring(settings):
         stop = Stop()
         with live.reading(folder) as on_progress:
             pipeline = serve_pipeline(

@@ -139,7 +139,7 @@ def serve(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
         return
-    with options.tracing(settings), ExitStack() as serving:
+    with options.tracing(settings), options.measuring(settings), ExitStack() as serving:
         stop = Stop()
         source = None
         if checkpoint:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from blake3 import blake3
 
 from mx import keyfile
 from mx.coordinator.events import log_changes
+from mx.coordinator.figures import Figures
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import State, open_state
 from mx.errors import ConfigError
@@ -125,6 +128,11 @@ class Coordinator:
         """The HOST:PORT that it listens on; "" while it does not listen."""
         return self._listening.address if self._listening else ""
 
+    @functools.cached_property
+    def figures(self) -> Figures:
+        """What it counts for metrics, from the first look on."""
+        return Figures(self._state, self._servicer)
+
     async def start(
         self,
         listen_address: str = DEFAULT_ADDRESS,
@@ -184,11 +192,14 @@ class Coordinator:
         await self._state.close()
 
 
+Beside = Callable[[Coordinator], AbstractContextManager[object]]
+
+
 def _print_address(address: str) -> None:
     print(f"mx-coordinator listening on {address}", file=sys.stderr, flush=True)
 
 
-async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
+async def _serve(options: Options, on_listening: Callable[[str], None], beside: Beside) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -199,18 +210,25 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
     try:
         await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
-        on_listening(coordinator.address)
-        await stop.wait()
+        with beside(coordinator):
+            on_listening(coordinator.address)
+            await stop.wait()
     finally:
         await coordinator.stop()
 
 
-def run(options: Options, on_listening: Callable[[str], None] = _print_address) -> int:
+def run(
+    options: Options,
+    on_listening: Callable[[str], None] = _print_address,
+    beside: Beside = contextlib.nullcontext,
+) -> int:
     """Run the daemon until SIGTERM or SIGINT. Call this on the main thread.
 
     Args:
         options: How to run it.
         on_listening: Called with the HOST:PORT that it listens on.
+        beside: Returns a context for the coordinator, on its event loop, that is open while it
+            listens.
 
     Returns:
         0, the exit code.
@@ -223,5 +241,5 @@ def run(options: Options, on_listening: Callable[[str], None] = _print_address) 
     # Little here is garbage that only a collector finds: 20 objects for each call that has ended.
     # To look for it among the objects of a thousand streams stops every call for some 50 ms.
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
-    asyncio.run(_serve(options, on_listening))
+    asyncio.run(_serve(options, on_listening, beside))
     return 0

@@ -98,6 +98,16 @@ class CoordinatorServicer(PullsServicer):
             for watcher in watchers:
                 watcher.woken.set()
 
+    def streams(self) -> dict[str, int]:
+        """Return how many streams are open, by kind."""
+        return {
+            "registration": self._registering.count,
+            "heartbeat": self._beating.count,
+            "watch": self._watching.count,
+            "pull": self._reporting.count,
+            "pull watch": self._watching_pulls.count,
+        }
+
     def on_call(self, context: Any, versions: Versions) -> None:
         """Note the layout version of a caller that does not plan the newest one."""
         newest = versions.layout.high

@@ -134,6 +134,11 @@ class State:
         """Return a held document, or None. Not a coroutine, since it is called for each page."""
         return self._documents.get(digest)
 
+    @property
+    def document_bytes(self) -> int:
+        """The bytes of the documents that are held, and of those that are being uploaded."""
+        return self._documents.used_bytes
+
     async def reserve(self, nbytes: int, address: str = "") -> None:
         """Reserve space for documents that are being uploaded from an address.
 
