@@ -39,4 +39,6 @@ class CoordinatorMetrics:
         held_bytes = now.state.document_bytes
         yield gauge(f"{name}document_bytes", "Bytes of documents held.", held_bytes)
         yield gauge(f"{name}state_info", "Where the state is.", {self._state: 1}, "kind")
+        doubt = now.state.store.doubt_until_s > now.state.now()
+        yield gauge(f"{name}doubt", "1 while names bind by receipt only.", doubt)
         yield counter(f"{name}epoch_changes", "Changes of the state's epoch.", now.epochs)
