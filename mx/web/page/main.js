@@ -1,0 +1,117 @@
+// Draws what the store has, at most a few times a second, and only what changed.
+
+import { attribute, text } from "./dom.js";
+import { clockTime, rate, seconds } from "./format.js";
+import { Graph, network } from "./graph.js";
+import { List, ModelRow, PullRow, SourceRow } from "./lists.js";
+import { Store } from "./store.js";
+
+const LEAST_MS = 250;
+const at = (id) => document.getElementById(id);
+
+const filter = at("filter");
+const sort = at("sort");
+const context = { choose, changed, now: 0, store: null };
+const lists = {
+  pulls: new List(at("pulls"), PullRow, context),
+  models: new List(at("models"), ModelRow, context),
+  sources: new List(at("sources"), SourceRow, context),
+};
+const graph = new Graph(at("reads"));
+let due = 0;
+let drawnAt = 0;
+const store = (context.store = new Store(changed));
+
+filter.addEventListener("input", changed);
+sort.addEventListener("change", changed);
+document.addEventListener("visibilitychange", changed);
+new ResizeObserver(changed).observe(document.body);
+setInterval(changed, 1000); // ages
+
+function choose(model) {
+  filter.value = filter.value === model ? "" : model;
+  changed();
+}
+
+function changed() {
+  if (due || document.hidden) return;
+  due = setTimeout(() => requestAnimationFrame(draw), Math.max(0, drawnAt + LEAST_MS - performance.now()));
+}
+
+// The words of a row that the filter looks at; made once for each form of a row.
+function words(row) {
+  row.words ??= [row.title, row.host, row.endpoint, ...(row.sources instanceof Array ? row.sources : [])].join("\n").toLowerCase();
+  return row.words;
+}
+
+function matching(rows) {
+  const wanted = filter.value.trim().toLowerCase();
+  const found = [...rows];
+  return wanted ? found.filter(([, row]) => words(row).includes(wanted)) : found;
+}
+
+const ORDERS = {
+  name: (a, b) => compare(a.title, b.title) || compare(a.host, b.host) || compare(a.endpoint, b.endpoint),
+  host: (a, b) => compare(a.host, b.host) || compare(a.endpoint, b.endpoint),
+  readers: (a, b) => of(b, "readers") - of(a, "readers") || ORDERS.name(a, b),
+  rate: (a, b) => of(b, "rate") - of(a, "rate") || ORDERS.name(a, b),
+};
+const { compare } = new Intl.Collator("en", { numeric: true });
+const of = (row, what) => store.rows.load.get(row.id)?.[what] ?? 0;
+
+function draw() {
+  due = 0;
+  drawnAt = performance.now();
+  const { model, source, pull, ended } = store.rows;
+  context.now = store.now();
+  for (const [id, row] of source) row.id = id;
+
+  showState();
+  const running = [...pull.values()].filter((row) => row.phase === "running");
+  text(at("total-models"), store.synced ? model.size.toLocaleString("en") : "–");
+  text(at("total-sources"), store.synced ? source.size.toLocaleString("en") : "–");
+  text(at("total-pulls"), store.synced ? running.length.toLocaleString("en") : "–");
+  const moving = running.reduce((sum, row) => sum + row.rate, 0);
+  text(at("total-rate"), store.synced ? rate(moving) || "nothing" : "–");
+
+  const pulls = matching(pull);
+  const order = [
+    ...pulls.filter(([, row]) => row.phase === "running").reverse(),
+    ...pulls.filter(([, row]) => row.phase !== "running").reverse(),
+    ...matching(ended).reverse(),
+  ];
+  lists.pulls.show(order, pull.size + ended.size);
+  lists.models.show(matching(model).sort(([, a], [, b]) => compare(a.title, b.title)), model.size);
+  lists.sources.show(matching(source).sort(([, a], [, b]) => ORDERS[sort.value](a, b)), source.size);
+  graph.show(network(store.rows, pulls));
+}
+
+function showState() {
+  const { connection, lostAt } = store;
+  let state = "waiting";
+  let word = "connecting";
+  let trouble = "";
+  if (lostAt) {
+    state = "lost";
+    word = "no answer";
+    trouble = `mx web has not answered since ${clockTime(lostAt)}. What is shown is old; this page goes on trying.`;
+  } else if (connection?.up) {
+    state = "live";
+    word = "live";
+  } else if (connection) {
+    state = "lost";
+    word = "no answer";
+    const ago = Math.max(0, store.now() - connection.since);
+    const since = clockTime(new Date(Date.now() - 1000 * ago));
+    trouble = `The coordinator has not answered since ${since}, for ${seconds(Math.max(1, ago))}: ${connection.why}. What is shown is old; this page goes on by itself when it answers.`;
+  }
+  attribute(at("state"), "data-state", state);
+  text(at("state"), word);
+  // Read out when it comes, not again each second.
+  attribute(at("trouble"), "aria-live", "off");
+  at("trouble").hidden = !trouble;
+  text(at("trouble"), trouble);
+  attribute(document.body, "class", trouble ? "old" : null);
+  if (connection) text(at("address"), connection.address);
+  text(document.querySelector("title"), connection ? `mx · ${connection.address}` : "mx");
+}
