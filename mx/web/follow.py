@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import time
@@ -67,7 +68,8 @@ class Follower:
         self._browsers = 0
         self._looked_at = asyncio.Event()
         self._changed = asyncio.Event()
-        self._pulls: dict[str, PullStatus] = {}
+        self._pulls: dict[str, tuple[int, PullStatus]] = {}
+        self._seen = itertools.count(1)
         self._ended: OrderedDict[str, float] = OrderedDict()
 
     @contextmanager
@@ -155,8 +157,7 @@ class Follower:
             async for update in stream:
                 for status in update.pulls:
                     left.discard(status.pull_id)
-                    self._pulls[status.pull_id] = status
-                    self._put("pull", status.pull_id, pull_row(status))
+                    self._put_pull(status)
                 for pull_id in update.gone:
                     self._drop_pull(pull_id)
                 if update.snapshot_end:
@@ -178,13 +179,19 @@ class Follower:
         self._drop("source", source_id)
         self._drop("load", source_id)
 
+    def _put_pull(self, status: PullStatus) -> None:
+        order, _ = self._pulls.get(status.pull_id) or (next(self._seen), None)
+        self._pulls[status.pull_id] = order, status
+        self._put("pull", status.pull_id, {**pull_row(status), "order": order})
+
     def _drop_pull(self, pull_id: str) -> None:
-        status = self._pulls.pop(pull_id, None)
+        known = self._pulls.pop(pull_id, None)
         self._drop("pull", pull_id)
-        if status is None or status.phase is PullPhase.RUNNING:  # how that one ended is not known
+        # How one that was running has ended is not known.
+        if known is None or known[1].phase is PullPhase.RUNNING:
             return
         now_s = self.clock()
-        self._put("ended", pull_id, {**pull_row(status), "at": round(now_s, 1)})
+        self._put("ended", pull_id, {**pull_row(known[1]), "at": round(now_s, 1)})
         self._ended[pull_id] = now_s
         self._ended.move_to_end(pull_id)
         self._forget_ended(now_s)

@@ -23,8 +23,12 @@ export function seconds(count) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
+export function whole(count) {
+  return count.toLocaleString("en");
+}
+
 export function many(count, noun) {
-  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+  return `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 export function clockTime(date) {

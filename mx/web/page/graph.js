@@ -4,6 +4,7 @@
 // how many more there are.
 
 import { attribute, svg, text } from "./dom.js";
+import { many, whole } from "./format.js";
 
 const MOST_IN_COLUMN = 80;
 const MOST_EDGES = 600;
@@ -68,6 +69,37 @@ function columns(nodes) {
   return found.filter(Boolean);
 }
 
+// Chooses what is drawn of each column, and where. From the right, so that what is left out of a column
+// is what those that are drawn do not read from; each is at the height of those that read from it.
+function arrange(found, gap, step, longest) {
+  const drawn = [];
+  const rests = [];
+  const readBy = new Map();
+  for (let index = found.length - 1; index >= 0; index -= 1) {
+    const order = [...found[index]].sort((a, b) => (readBy.get(b)?.length ?? 0) - (readBy.get(a)?.length ?? 0));
+    const visible = order.slice(0, MOST_IN_COLUMN);
+    const height = (node) => {
+      const ys = readBy.get(node);
+      return ys ? ys.reduce((sum, y) => sum + y, 0) / ys.length : Infinity;
+    };
+    const heights = new Map(visible.map((node) => [node, height(node)]));
+    visible.sort((a, b) => (heights.get(a) === heights.get(b) ? 0 : heights.get(a) - heights.get(b)));
+    const top = ((longest - visible.length) * step) / 2;
+    visible.forEach((node, at) => {
+      node.x = index * gap;
+      node.y = top + at * step;
+      drawn.push(node);
+      for (const source of node.from) {
+        if (!readBy.has(source)) readBy.set(source, []);
+        readBy.get(source).push(node.y);
+      }
+    });
+    const rest = order.length - visible.length;
+    if (rest) rests.push([index * gap, `and ${whole(rest)} more`]);
+  }
+  return { drawn, rests };
+}
+
 class Pool {
   constructor(parent, make) {
     this.parent = parent;
@@ -112,9 +144,8 @@ export class Graph {
     const found = columns(nodes);
     const reads = [...nodes.values()].reduce((sum, node) => sum + node.from.length, 0);
     this.empty.hidden = nodes.size > 0;
-    attribute(this.svg, "style", null);
-    text(this.count, nodes.size ? `${nodes.size} processes, ${reads} reads` : "");
-    attribute(this.svg, "aria-label", nodes.size ? `${reads} reads between ${nodes.size} processes; the list of pulls names them` : "No reads now");
+    text(this.count, nodes.size ? `${nodes.size} processes, ${many(reads, "read")}` : "");
+    attribute(this.svg, "aria-label", nodes.size ? `${many(reads, "read")} between ${nodes.size} processes; the list of pulls names them` : "No reads now");
     if (!nodes.size || !width) {
       for (const pool of [this.edges, this.boxes, this.rests]) pool.take(0);
       this.svg.setAttribute("height", "0");
@@ -122,26 +153,13 @@ export class Graph {
     }
     const longest = Math.min(MOST_IN_COLUMN, Math.max(...found.map((column) => column.length)));
     const step = Math.max(5, Math.min(30, Math.floor(HEIGHT / longest)));
-    const height = longest * step + 22;
-    const boxWidth = Math.min(260, (width / found.length) * 0.62);
-    const gap = found.length > 1 ? (width - boxWidth - (found.length > 1 ? 26 : 0)) / (found.length - 1) : 0;
+    const height = longest * step + (found.some((column) => column.length > MOST_IN_COLUMN) ? 22 : 0);
+    const boxWidth = step > 12 ? Math.min(260, (width / found.length) * 0.62) : Math.min(110, (width / found.length) * 0.3);
+    const gap = found.length > 1 ? (width - boxWidth - 26) / (found.length - 1) : 0;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", String(height));
 
-    const drawn = [];
-    const rests = [];
-    found.forEach((column, index) => {
-      // Those that most read from come first; the order stays while that does.
-      if (column.length > MOST_IN_COLUMN) column.sort((a, b) => b.readers - a.readers);
-      const visible = column.slice(0, MOST_IN_COLUMN);
-      const top = (longest * step - visible.length * step) / 2;
-      visible.forEach((node, at) => {
-        node.x = index * gap;
-        node.y = top + at * step;
-        drawn.push(node);
-      });
-      if (column.length > visible.length) rests.push([index * gap, `and ${column.length - visible.length} more`]);
-    });
+    const { drawn, rests } = arrange(found, gap, step, longest);
     const size = step > 12 ? step - 6 : step - 1;
     const boxes = this.boxes.take(drawn.length);
     drawn.forEach((node, at) => this.place(boxes[at], node, boxWidth, size));

@@ -1,15 +1,15 @@
 // Lists that show the first rows of many, and keep the elements of those that stay.
 
 import { attribute, element, Strip, text } from "./dom.js";
-import { bytes, many, rate, seconds } from "./format.js";
+import { bytes, many, rate, seconds, whole } from "./format.js";
 
-const FIRST = 40;
 const STEP = 60;
 const MOST = 400;
 
 export class List {
-  // `Row` makes the element of a row, and shows it again when it changed.
-  constructor(section, Row, context) {
+  // `Row` makes the element of a row, and shows it again when it changed. `first` are shown at first.
+  constructor(section, Row, first, context) {
+    this.first = first;
     this.list = section.querySelector("ul");
     this.empty = section.querySelector(".empty");
     this.count = section.querySelector(".count");
@@ -17,10 +17,12 @@ export class List {
     this.Row = Row;
     this.context = context;
     this.shown = new Map();
-    this.limit = FIRST;
+    this.length = 0;
+    this.limit = first;
     this.more.addEventListener("click", () => {
       const next = this.list.children[this.limit];
-      this.limit = this.limit >= MOST ? FIRST : Math.min(MOST, this.limit + STEP);
+      const all = this.limit >= MOST || this.limit >= this.length;
+      this.limit = all ? first : Math.min(MOST, this.limit + STEP);
       context.changed();
       next?.querySelector("button")?.focus();
     });
@@ -48,12 +50,14 @@ export class List {
       else this.list.insertBefore(row.node, at);
     }
     const rest = entries.length - visible.length;
+    this.length = entries.length;
     this.empty.hidden = entries.length > 0;
-    text(this.count, entries.length === total ? many(total, "").trim() : `${entries.length} of ${total}`);
-    this.more.hidden = entries.length <= FIRST;
-    if (!rest) text(this.more, "Show fewer");
-    else if (this.limit >= MOST) text(this.more, `Show fewer (${many(rest, "more")}: filter to find them)`.replace("mores", "more"));
-    else text(this.more, `Show ${Math.min(STEP, rest)} of ${rest.toLocaleString("en")} more`);
+    text(this.count, entries.length === total ? whole(total) : `${whole(entries.length)} of ${whole(total)}`);
+    this.more.hidden = entries.length <= this.first;
+    let words = "Show fewer";
+    if (rest && this.limit >= MOST) words = `Show fewer; the filter finds the other ${whole(rest)}`;
+    else if (rest) words = rest <= STEP ? `Show ${rest} more` : `Show ${STEP} of ${whole(rest)} more`;
+    text(this.more, words);
   }
 }
 

@@ -1,7 +1,7 @@
 // Draws what the store has, at most a few times a second, and only what changed.
 
 import { attribute, text } from "./dom.js";
-import { clockTime, rate, seconds } from "./format.js";
+import { clockTime, rate, seconds, whole } from "./format.js";
 import { Graph, network } from "./graph.js";
 import { List, ModelRow, PullRow, SourceRow } from "./lists.js";
 import { Store } from "./store.js";
@@ -13,9 +13,9 @@ const filter = at("filter");
 const sort = at("sort");
 const context = { choose, changed, now: 0, store: null };
 const lists = {
-  pulls: new List(at("pulls"), PullRow, context),
-  models: new List(at("models"), ModelRow, context),
-  sources: new List(at("sources"), SourceRow, context),
+  pulls: new List(at("pulls"), PullRow, 12, context),
+  models: new List(at("models"), ModelRow, 12, context),
+  sources: new List(at("sources"), SourceRow, 20, context),
 };
 const graph = new Graph(at("reads"));
 let due = 0;
@@ -59,30 +59,43 @@ const ORDERS = {
 const { compare } = new Intl.Collator("en", { numeric: true });
 const of = (row, what) => store.rows.load.get(row.id)?.[what] ?? 0;
 
+// Sorting a thousand rows takes longer than drawing those that are seen: only when it may differ.
+let sorted = { key: "", rows: [] };
+
+function orderedSources() {
+  const { source, load } = store.versions;
+  const byLoad = sort.value === "readers" || sort.value === "rate";
+  const key = [source, byLoad ? load : 0, sort.value, filter.value].join("\n");
+  if (key !== sorted.key) {
+    const rows = matching(store.rows.source);
+    for (const [id, row] of rows) row.id = id;
+    sorted = { key, rows: rows.sort(([, a], [, b]) => ORDERS[sort.value](a, b)) };
+  }
+  return sorted.rows;
+}
+
 function draw() {
   due = 0;
   drawnAt = performance.now();
   const { model, source, pull, ended } = store.rows;
   context.now = store.now();
-  for (const [id, row] of source) row.id = id;
 
   showState();
   const running = [...pull.values()].filter((row) => row.phase === "running");
-  text(at("total-models"), store.synced ? model.size.toLocaleString("en") : "–");
-  text(at("total-sources"), store.synced ? source.size.toLocaleString("en") : "–");
-  text(at("total-pulls"), store.synced ? running.length.toLocaleString("en") : "–");
+  text(at("total-models"), store.synced ? whole(model.size) : "–");
+  text(at("total-sources"), store.synced ? whole(source.size) : "–");
+  text(at("total-pulls"), store.synced ? whole(running.length) : "–");
   const moving = running.reduce((sum, row) => sum + row.rate, 0);
   text(at("total-rate"), store.synced ? rate(moving) || "nothing" : "–");
 
+  const [first] = model.values();
+  text(document.querySelector(".example"), first?.name ?? "MODEL");
   const pulls = matching(pull);
-  const order = [
-    ...pulls.filter(([, row]) => row.phase === "running").reverse(),
-    ...pulls.filter(([, row]) => row.phase !== "running").reverse(),
-    ...matching(ended).reverse(),
-  ];
-  lists.pulls.show(order, pull.size + ended.size);
+  pulls.sort(([, a], [, b]) => (b.phase === "running") - (a.phase === "running") || a.order - b.order);
+  const late = matching(ended).sort(([, a], [, b]) => b.at - a.at);
+  lists.pulls.show([...pulls, ...late], pull.size + ended.size);
   lists.models.show(matching(model).sort(([, a], [, b]) => compare(a.title, b.title)), model.size);
-  lists.sources.show(matching(source).sort(([, a], [, b]) => ORDERS[sort.value](a, b)), source.size);
+  lists.sources.show(orderedSources(), source.size);
   graph.show(network(store.rows, pulls));
 }
 
@@ -112,6 +125,6 @@ function showState() {
   at("trouble").hidden = !trouble;
   text(at("trouble"), trouble);
   attribute(document.body, "class", trouble ? "old" : null);
-  if (connection) text(at("address"), connection.address);
+  if (connection) for (const node of document.querySelectorAll(".address")) text(node, connection.address);
   text(document.querySelector("title"), connection ? `mx · ${connection.address}` : "mx");
 }

@@ -15,6 +15,8 @@ function maps() {
 export class Store {
   constructor(changed) {
     this.rows = maps();
+    // Numbers that change with the rows of a kind.
+    this.versions = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
     this.connection = null; // what the server says of the coordinator
     this.offset = 0; // the server's clock less ours, in seconds
     this.lostAt = null; // since when the server itself does not answer
@@ -41,6 +43,7 @@ export class Store {
       this.rows = this.next ?? this.rows;
       this.next = null;
       this.synced = true;
+      for (const kind of KINDS) this.versions[kind] += 1;
     });
     on("connection", (connection) => {
       this.connection = connection;
@@ -54,6 +57,7 @@ export class Store {
   apply(rows, { put, gone }) {
     for (const [kind, id, row] of put) rows[kind]?.set(id, row);
     for (const [kind, id] of gone) rows[kind]?.delete(id);
+    for (const [kind] of [...put, ...gone]) this.versions[kind] += 1;
   }
 
   tick(now) {
