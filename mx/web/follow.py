@@ -39,7 +39,8 @@ _MAX_BACKOFF_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Whether the coordinator answers, since when (on the follower's clock), and else why not."""
+    """Whether the coordinator answers, since when (on the follower's clock), and why not; "" while
+    it has not been tried."""
 
     is_up: bool
     since_s: float
@@ -61,10 +62,11 @@ class Follower:
             board: Where rows go.
             clock: The time in seconds, monotonic.
         """
-        self.connection = Connection(False, clock(), "it has not answered yet")
+        self.connection = Connection(False, clock())
         self.board = board
         self.clock = clock
         self._client = client
+        self._is_said = False
         self._browsers = 0
         self._looked_at = asyncio.Event()
         self._changed = asyncio.Event()
@@ -113,8 +115,10 @@ class Follower:
     def _lost(self, error: MxError) -> None:
         why = plain(error.message)[:500]
         if self.connection.is_up or self.connection.why != why:
-            event(log, "web.coordinator_lost", level=logging.WARNING, text=why)
-            since_s = self.clock() if self.connection.is_up else self.connection.since_s
+            since_s = self.connection.since_s
+            if self.connection.is_up or not self._is_said:  # each further reason is on the page
+                self._is_said, since_s = True, self.clock()
+                event(log, "web.coordinator_lost", level=logging.WARNING, text=why)
             self.connection = Connection(False, since_s, why)
             self._tell()
 

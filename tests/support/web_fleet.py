@@ -18,6 +18,7 @@ from benchmarks.coordinator_load import LAYERS, SECRET, manifest_of, record_of
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.registration import Registration
 from mx.core.types import ModelKey, SourceRecord
+from mx.errors import MxError
 from mx.wire.client import CoordinatorClient
 
 #: A connection has at most 256 streams.
@@ -76,7 +77,8 @@ class Fleet:
     async def _pulls(self, client: CoordinatorClient, number: int, pull_s: float) -> None:
         await asyncio.sleep(self._random.uniform(0, min(5.0, pull_s)))
         while True:
-            await self._pull(client, number, pull_s)
+            with contextlib.suppress(MxError):  # a coordinator that is gone may come back
+                await self._pull(client, number, pull_s)
             await asyncio.sleep(self._random.uniform(0, 1))
 
     async def _pull(self, client: CoordinatorClient, number: int, pull_s: float) -> None:

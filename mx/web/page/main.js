@@ -111,7 +111,7 @@ function showState() {
   } else if (connection?.up) {
     state = "live";
     word = "live";
-  } else if (connection) {
+  } else if (connection?.why) {
     state = "lost";
     word = "no answer";
     const ago = Math.max(0, store.now() - connection.since);
@@ -120,8 +120,7 @@ function showState() {
   }
   attribute(at("state"), "data-state", state);
   text(at("state"), word);
-  // Read out when it comes, not again each second.
-  attribute(at("trouble"), "aria-live", "off");
+  // Screen readers read the state out when it changes, and not this, which changes each second.
   at("trouble").hidden = !trouble;
   text(at("trouble"), trouble);
   attribute(document.body, "class", trouble ? "old" : null);
