@@ -51,7 +51,7 @@ export class Strip {
     attribute(this.node, "aria-valuetext", `${ready} of ${layers} layers`);
     if (marks === this.marks) return;
     this.marks = marks;
-    const gap = marks.length <= 64 ? 0.1 : 0;
+    const gap = marks.length <= 64 ? marks.length / 300 : 0; // about two pixels
     let full = "";
     let part = "";
     for (let at = 0; at < marks.length; at += 1) {

@@ -17,7 +17,7 @@ export function rate(perSecond) {
 
 export function seconds(count) {
   if (count < 1) return `${Math.round(count * 1000)} ms`;
-  if (count < 60) return `${count.toFixed(count < 10 ? 1 : 0)} s`;
+  if (count < 60) return `${count.toFixed(count < 10 && count % 1 ? 1 : 0)} s`;
   const whole = Math.round(count);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;

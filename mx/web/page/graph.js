@@ -11,6 +11,10 @@ const MOST_EDGES = 600;
 const MOST_COLUMNS = 5;
 const HEIGHT = 460;
 
+function process(row) {
+  return `${row.host || "a host"}, process ${row.pid}`;
+}
+
 // Returns the nodes by id, with what each reads from, of the pulls that run.
 export function network(rows, pulls) {
   const byEndpoint = new Map();
@@ -23,14 +27,14 @@ export function network(rows, pulls) {
   };
   for (const [id, row] of pulls) {
     if (row.phase !== "running" || !row.sources.length) continue;
-    const reader = node(id, row.host ? `${row.host}:${row.pid}` : id.slice(0, 8), 0);
+    const reader = node(id, process(row), 0);
     reader.share = row.bytes ? row.done / row.bytes : 0;
     for (const endpoint of row.sources) {
       const sourceId = byEndpoint.get(endpoint) ?? `at ${endpoint}`;
       if (sourceId === id) continue;
       const known = rows.source.get(sourceId);
       const share = known ? (known.layers ? known.held / known.layers : 1) : 0;
-      const source = node(sourceId, known?.host ? `${known.host} ${endpoint.slice(endpoint.lastIndexOf(":"))}` : endpoint, share);
+      const source = node(sourceId, known?.host ? process(known) : endpoint, share);
       source.readers += 1;
       reader.from.push(source);
     }

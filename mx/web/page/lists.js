@@ -110,7 +110,7 @@ export class PullRow {
     const retries = row.retries ? `, ${row.retries} read again` : "";
     text(this.pace, `${bytes(row.done)} of ${bytes(row.bytes)}${retries}`);
     text(this.phase, running ? rate(row.rate) || `${percent} %` : row.phase);
-    const ago = row.at === undefined ? "" : `, ${seconds(Math.max(1, now - row.at))} ago`;
+    const ago = row.at === undefined ? "" : `, ${seconds(Math.max(1, Math.round(now - row.at)))} ago`;
     text(this.took, `${running ? "for" : "in"} ${seconds(row.seconds)}${ago}`);
   }
 }
