@@ -245,8 +245,8 @@ class Settings:
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
-        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS), group=COMMON,
-        unset="info for servers, else warning",
+        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS),
+        group=COMMON, unset="info for servers, else warning",
     )
     log_format: str = _setting(
         "text", values.choice("text", "json"), "How to log.",

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from starlette.types import Receive, Scope, Send
@@ -34,7 +34,9 @@ class FullError(Exception):
 class Browsers:
     """The browsers that read; `serve` is one's stream, as an ASGI application."""
 
-    def __init__(self, follower: Follower, address: str, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, follower: Follower, address: str, headers: list[tuple[bytes, bytes]]
+    ) -> None:
         """
         Args:
             follower: What follows the coordinator.
@@ -102,7 +104,7 @@ class Browsers:
 
         follower, board = self._follower, self._follower.board
         number = began = 0
-        synced = False
+        begun = synced = False
         told: Connection | None = None
         while True:
             changed = asyncio.create_task(follower.changed(), name="mx-web-changed")
@@ -110,8 +112,8 @@ class Browsers:
                 if follower.connection is not told:
                     told = follower.connection
                     await tell("connection", self._connection(told))
-                if not number or board.forgotten > max(number, began):
-                    number, began, synced = 0, board.latest, False
+                if not begun or board.forgotten > max(number, began):
+                    number, began, begun, synced = 0, board.latest, True, False
                     await tell("begin", "{}")
                 while (page := board.after(number, SLICE)) is not None:
                     number = page.latest

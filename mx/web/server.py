@@ -1,7 +1,7 @@
 """The server of the page: its files, its stream of events, and what it refuses.
 
-It answers GET and HEAD of a few fixed paths. Names other than this machine's in a request's Host are
-refused, so that no other site's name can come to mean this server (DNS rebinding); other sites'
+It answers GET and HEAD of a few fixed paths. A request's Host that is not a name of this machine is
+refused, so that no other site's name can come to mean this server (DNS rebinding). Other sites'
 scripts get nothing, and the page runs no script and loads nothing but its own files.
 """
 
@@ -37,7 +37,12 @@ from mx.wire.ports import require_free
 log = logging.getLogger(__name__)
 
 FILES = Path(__file__).parent / "page"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
