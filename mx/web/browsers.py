@@ -107,30 +107,29 @@ class Browsers:
         begun = synced = False
         told: Connection | None = None
         while True:
-            changed = asyncio.create_task(follower.changed(), name="mx-web-changed")
-            try:
-                if follower.connection is not told:
-                    told = follower.connection
-                    await tell("connection", self._connection(told))
-                if not begun or board.forgotten > max(number, began):
-                    number, began, begun, synced = 0, board.latest, True, False
-                    await tell("begin", "{}")
-                while (page := board.after(number, SLICE)) is not None:
-                    number = page.latest
-                    await tell("rows", page.text)
-                    if board.forgotten > max(number, began):
-                        break
-                    if synced:
-                        await asyncio.sleep(INTERVAL_S)
-                else:
-                    if not synced:
-                        synced = True
-                        await tell("synced", "{}")
+            changing = follower.changing  # before the board is read: what comes after is not missed
+            if follower.connection is not told:
+                told = follower.connection
+                await tell("connection", self._connection(told))
+            # Before each page: ends may have been forgotten while the last one was sent.
+            if not begun or board.forgotten > max(number, began):
+                number, began, begun, synced = 0, board.latest, True, False
+                await tell("begin", "{}")
+            page = board.after(number, SLICE)
+            if page is not None:
+                number = page.latest
+                await tell("rows", page.text)
+            elif not synced:
+                synced = True
+                await tell("synced", "{}")
+            else:
                 await tell("tick", json.dumps({"now": round(follower.clock(), 1)}))
+            if synced:
                 await asyncio.sleep(INTERVAL_S)
-                await asyncio.wait([changed], timeout=TICK_S)
-            finally:
-                changed.cancel()
+                if number >= board.latest:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(TICK_S):
+                            await changing.wait()
 
     def _connection(self, connection: Connection) -> str:
         return json.dumps(

@@ -86,9 +86,10 @@ class Follower:
             if not self._browsers:
                 self._looked_at.clear()
 
-    async def changed(self) -> None:
-        """Wait for the next change."""
-        await self._changed.wait()
+    @property
+    def changing(self) -> asyncio.Event:
+        """What is set by the next change."""
+        return self._changed
 
     async def run(self) -> None:
         """Follow until cancelled; what fails is tried again."""
