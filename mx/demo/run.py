@@ -100,7 +100,7 @@ def run(checkpoint: Path | None, console: Console, *, hold: bool = False) -> lis
             _show_first_token(model, folder, address, console)
         _sum_up(rows, console)
         if hold:
-            _hold(example, folder, address, page, console)
+            _hold(example, int(rows[-1].report["bytes"]), folder, address, page, console)
     return rows
 
 
@@ -128,10 +128,14 @@ def _start_page(stack: ExitStack, folder: Path, coordinator: str, console: Conso
 
 
 def _hold(
-    example: models.Example, folder: Path, coordinator: str, page: str, console: Console
+    example: models.Example,
+    nbytes: int,
+    folder: Path,
+    coordinator: str,
+    page: str,
+    console: Console,
 ) -> None:
     """Serve a model as over a link, and say how to pull it, until Ctrl-C."""
-    nbytes = sum(file.stat().st_size for file in example.path.rglob("*.safetensors"))
     rate = max(1_000_000, nbytes // HELD_PULL_S)
     arguments = [str(example.path), "--model", example.name, "--coordinator", coordinator]
     with _command("serve", [*arguments, "--max-bandwidth", str(rate)], folder) as source:

@@ -132,7 +132,7 @@ class Follower:
             snapshots -= 1
             if not snapshots:
                 self.connection = Connection(True, self.clock())
-                event(log, "web.coordinator_answers", address=self._client.remote.address)
+                event(log, "web.coordinator_answers")
             self._tell()
 
         await beside(self._follow_sources(snapshot_ended), self._follow_pulls(snapshot_ended))
