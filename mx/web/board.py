@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 #: The most rows that are gone and kept for browsers that have not seen their end yet.
 MAX_GONE = 8192
+#: The most rows of a kind: more than a coordinator lists.
+MAX_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,18 @@ class Board:
             row: What JSON can say.
 
         Returns:
-            True if it differs from what it was.
+            True if it differs from what it was, and there are not too many of its kind.
         """
         key = kind, row_id
         text = json.dumps([kind, row_id, row], separators=(",", ":"))
         known = self._rows.get(key)
         if known is not None and known[1] == text:
             return False
+        ids = self._ids.setdefault(kind, {})
+        if row_id not in ids and len(ids) >= MAX_ROWS:
+            return False
         self._gone.pop(key, None)
-        self._ids.setdefault(kind, {})[row_id] = None
+        ids[row_id] = None
         self._set(key, text)
         return True
 

@@ -23,6 +23,8 @@ MAX_BROWSERS_OF_ONE = 24
 #: The least time between two messages: a browser that is told more often shows no more.
 INTERVAL_S = 0.25
 TICK_S = 5.0
+#: How long the end of a stream may take.
+END_S = 0.5
 #: The most rows of one message.
 SLICE = 200
 
@@ -93,8 +95,9 @@ class Browsers:
                 for task in ends:
                     task.cancel()
                 await asyncio.gather(*ends, return_exceptions=True)
-        with contextlib.suppress(OSError):
-            await send({"type": "http.response.body"})
+        with contextlib.suppress(TimeoutError):  # of one that does not read
+            async with asyncio.timeout(END_S):
+                await send({"type": "http.response.body"})
 
     async def _send(self, send: Send) -> None:
         async def tell(name: str, text: str) -> None:

@@ -187,6 +187,8 @@ class Follower:
     def _put_pull(self, status: PullStatus) -> None:
         order, _ = self._pulls.get(status.pull_id) or (next(self._seen), None)
         self._pulls[status.pull_id] = order, status
+        if self._ended.pop(status.pull_id, None) is not None:  # its process pulls again
+            self._drop("ended", status.pull_id)
         self._put("pull", status.pull_id, {**pull_row(status), "order": order})
 
     def _drop_pull(self, pull_id: str) -> None:

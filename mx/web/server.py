@@ -60,6 +60,8 @@ _HEADERS = {
 }
 _RAW_HEADERS = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
 _MAX_PATH_CHARS = 64
+#: How long a TLS handshake may take.
+HANDSHAKE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,24 @@ def _text(status: int, text: str, headers: dict[str, str] | None = None) -> Resp
 
 
 class _Server(uvicorn.Server):
-    """A server whose signals are its caller's."""
+    """A server whose signals are its caller's, and whose handshakes end in time."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen at the sockets."""
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def connection() -> asyncio.Protocol:
+            return BoundedConnection(config, self.server_state, {}, loop)
+
+        # By default a connection has a minute for its handshake, and none of the bounds before.
+        timeout_s = HANDSHAKE_S if config.ssl else None
+        self.servers = [
+            await loop.create_server(
+                connection, sock=each, ssl=config.ssl, ssl_handshake_timeout=timeout_s
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     async def until_stopped(self, listening: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then end what is open."""
