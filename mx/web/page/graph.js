@@ -204,7 +204,8 @@ export class Graph {
     attribute(made.fill, "width", (width * Math.min(1, node.share)).toFixed(1));
     text(made.title, `${node.name}: ${Math.floor(100 * node.share)} %, ${node.readers} read from it`);
     const chars = Math.floor((width - 12) / 6.4);
-    const shown = node.name.length <= chars ? node.name : `${node.name.slice(0, chars - 1)}…`;
+    const name = node.name.length <= chars ? node.name : node.name.replace(", process", "");
+    const shown = name.length <= chars ? name : `${name.slice(0, chars - 1)}…`;
     text(made.label, size >= 13 ? shown : "");
     attribute(made.label, "x", 7);
     attribute(made.label, "y", size / 2);

@@ -71,7 +71,7 @@ function modelButton(context) {
 function showModel(button, row) {
   text(button, row.title);
   attribute(button, "data-model", row.name);
-  attribute(button, "title", `Show only ${row.name}`);
+  attribute(button, "title", `${row.title}: show only this model`);
 }
 
 export class PullRow {
