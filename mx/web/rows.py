@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mx.core.answers import ModelStatus
 from mx.core.pull_status import PullStatus
-from mx.core.types import ModelKey, SourceRecord
+from mx.core.types import AddressTable, ModelKey, SourceRecord
 from mx.text import plain
 
 #: Layers are shown one mark each up to this many, else in groups of neighbours.
@@ -36,8 +36,7 @@ def model_row(status: ModelStatus) -> Row:
 
 def source_row(record: SourceRecord) -> Row:
     """Return the row of a source, without what changes by the second (`load_row`)."""
-    table = record.table
-    layers = layers_of(record)
+    table, layers = record.table, _layers_of(record.table)
     return {
         **_key(record.model),
         "pin": record.ref.identity.hex()[:16],
@@ -47,14 +46,11 @@ def source_row(record: SourceRecord) -> Row:
         "role": record.role.value,
         "state": record.state.value,
         "pinOnly": record.pin_only,
-        "owner": record.by_owner,
         "transports": [_text(name) for name in record.transports],
         "devices": sorted({_device(region.device) for region in table.regions}),
-        "bytes": table.nbytes,
         "layers": layers,
         "held": sum(end - begin for begin, end in table.held),
         "marks": marks_of_ranges(table.held, layers),
-        "requests": _text(record.requests),
     }
 
 
@@ -98,12 +94,10 @@ def pull_row(status: PullStatus) -> Row:
     }
 
 
-def layers_of(record: SourceRecord) -> int:
+def _layers_of(table: AddressTable) -> int:
     """Return how many layers a source's model has, as far as its table says."""
-    table = record.table
     ends = [region.layers[1] for region in table.regions if region.layers]
-    ends += [end for _, end in table.held[-1:]]
-    return max([table.layer_count, *ends])
+    return max([table.layer_count, *ends, *(end for _, end in table.held[-1:])])
 
 
 def marks_of_bits(bits: int, layers: int) -> str:
@@ -145,8 +139,6 @@ def _step(count: int, size: int) -> str:
 def _key(key: ModelKey) -> Row:
     return {
         "name": _text(key.name),
-        "revision": _text(key.revision),
-        "variant": _text(key.variant),
         "title": _text(str(key), 3 * _MAX_CHARS),
     }
 

@@ -205,7 +205,7 @@ async def serve(options: Options, stop: asyncio.Event, listening: Callable[[str]
     require_protection(options.listen, tls=options.tls, insecure=options.insecure, verb="listen on")
     # What stays on this machine needs no certificates, which browsers of this user may not have.
     secure = None if is_local(options.listen) else options.tls
-    names = ["localhost", host, socket.gethostname(), socket.getfqdn()]
+    names = ["localhost", host, socket.gethostname()]
     context = Certificates(secure, host) if secure is not None else None
     client = CoordinatorClient(
         options.coordinator,

@@ -120,7 +120,7 @@ def test_serve_and_hold_end_when_they_are_asked(
 def test_demo_with_a_checkpoint_of_ones_own(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     command = run("demo", "--checkpoint", str(checkpoint), "--json",
                   env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
-    result = command.json(55)
+    result = command.json(100)
     assert command.wait() == 0
     assert [row["path"].split()[0] for row in result["pulls"]] == ["attach,", "copy", "tcp"]
     assert [row["same"] for row in result["pulls"]] == [True] * 3
@@ -131,10 +131,11 @@ def test_demo_with_a_checkpoint_of_ones_own(run: Run, checkpoint: Path, tmp_path
     assert list(tmp_path.glob("mx-demo-*")) == []
 
 
+@pytest.mark.timeout(300)
 def test_a_demo_that_holds_lets_its_user_pull(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     command = run("demo", "--checkpoint", str(checkpoint), "--hold",
                   env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "200"})  # fmt: skip
-    command.until(lambda: "Ctrl-C ends the demo." in command.out, "its turn")
+    command.until(lambda: "Ctrl-C ends the demo." in command.out, "its turn", 200)
     typed = re.search(r"^  mx (pull .*)$", command.out, re.M)
     assert typed is not None
     page = re.search(r"and see it on (http://\S+/)$", command.out, re.M)
@@ -150,13 +151,14 @@ def test_a_demo_that_holds_lets_its_user_pull(run: Run, checkpoint: Path, tmp_pa
     assert list(tmp_path.glob("mx-demo-*")) == []
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_demo_leaves_nothing(
     run: Run, large_checkpoint: Path, tmp_path: Path, number: int
 ) -> None:
     command = run("demo", "--checkpoint", str(large_checkpoint),
                   env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
-    command.until(lambda: "target" in command.out, "the first pull")
+    command.until(lambda: "target" in command.out, "the first pull", 100)
     command.signal(number)
     assert command.wait(50) == 128 + number
     assert "Traceback" not in command.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -117,18 +116,6 @@ def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
     coordinator = run_mx("--help", main=mx.cli.coordinator_main)
     assert coordinator.returncode == 0
     assert "--lease-s" in coordinator.stdout
-
-
-def test_the_page_names_the_extra_that_it_needs(
-    run_mx: Mx, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name)
-    )
-    result = run_mx("web")
-    assert result.returncode == 2
-    assert "mx-peer[web]" in result.stderr
 
 
 def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
