@@ -95,9 +95,11 @@ class Browsers:
                 for task in ends:
                     task.cancel()
                 await asyncio.gather(*ends, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):  # of one that does not read
+        try:
             async with asyncio.timeout(END_S):
                 await send({"type": "http.response.body"})
+        except TimeoutError:  # it does not read: its connection ends with the server
+            await _gone(receive)
 
     async def _send(self, send: Send) -> None:
         async def tell(name: str, text: str) -> None:

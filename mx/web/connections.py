@@ -13,6 +13,8 @@ MAX_CONNECTIONS = 256
 MAX_CONNECTIONS_OF_ONE = 96
 #: A connection has so long for its first request, and for each further one that it begins.
 REQUEST_S = 10.0
+#: How long a connection may take to end as the server does.
+END_S = 1.0
 
 
 class BoundedConnection(H11Protocol):
@@ -49,6 +51,13 @@ class BoundedConnection(H11Protocol):
             if not self._open[self._host]:
                 del self._open[self._host]
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """End the connection, soon also where its browser does not read what is left."""
+        super().shutdown()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(END_S, self.transport.abort)
 
     @property
     def _is_idle(self) -> bool:

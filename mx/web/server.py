@@ -178,14 +178,15 @@ class _Server(uvicorn.Server):
         ]
         self.started = True
 
-    async def until_stopped(self, listening: socket.socket, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then end what is open."""
+    async def until(self, stop: asyncio.Event, sock: socket.socket, browsers: Browsers) -> None:
+        """Serve at a socket until `stop` is set, then end what is open."""
 
         async def end() -> None:
             await stop.wait()
+            browsers.stop()
             self.should_exit = True
 
-        await beside(self._serve([listening]), end())
+        await beside(self._serve([sock]), end())
 
 
 async def serve(options: Options, stop: asyncio.Event, listening: Callable[[str], None]) -> None:
@@ -226,17 +227,8 @@ async def serve(options: Options, stop: asyncio.Event, listening: Callable[[str]
             shown = join_address(_shown(host, context), sock.getsockname()[1])
             url = f"{'https' if context else 'http'}://{shown}/"
             event(log, "web.listening", url=url, tls=context is not None)
-
-            async def serving() -> None:
-                listening(url)
-                stopping = asyncio.create_task(stop.wait(), name="mx-web-stopping")
-                stopping.add_done_callback(lambda _: browsers.stop())
-                try:
-                    await server.until_stopped(sock, stop)
-                finally:
-                    stopping.cancel()
-
-            await beside(serving(), follower.run())
+            listening(url)
+            await beside(server.until(stop, sock, browsers), follower.run())
     finally:
         await client.close()
     event(log, "web.stopped", url=url)
