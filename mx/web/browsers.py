@@ -95,6 +95,8 @@ class Browsers:
                 for task in ends:
                     task.cancel()
                 await asyncio.gather(*ends, return_exceptions=True)
+            if not ends[-1].cancelled():
+                ends[-1].result()  # it ends by itself only with an error
         try:
             async with asyncio.timeout(END_S):
                 await send({"type": "http.response.body"})
