@@ -20,11 +20,9 @@ export class List {
     this.length = 0;
     this.limit = first;
     this.more.addEventListener("click", () => {
-      const next = this.list.children[this.limit];
       const all = this.limit >= MOST || this.limit >= this.length;
       this.limit = all ? first : Math.min(MOST, this.limit + STEP);
       context.changed();
-      next?.querySelector("button")?.focus();
     });
   }
 
