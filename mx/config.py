@@ -87,7 +87,7 @@ def _setting(
 #: Verbs of `mx`, and `coordinator` for mx-coordinator.
 _SERVE_PULL = "serve pull"
 _PLANNING = f"{_SERVE_PULL} plan topo"
-_ASKING = f"{_PLANNING} models sources top show artifacts_list artifacts_pull"
+_ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pull"
 #: Groups of settings.
 CONNECTION, STORES, COMMON = "connection", "stores", "common"
 
@@ -109,6 +109,10 @@ class Settings:
     listen: str = _setting(
         "127.0.0.1:0", values.address, "Where this process listens; port 0 takes a free one.",
         f"{_SERVE_PULL} show", "HOST:PORT", group=CONNECTION,
+    )
+    web_listen: str = _setting(
+        "127.0.0.1:7680", values.address, "Where the page is; port 0 takes a free one.",
+        "web", "HOST:PORT", flag="listen",
     )
     advertise: str = _setting(
         "", values.address_or_none,
@@ -253,12 +257,12 @@ class Settings:
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
-        f"{_SERVE_PULL} top keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS), group=COMMON,
-        unset="info for servers, else warning",
+        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS),
+        group=COMMON, unset="info for servers, else warning",
     )
     log_format: str = _setting(
         "text", values.choice("text", "json"), "How to log.",
-        f"{_SERVE_PULL} top keygen coordinator artifacts_pull", "text|json", group=COMMON,
+        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "text|json", group=COMMON,
         unset="text, and json with `json`",
     )
     trace: str = _setting(

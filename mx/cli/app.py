@@ -18,6 +18,7 @@ from mx.cli import (
     show,
     top,
     topo,
+    web,
 )
 from mx.cli.commands import Command, Group
 
@@ -59,6 +60,7 @@ app.command("models", cls=Command)(listing.models)
 app.command("sources", cls=Command)(listing.sources)
 app.command("cache", cls=Command)(cache.cache)
 app.command("top", cls=Command)(top.top)
+app.command("web", cls=Command)(web.web)
 app.command("topo", cls=Command)(topo.topo)
 app.command("demo", cls=Command)(demo.demo)
 app.command("keygen", cls=Command)(keygen.keygen)

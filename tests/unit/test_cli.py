@@ -28,6 +28,7 @@ VERBS = (
     "sources",
     "cache",
     "topo",
+    "web",
     "demo",
     "bench",
     "config show",
