@@ -183,7 +183,9 @@ def _print_address(address: str) -> None:
     print(f"mx-coordinator listening on {address}", file=sys.stderr, flush=True)
 
 
-async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
+async def _serve(
+    options: Options, on_listening: Callable[[str], None], on_stopping: Callable[[], None]
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -194,16 +196,22 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     try:
         on_listening(coordinator.address)
         await stop.wait()
+        on_stopping()
     finally:
         await coordinator.stop()
 
 
-def run(options: Options, on_listening: Callable[[str], None] = _print_address) -> int:
+def run(
+    options: Options,
+    on_listening: Callable[[str], None] = _print_address,
+    on_stopping: Callable[[], None] = lambda: None,
+) -> int:
     """Run the daemon until SIGTERM or SIGINT. Call this on the main thread.
 
     Args:
         options: How to run it.
         on_listening: Called with the HOST:PORT that it listens on.
+        on_stopping: Called when it has been asked to stop, before it does.
 
     Returns:
         0, the exit code.
@@ -213,5 +221,5 @@ def run(options: Options, on_listening: Callable[[str], None] = _print_address) 
         LocalError: The address cannot be listened on.
     """
     raise_limit()
-    asyncio.run(_serve(options, on_listening))
+    asyncio.run(_serve(options, on_listening, on_stopping))
     return 0

@@ -28,6 +28,7 @@ VERBS = (
     "sources",
     "cache",
     "topo",
+    "doctor",
     "demo",
     "bench",
     "config show",
