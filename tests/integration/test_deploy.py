@@ -308,7 +308,7 @@ def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path
                 "0.0.0.0:7600": where,
                 "127.0.0.1:7600": where,
                 "0.0.0.0:7601": "127.0.0.1:0",
-                "0.0.0.0:9400": f"127.0.0.1:{free_port()}",
+                "0.0.0.0:7690": f"127.0.0.1:{free_port()}",
                 "redis://redis:6379/0": f"redis://127.0.0.1:{redis_port}/0",
                 "/model": str(checkpoint),
             }

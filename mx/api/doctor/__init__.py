@@ -124,8 +124,10 @@ def examine(
     subject = Subject(settings or config.load(), root, time.time())
     wanted = [name for name in CHECKS if name in only or not only]
     found = Fleet()
-    if not _FLEET.keys().isdisjoint(wanted):
-        found = runtime.run(lambda: of_fleet.look(subject))
+    of_it = [name for name in wanted if name in _FLEET]
+    if of_it:
+        few = of_it == ["coordinators"]
+        found = runtime.run(lambda: of_fleet.look(subject, coordinators_only=few))
     findings: list[Finding] = []
     for name in wanted:
         check = _HOST[name] if name in _HOST else functools.partial(_of_fleet, name, found)

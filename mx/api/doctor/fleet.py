@@ -28,6 +28,8 @@ _MOST_CALLED = 64
 _AT_ONCE = 16
 #: A call that takes longer tells of a coordinator, or a way there, that is overloaded.
 _SLOW_S = 0.5
+#: A call that looks for it costs a coordinator nothing.
+_NO_MODEL = "mx-doctor-asks-for-none"
 #: After so long, coordinators of one state list the same sources.
 _SETTLES_S = 1.5
 
@@ -65,34 +67,49 @@ class Fleet:
         return tuple(found.values())
 
 
-async def look(subject: Subject) -> Fleet:
+async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
     """Ask each coordinator, and call the sources that they list; on the loop. Takes a few of the
-    settings' `connect_timeout_s` at most."""
-    answers = await asyncio.gather(*(_ask(subject, each) for each in subject.coordinators))
+    settings' `connect_timeout_s` at most.
+
+    Args:
+        subject: Whose fleet it is.
+        coordinators_only: Ask no more than shows that coordinators answer, and share a state.
+    """
+    lists = not coordinators_only or len(subject.coordinators) > 1
+    answers = await asyncio.gather(
+        *(_ask(subject, each, lists=lists) for each in subject.coordinators)
+    )
     apart = _apart(answers)
     if apart:  # what came or went between the answers is no difference
         await asyncio.sleep(_SETTLES_S)
-        again = await asyncio.gather(*(_ask(subject, each) for each in subject.coordinators))
+        again = await asyncio.gather(
+            *(_ask(subject, each, lists=lists) for each in subject.coordinators)
+        )
         apart = {name: ids for name, now in _apart(again).items() if (ids := now & apart[name])}
     found = Fleet(tuple(answers), apart=tuple(sorted(apart)))
-    listed = {each.record.endpoint: each.record.source_id for each in found.sources}
-    chosen = dict(list(listed.items())[:_MOST_CALLED])
+    if coordinators_only:
+        return found
+    endpoints = {each.record.endpoint: each.record.source_id for each in found.sources}
+    chosen = dict(list(endpoints.items())[:_MOST_CALLED])
     turns = asyncio.Semaphore(_AT_ONCE)
     results = await asyncio.gather(
         *(_call(subject, endpoint, source_id, turns) for endpoint, source_id in chosen.items())
     )
     called = dict(zip(chosen, results, strict=True))
-    return Fleet(found.answers, called, len(listed) - len(chosen), found.apart)
+    return Fleet(found.answers, called, len(endpoints) - len(chosen), found.apart)
 
 
-async def _ask(subject: Subject, address: str) -> Answer:
+async def _ask(subject: Subject, address: str, *, lists: bool) -> Answer:
     async def question(client: CoordinatorClient) -> Answer:
-        models = await client.list_models()  # this one connects, too
+        await client.list_sources(_NO_MODEL)  # this one connects, too
         begun_s = time.monotonic()
-        sources = await client.list_sources()
+        await client.list_sources(_NO_MODEL)
         seconds = time.monotonic() - begun_s
-        bundles = await client.list_bundles()
-        return Answer(address, None, seconds, tuple(models), tuple(bundles), tuple(sources))
+        if not lists:
+            return Answer(address, None, seconds)
+        models = tuple(await client.list_models())
+        sources, bundles = await client.list_sources(), await client.list_bundles()
+        return Answer(address, None, seconds, models, tuple(bundles), tuple(sources))
 
     try:
         return await asking(question, address, subject.settings)
