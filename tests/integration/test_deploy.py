@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import jsonschema
-import kubernetes_validate
+import jsonschema  # type: ignore[import-untyped]
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -98,6 +98,17 @@ def test_units_run_commands_that_there_are(unit: Path) -> None:
     (ends,) = re.findall(r"^RestartPreventExitStatus=(.+)$", text, re.M)
     assert "2" in ends.split()
     assert set(ends.split()) <= set("23456")
+
+
+def test_units_of_different_users_share_no_folder() -> None:
+    users: dict[str, set[str]] = {}
+    for unit in units():
+        given = dict(re.findall(r"^(\w+)=(.+)$", unit.read_text(), re.M))
+        users.setdefault(given["StateDirectory"], set()).add(given["User"])
+        # Where mx then keeps its keys (`mx.config.state_folder`).
+        home = given["Environment"] if "XDG_STATE_HOME" in given["Environment"] else "%S"
+        assert home.partition("=")[2].removeprefix("%S").strip("/") in ("", given["StateDirectory"])
+    assert all(len(each) == 1 for each in users.values()), users
 
 
 def test_a_coordinator_runs_where_no_memory_is_written_and_run(run: Run) -> None:
@@ -269,7 +280,7 @@ def test_the_compose_file_is_what_compose_takes() -> None:
 def healthy(address: str) -> bool:
     """Return what a probe by gRPC learns, which is no client of mx."""
     with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        stub = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

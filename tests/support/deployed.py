@@ -14,6 +14,7 @@ import yaml
 import mx.cli.app
 import mx.cli.coordinator
 from mx import config
+from mx.errors import ConfigError
 from tests.support.daemon import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -58,7 +59,7 @@ def _takes(name: str, value: object) -> bool:
     """Return True if a setting exists and takes a value."""
     try:
         config.load({name: value}, environ={}, file="/dev/null")
-    except (KeyError, config.ConfigError):
+    except (KeyError, ConfigError):
         return False
     return True
 
@@ -105,7 +106,7 @@ def settings_of(words: Sequence[str]) -> config.Settings:
         context = command.make_context(program, list(arguments))
         given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
         return config.load(given, environ={}, file="/dev/null", typed=True)
-    except (typer.TyperException, config.ConfigError) as error:
+    except (typer.TyperException, ConfigError) as error:
         raise AssertionError(f"{' '.join(words)}: {error}") from error
 
 

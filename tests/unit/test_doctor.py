@@ -7,6 +7,7 @@ import time
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.support.certificates import Authority
 from tests.support.daemon import ROOT
 
 
-def subject(root: Path = Path("/"), **given: object) -> Subject:
+def subject(root: Path = Path("/"), **given: Any) -> Subject:
     settings = config.load(given, environ={}, file="/dev/null")
     return Subject(settings, root, time.time())
 
@@ -148,7 +149,7 @@ def test_name_keys(tmp_path: Path) -> None:
     assert found.level in (Level.WARNING, Level.OK)
 
 
-def seen(root: Path, topology: Topology, **given: object) -> Subject:
+def seen(root: Path, topology: Topology, **given: Any) -> Subject:
     """Return a subject on another machine."""
     found = subject(root, **given)
     vars(found)["topology"] = topology  # where functools.cached_property keeps it
@@ -206,7 +207,7 @@ def test_gpus(tmp_path: Path) -> None:
 
 
 def test_transports_that_a_host_needs_and_those_that_it_may_lack() -> None:
-    states = {
+    states: dict[str, Viable | Unavailable] = {
         "shm": Unavailable("old kernel"),
         "tcp": Viable("sockets"),
         "ucx": Unavailable("no nixl"),
@@ -225,7 +226,7 @@ def test_transports_that_a_host_needs_and_those_that_it_may_lack() -> None:
 
 def test_addresses() -> None:
     assert levels(network.address(subject())) == [Level.OK]
-    away = {"coordinator": "203.0.113.77:7600"}
+    away: dict[str, Any] = {"coordinator": "203.0.113.77:7600"}
     (found,) = network.address(subject(**away))
     assert found.level is Level.WARNING
     assert "can't be registered" in found.text
@@ -238,7 +239,7 @@ def test_addresses() -> None:
 
 
 def test_what_plain_text_means() -> None:
-    away = {"coordinator": "203.0.113.77:7600"}
+    away: dict[str, Any] = {"coordinator": "203.0.113.77:7600"}
     assert levels(network.certificates(subject())) == [Level.OK]
     assert levels(network.certificates(subject(**away))) == [Level.FAILURE]
     assert levels(network.certificates(subject(**away, insecure=True))) == [Level.WARNING]
@@ -249,9 +250,13 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates"), "ours")
 
 
-def with_files(authority: Authority, name: str, *more: object, **given: object) -> Subject:
-    tls = authority.certificate(name, *more)  # type: ignore[arg-type]
-    files = {"tls_cert": tls.certificate, "tls_key": tls.key, "tls_ca": tls.authority}
+def with_files(authority: Authority, name: str, *more: Any, **given: Any) -> Subject:
+    tls = authority.certificate(name, *more)
+    files: dict[str, Any] = {
+        "tls_cert": tls.certificate,
+        "tls_key": tls.key,
+        "tls_ca": tls.authority,
+    }
     Path(tls.key).chmod(0o600)
     return subject(**files, **given)
 

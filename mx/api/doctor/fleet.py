@@ -147,7 +147,7 @@ async def _call(
         except MxError as error:
             return error
         finally:
-            await channel.close()
+            await channel.close(None)
     if source_id not in known:
         return PeerProtocolError("another process answers there than is listed", peer=endpoint)
     return None

@@ -139,7 +139,7 @@ def descriptors_finding(soft: int, hard: int) -> Finding:
             Level.WARNING,
             f"a process may open {most} files: a coordinator or a source has room for about as "
             "many connections, and one that is full ends the idle ones",
-            "raise the hard limit: LimitNOFILE=32768 (systemd), --ulimit nofile=32768 (docker), "
+            "raise the hard limit: LimitNOFILE=32768 (systemd), the ulimit nofile of a container, "
             "/etc/security/limits.conf",
         )
     own = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
@@ -167,7 +167,7 @@ def memory(subject: Subject) -> Iterator[Finding]:
             Level.NOTE,
             f"/dev/shm has {format_bytes(size)}: mx does not use it, but engines' worker processes "
             "do",
-            "docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm",
+            "give a container more (shm_size; in Kubernetes an emptyDir of Memory at /dev/shm)",
         )
 
 

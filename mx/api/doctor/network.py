@@ -102,7 +102,7 @@ def rdma(subject: Subject) -> Iterator[Finding]:
             Level.WARNING,
             f"this process may lock {format_bytes(soft)} of memory: RDMA locks all that it reads "
             "and writes",
-            "LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (docker)",
+            "LimitMEMLOCK=infinity (systemd), or the ulimit memlock of a container",
         )
     if not subject.settings.trusted_fabric:
         yield Finding(
