@@ -14,7 +14,6 @@ from mx.units import count
 
 if TYPE_CHECKING:
     from mx.api.doctor import Examination
-    from mx.api.doctor.fleet import Fleet
 
 #: The version of the object that `--json` prints; docs/doctor.schema.json describes it.
 SCHEMA = 1
@@ -65,60 +64,34 @@ def doctor(
 
 
 def _show(found: Examination, *, quiet: bool) -> None:
-    from mx.api.doctor import Level
-
-    told = [
-        each for each in found.findings if not quiet or each.level in (Level.WARNING, Level.FAILURE)
-    ]
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column()
-    table.add_column(overflow="fold")
+    told = found.findings
+    if quiet:
+        told = tuple(each for each in told if each.level.value in ("warning", "failure"))
+    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
     for each in told:
         table.add_row(each.level.value, each.check, in_flags(each.text))
-        if each.fix and each.level is not Level.OK:
+        if each.fix:
             table.add_row("", "", f"→ {in_flags(each.fix)}")
     if told:
         outcome.show(table)
-    counts = {level: sum(each.level is level for each in found.findings) for level in Level}
-    outcome.write(
-        f"{found.host}: {count(counts[Level.FAILURE], 'failure')}, "
-        f"{count(counts[Level.WARNING], 'warning')}, {count(counts[Level.NOTE], 'note')}"
-    )
+    levels = [each.level.value for each in found.findings]
+    counts = (count(levels.count(name), name) for name in ("failure", "warning", "note"))
+    outcome.write(f"{found.host}: {', '.join(counts)}")
 
 
 def _object(found: Examination) -> dict[str, object]:
     import mx
 
-    return {
-        "schema": SCHEMA,
-        "ok": found.ok,
-        "host": found.host,
-        "version": mx.__version__,
-        "findings": [
-            {
-                "check": each.check,
-                "level": each.level.value,
-                "text": in_flags(each.text),
-                "fix": in_flags(each.fix),
-            }
-            for each in found.findings
-        ],
-        "coordinators": _coordinators(found.fleet),
-        "sources": [
-            {"endpoint": endpoint, "answers": error is None, "error": _text(error)}
-            for endpoint, error in found.fleet.called.items()
-        ],
-        "sources_not_called": found.fleet.uncalled,
-    }
-
-
-def _text(error: MxError | None) -> str:
-    return "" if error is None else in_flags(str(error))
-
-
-def _coordinators(fleet: Fleet) -> list[dict[str, object]]:
-    return [
+    findings = [
+        {
+            "check": each.check,
+            "level": each.level.value,
+            "text": in_flags(each.text),
+            "fix": in_flags(each.fix),
+        }
+        for each in found.findings
+    ]
+    coordinators = [
         {
             "address": each.address,
             "answers": each.error is None,
@@ -127,5 +100,23 @@ def _coordinators(fleet: Fleet) -> list[dict[str, object]]:
             "sources": len(each.sources),
             "error": _text(each.error),
         }
-        for each in fleet.answers
+        for each in found.fleet.answers
     ]
+    sources = [
+        {"endpoint": endpoint, "answers": error is None, "error": _text(error)}
+        for endpoint, error in found.fleet.called.items()
+    ]
+    return {
+        "schema": SCHEMA,
+        "ok": found.ok,
+        "host": found.host,
+        "version": mx.__version__,
+        "findings": findings,
+        "coordinators": coordinators,
+        "sources": sources,
+        "sources_not_called": found.fleet.uncalled,
+    }
+
+
+def _text(error: MxError | None) -> str:
+    return "" if error is None else in_flags(str(error))

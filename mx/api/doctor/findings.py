@@ -9,9 +9,8 @@ from pathlib import Path
 
 from mx import config, discovery
 from mx.api.common import tls_of, transports
-from mx.core.topology import Nic
 from mx.hardware import Topology
-from mx.transport import TlsFiles, Unavailable
+from mx.transport import TlsFiles
 from mx.wire.address import is_local
 
 
@@ -35,6 +34,26 @@ class Finding:
     text: str
     fix: str = ""
     check: str = ""
+
+
+def ok(text: str) -> Finding:
+    """Return a finding of what is as it should be."""
+    return Finding(Level.OK, text)
+
+
+def note(text: str, fix: str = "") -> Finding:
+    """Return a finding of what nothing needs."""
+    return Finding(Level.NOTE, text, fix)
+
+
+def warning(text: str, fix: str = "") -> Finding:
+    """Return a finding of what works less well than it could."""
+    return Finding(Level.WARNING, text, fix)
+
+
+def failure(text: str, fix: str = "") -> Finding:
+    """Return a finding of what does not work."""
+    return Finding(Level.FAILURE, text, fix)
 
 
 @dataclass(frozen=True)
@@ -74,16 +93,6 @@ class Subject:
             ConfigError: The settings name an interface that is not there.
         """
         return discovery.topology(transports(), nics=self.settings.nics)
-
-    @property
-    def rdma(self) -> tuple[Nic, ...]:
-        """The interfaces that have an RDMA device."""
-        return tuple(nic for nic in self.topology.place.nics if nic.rdma_device)
-
-    def works(self, transport: str) -> bool:
-        """Return True if a transport works here."""
-        found = self.topology.transports.get(transport)
-        return found is not None and not isinstance(found, Unavailable)
 
     def text(self, path: str) -> str:
         """Return the content of a small file, without outer spaces; "" if it can't be read."""

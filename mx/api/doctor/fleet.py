@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mx.api.common import tls_of
-from mx.api.doctor.findings import Finding, Level, Subject
+from mx.api.doctor.findings import Finding, Subject, failure, note, ok, warning
 from mx.api.listing import asking
+from mx.api.survey import topology
 from mx.core import versions
 from mx.core.answers import BundleStatus, ModelStatus
 from mx.errors import MxError, PeerLostError, PeerProtocolError, PeerTimeoutError
@@ -61,6 +62,11 @@ class Fleet:
     apart: tuple[str, ...] = ()
 
     @property
+    def answering(self) -> Answer | None:
+        """The first answer that is none of an error; None if there is none."""
+        return next((each for each in self.answers if each.error is None), None)
+
+    @property
     def sources(self) -> tuple[SourceStatus, ...]:
         """The sources that the coordinators list, each once."""
         found = {each.record.source_id: each for said in self.answers for each in said.sources}
@@ -76,16 +82,20 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
         coordinators_only: Ask no more than shows that coordinators answer, and share a state.
     """
     lists = not coordinators_only or len(subject.coordinators) > 1
-    answers = await asyncio.gather(
-        *(_ask(subject, each, lists=lists) for each in subject.coordinators)
-    )
+
+    async def ask() -> list[Answer]:
+        each = (_ask(subject, address, lists=lists) for address in subject.coordinators)
+        return await asyncio.gather(*each)
+
+    answers = await ask()
     apart = _apart(answers)
     if apart:  # what came or went between the answers is no difference
         await asyncio.sleep(_SETTLES_S)
-        again = await asyncio.gather(
-            *(_ask(subject, each, lists=lists) for each in subject.coordinators)
-        )
-        apart = {name: ids for name, now in _apart(again).items() if (ids := now & apart[name])}
+        apart = {
+            name: ids
+            for name, now in _apart(await ask()).items()
+            if (ids := now & apart.get(name, set()))
+        }
     found = Fleet(tuple(answers), apart=tuple(sorted(apart)))
     if coordinators_only:
         return found
@@ -96,7 +106,7 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
         *(_call(subject, endpoint, source_id, turns) for endpoint, source_id in chosen.items())
     )
     called = dict(zip(chosen, results, strict=True))
-    return Fleet(found.answers, called, len(endpoints) - len(chosen), found.apart)
+    return replace(found, called=called, uncalled=len(endpoints) - len(chosen))
 
 
 async def _ask(subject: Subject, address: str, *, lists: bool) -> Answer:
@@ -155,31 +165,25 @@ async def _call(
 
 def coordinators(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
     """Whether each coordinator answers, understands this mx, and is quick."""
-    any_answers = any(each.error is None for each in fleet.answers)
     for each in fleet.answers:
         if each.error is None:
             text = (
                 f"the coordinator at {each.address} answers in {each.seconds * 1000:.0f} ms, and "
                 f"speaks what this mx speaks ({versions.own()})"
             )
-            if each.seconds > _SLOW_S:
-                yield Finding(Level.WARNING, f"{text}: that is slow", "look at its CPU and its log")
-            else:
-                yield Finding(Level.OK, text)
+            slow = each.seconds > _SLOW_S
+            yield warning(f"{text}: that is slow", "see its load and log") if slow else ok(text)
         elif not subject.settings.is_set("coordinator"):
-            yield Finding(
-                Level.NOTE,
+            yield note(
                 f"no coordinator was named, and none runs at {each.address}",
                 "start mx-coordinator, or name one with `coordinator`; `mx serve` alone is one",
             )
         else:
-            host = each.address if resolve(each.address) else ""
-            fix = each.error.hint if host else "check the name: it is not known to this host"
-            level = Level.WARNING if any_answers else Level.FAILURE
-            yield Finding(level, each.error.message, fix)
+            fix = each.error.hint if resolve(each.address) else "check the name: it is unknown here"
+            say = failure if fleet.answering is None else warning
+            yield say(each.error.message, fix)
     for address in fleet.apart:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             f"the coordinator at {address} does not list all that another one lists",
             "give all of them one `state`, in Redis: clients take any of them",
         )
@@ -187,24 +191,16 @@ def coordinators(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
 
 def models(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
     """What can be pulled."""
-    answer = next((each for each in fleet.answers if each.error is None), None)
-    if answer is None:
+    if fleet.answering is None:
         return
-    without = [str(each.model) for each in answer.models if not each.sources]
-    yield Finding(
-        Level.OK,
-        f"{count(len(answer.models), 'model')} and {count(len(fleet.sources), 'source')} listed",
-    )
+    found = fleet.answering.models
+    yield ok(f"{count(len(found), 'model')} and {count(len(fleet.sources), 'source')} listed")
+    without = [str(each.model) for each in found if not each.sources]
     if without:
-        yield Finding(
-            Level.NOTE,
-            f"no source holds {listed(without)} any more",
-            "the name is kept for its owner for a while; then it is free",
-        )
-    for bundle in answer.bundles:
+        yield note(f"no source holds {listed(without)} any more")
+    for bundle in fleet.answering.bundles:
         if not bundle.complete:
-            yield Finding(
-                Level.WARNING,
+            yield warning(
                 f"{bundle.name}:{bundle.revision} lacks {bundle.missing_count} of {bundle.ranks} "
                 "ranks: replicas that need all of them wait",
                 "start the sources of the others: `mx models` names them",
@@ -217,12 +213,29 @@ def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
     answering = len(fleet.called) - len(failed)
     if answering:
         rest = f" ({fleet.uncalled} more were not called)" if fleet.uncalled else ""
-        yield Finding(Level.OK, f"{count(answering, 'source')} answered from here{rest}")
+        yield ok(f"{count(answering, 'source')} answered from here{rest}")
     for endpoint, error in failed.items():
-        yield Finding(
-            Level.WARNING if answering else Level.FAILURE,
+        silent = isinstance(error, PeerLostError | PeerTimeoutError)
+        reach = "check its `listen` and `advertise`, firewalls between, and whether it is stopped"
+        yield (warning if answering else failure)(
             f"the source at {endpoint} is listed, and can't be used from here: {error.message}",
-            "check its `listen` and `advertise`, firewalls between, and whether it is stopped"
-            if isinstance(error, PeerLostError | PeerTimeoutError)
-            else error.hint,
+            reach if silent else error.hint,
         )
+
+
+def paths(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
+    """Whether a transport leads from each source to this host."""
+    if fleet.answering is None or not fleet.sources:
+        return
+    at = fleet.answering.address
+    used: set[str] = set()
+    for each in topology(sources=True, coordinator=at, settings=subject.settings).sources:
+        plans = each.plans.values()
+        chosen = {path.transport for plan in plans for path in plan.chosen}
+        used |= chosen
+        if not chosen:
+            why = sorted({f"{no.transport}: {no.reason}" for plan in plans for no in plan.rejected})
+            where = f"from the source at {each.record.endpoint} to this host"
+            yield warning(f"no transport leads {where}: {'; '.join(why)}")
+    if used:
+        yield ok(f"a pull here would read by {listed(sorted(used))}; `mx topo` shows the paths")
