@@ -22,7 +22,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mx import api
-from tests.support.commands import Run, free_port
+from tests.support.commands import Command, Run, environment, free_port
 from tests.support.daemon import ROOT
 from tests.support.deployed import (
     DEPLOY,
@@ -121,7 +121,6 @@ if ctypes.CDLL(None).prctl({pr_set_mdwe}, 1, 0, 0, 0):
     sys.exit(77)
 os.execv(sys.executable, [sys.executable, "-m", "mx.cli.coordinator", *sys.argv[1:]])
 """
-    from tests.support.commands import Command, environment
 
     class Closed(Command):
         def command(self, entry: str) -> list[str]:
@@ -342,7 +341,8 @@ def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path
         coordinator.until(lambda: "listens on" in coordinator.err, "the coordinator")
         assert healthy(where)
         _, *check = services["coordinator"]["healthcheck"]["test"]
-        asked = run(*changed(check, changes("coordinator"))[1:])
+        patient = environment(MX_PEER_CONNECT_TIMEOUT_S="30")
+        asked = run(*changed(check, changes("coordinator"))[1:], env=patient)
         assert asked.wait() == 0, asked.out
         sources = [start(name, "--json").json() for name in ("source-a", "source-b")]
         assert all(healthy(each["endpoint"]) for each in sources)
