@@ -198,13 +198,16 @@ def models(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
     without = [str(each.model) for each in found if not each.sources]
     if without:
         yield note(f"no source holds {listed(without)} any more")
-    for bundle in fleet.answering.bundles:
-        if not bundle.complete:
-            yield warning(
-                f"{bundle.name}:{bundle.revision} lacks {bundle.missing_count} of {bundle.ranks} "
-                "ranks: replicas that need all of them wait",
-                "start the sources of the others: `mx models` names them",
-            )
+    lacking = [
+        f"{each.name}:{each.revision} ({each.missing_count} of {each.ranks})"
+        for each in fleet.answering.bundles
+        if each.ranks > 1 and not each.complete
+    ]
+    if lacking:
+        yield warning(
+            f"ranks are missing of {listed(lacking)}: replicas that need all of them wait",
+            "start the sources of the others: `mx models` names them",
+        )
 
 
 def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
@@ -214,11 +217,16 @@ def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
     if answering:
         rest = f" ({fleet.uncalled} more were not called)" if fleet.uncalled else ""
         yield ok(f"{count(answering, 'source')} answered from here{rest}")
+    alike: dict[str, dict[str, MxError]] = {}  # by what is said of each
     for endpoint, error in failed.items():
+        alike.setdefault(error.message.replace(endpoint, "it"), {})[endpoint] = error
+    for message, errors in alike.items():
+        error = next(iter(errors.values()))
         silent = isinstance(error, PeerLostError | PeerTimeoutError)
         reach = "check its `listen` and `advertise`, firewalls between, and whether it is stopped"
         yield (warning if answering else failure)(
-            f"the source at {endpoint} is listed, and can't be used from here: {error.message}",
+            f"{count(len(errors), 'listed source')} can't be used from here ({message}): "
+            f"{listed(list(errors))}",
             reach if silent else error.hint,
         )
 
@@ -229,13 +237,16 @@ def paths(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
         return
     at = fleet.answering.address
     used: set[str] = set()
+    apart: dict[str, list[str]] = {}  # the sources that each reason keeps away
     for each in topology(sources=True, coordinator=at, settings=subject.settings).sources:
         plans = each.plans.values()
         chosen = {path.transport for plan in plans for path in plan.chosen}
         used |= chosen
         if not chosen:
             why = sorted({f"{no.transport}: {no.reason}" for plan in plans for no in plan.rejected})
-            where = f"from the source at {each.record.endpoint} to this host"
-            yield warning(f"no transport leads {where}: {'; '.join(why)}")
+            apart.setdefault("; ".join(why), []).append(each.record.endpoint)
+    for reason, endpoints in apart.items():
+        where = f"from the {count(len(endpoints), 'source')} at {listed(endpoints)} to this host"
+        yield warning(f"no transport leads {where}: {reason}")
     if used:
         yield ok(f"a pull here would read by {listed(sorted(used))}; `mx topo` shows the paths")
