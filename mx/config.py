@@ -86,7 +86,7 @@ def _setting(
 
 #: Verbs of `mx`, and `coordinator` for mx-coordinator.
 _SERVE_PULL = "serve pull"
-_PLANNING = f"{_SERVE_PULL} plan topo"
+_PLANNING = f"{_SERVE_PULL} plan topo doctor"
 _ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pull"
 #: Groups of settings.
 CONNECTION, STORES, COMMON = "connection", "stores", "common"
@@ -108,7 +108,7 @@ class Settings:
     )
     listen: str = _setting(
         "127.0.0.1:0", values.address, "Where this process listens; port 0 takes a free one.",
-        f"{_SERVE_PULL} show", "HOST:PORT", group=CONNECTION,
+        f"{_SERVE_PULL} show doctor", "HOST:PORT", group=CONNECTION,
     )
     web_listen: str = _setting(
         "127.0.0.1:7680", values.address, "Where the page is; port 0 takes a free one.",
@@ -118,13 +118,13 @@ class Settings:
         "", values.address_or_none,
         "What others dial in place of `listen`, behind address translation or in a container; "
         "port 0 is the one listened on.",
-        _SERVE_PULL, "HOST:PORT", group=CONNECTION,
+        f"{_SERVE_PULL} doctor", "HOST:PORT", group=CONNECTION,
     )
     data_ports: str = _setting(
         "", values.ports,
         "Ports for the weights over tcp, to be published as they are where `advertise` is given, "
         "like 7602-7605.",
-        _SERVE_PULL, "FIRST-LAST", group=CONNECTION, unset="any free ones",
+        f"{_SERVE_PULL} doctor", "FIRST-LAST", group=CONNECTION, unset="any free ones",
     )
     state: str = _setting(
         "memory", values.state,
@@ -157,7 +157,7 @@ class Settings:
         "", values.text,
         "The key whose holders own the names that they bind, and may update them; `mx keygen` "
         "makes one.",
-        "serve", "FILE", group=CONNECTION,
+        "serve doctor", "FILE", group=CONNECTION,
         unset="~/.local/state/mx/name.key, made at first use",
     )
     receipt_key: str = _setting(
@@ -242,7 +242,7 @@ class Settings:
     cache_socket: str = _setting(
         "auto", values.cache_socket,
         "Where this host's cache is: in the user's folder (auto), nowhere, or at this socket.",
-        f"{_SERVE_PULL} cache", "auto|off|PATH",
+        f"{_SERVE_PULL} cache doctor", "auto|off|PATH",
     )
     cache_memory: int = _setting(
         0, values.size, "With `cache`: what all models together may have, like 64GB.",
@@ -344,6 +344,11 @@ def inherited(*prefixes: str) -> dict[str, str]:
     They are the user's settings of a library, for a child process that uses it.
     """
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+
+
+def notify_socket() -> str:
+    """Return the socket at which a service manager waits for this process; "" if none does."""
+    return os.environ.get("NOTIFY_SOCKET", "")
 
 
 def quieten_grpc() -> None:

@@ -9,6 +9,7 @@ from mx.cli import (
     bench,
     cache,
     demo,
+    doctor,
     keygen,
     listing,
     options,
@@ -62,6 +63,7 @@ app.command("cache", cls=Command)(cache.cache)
 app.command("top", cls=Command)(top.top)
 app.command("web", cls=Command)(web.web)
 app.command("topo", cls=Command)(topo.topo)
+app.command("doctor", cls=Command)(doctor.doctor)
 app.command("demo", cls=Command)(demo.demo)
 app.command("keygen", cls=Command)(keygen.keygen)
 app.command("bench", cls=Command)(bench.bench)

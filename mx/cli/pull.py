@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx.cli import live, options, outcome
+from mx.cli import live, notify, options, outcome
 from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
@@ -161,6 +161,7 @@ def pull(
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
+                notify.ready(f"holding {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
 

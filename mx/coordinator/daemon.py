@@ -199,7 +199,12 @@ def _print_address(address: str) -> None:
     print(f"mx-coordinator listening on {address}", file=sys.stderr, flush=True)
 
 
-async def _serve(options: Options, on_listening: Callable[[str], None], beside: Beside) -> None:
+async def _serve(
+    options: Options,
+    on_listening: Callable[[str], None],
+    beside: Beside,
+    on_stopping: Callable[[], None],
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -213,6 +218,7 @@ async def _serve(options: Options, on_listening: Callable[[str], None], beside: 
         with beside(coordinator):
             on_listening(coordinator.address)
             await stop.wait()
+            on_stopping()
     finally:
         await coordinator.stop()
 
@@ -221,6 +227,7 @@ def run(
     options: Options,
     on_listening: Callable[[str], None] = _print_address,
     beside: Beside = contextlib.nullcontext,
+    on_stopping: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the daemon until SIGTERM or SIGINT. Call this on the main thread.
 
@@ -229,6 +236,7 @@ def run(
         on_listening: Called with the HOST:PORT that it listens on.
         beside: Returns a context for the coordinator, on its event loop, that is open while it
             listens.
+        on_stopping: Called when it has been asked to stop, before it does.
 
     Returns:
         0, the exit code.
@@ -241,5 +249,5 @@ def run(
     # Little here is garbage that only a collector finds: 20 objects for each call that has ended.
     # To look for it among the objects of a thousand streams stops every call for some 50 ms.
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
-    asyncio.run(_serve(options, on_listening, beside))
+    asyncio.run(_serve(options, on_listening, beside, on_stopping))
     return 0

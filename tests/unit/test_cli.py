@@ -29,6 +29,7 @@ VERBS = (
     "cache",
     "topo",
     "web",
+    "doctor",
     "demo",
     "bench",
     "config show",
