@@ -32,6 +32,7 @@ from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_vie
 __all__ = [
     "BLOCK_DIGEST_BYTES",
     "MAX_CONTENT_BYTES",
+    "Authenticating",
     "DeviceView",
     "ExposeOptions",
     "ExposedRegion",
@@ -219,6 +220,15 @@ class Exposure(Protocol):
         Returns:
             False if the time passed first. Never True while something is still to go.
         """
+
+
+@runtime_checkable
+class Authenticating(Protocol):
+    """An exposure that, with TLS, knows its readers by the certificates that they show."""
+
+    def bind(self, grant_id: str, principal: str) -> None:
+        """Let in on a grant only connections whose certificate names this principal, as
+        `mx.core.policy.subject_of` finds it. Called before the ticket is handed out."""
 
 
 @runtime_checkable
