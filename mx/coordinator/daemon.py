@@ -24,6 +24,7 @@ from mx.runtime import uncut
 from mx.transport import TlsFiles
 from mx.wire.descriptors import raise_limit
 from mx.wire.documents import DocumentsServicer
+from mx.wire.principals import Access
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
 
@@ -43,6 +44,8 @@ class Options:
     tls: TlsFiles | None = None
     insecure: bool = False
     state: str = "memory"
+    #: The file that says who may do what; "" for none.
+    policy: str = ""
     lease_s: float = 5.0
     #: The file with the key of its receipts; "" for a key that ends with it.
     receipt_key: str = ""
@@ -95,6 +98,7 @@ class Coordinator:
         lease_s: float = 5.0,
         state: str | State = "memory",
         receipt_key: bytes | None = None,
+        access: Access | None = None,
     ) -> None:
         """
         Args:
@@ -102,6 +106,7 @@ class Coordinator:
             state: "memory", or the state, which `stop` closes.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
+            access: Who may do what; None: everybody everything.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -111,10 +116,14 @@ class Coordinator:
                 f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
             )
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
-        self._servicer = CoordinatorServicer(self._state, receipt_key=receipt_key)
+        self._access = access or Access()
+        self._servicer = CoordinatorServicer(
+            self._state, receipt_key=receipt_key, access=self._access
+        )
         self._state.follow(log_changes)
         self._listening: Listening | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -142,6 +151,7 @@ class Coordinator:
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
+        self._watching = asyncio.create_task(self._access.watch(), name="mx-coordinator-policy")
         event(log, "coordinator.listening", address=self.address, tls=tls is not None)
         return self.address
 
@@ -152,7 +162,11 @@ class Coordinator:
             address,
             [
                 Service(coordinator, self._servicer, self._servicer.on_call),
-                Service(documents, DocumentsServicer(self._state.document)),
+                Service(
+                    documents,
+                    DocumentsServicer(self._state.document),
+                    lambda context, _: self._servicer.on_documents(context),
+                ),
             ],
             tls=tls,
             insecure=insecure,
@@ -167,6 +181,10 @@ class Coordinator:
     async def stop(self) -> None:
         """End watches and heartbeats, let running calls finish, and release everything."""
         self._servicer.stop()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
         if self._ticking is not None:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -189,7 +207,10 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
-    coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
+    access = Access(options.policy, options.tls, what="coordinator")
+    coordinator = Coordinator(
+        lease_s=options.lease_s, state=options.state, receipt_key=key, access=access
+    )
     await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:
         on_listening(coordinator.address)

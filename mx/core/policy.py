@@ -78,16 +78,16 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
     names = uris or hosts
     if len(uris) > 1:
         raise NotAllowedError(
-            f"its subjectAltName has {len(uris)} URIs, and one at most names a process",
+            f"has {len(uris)} URIs in its subjectAltName, and one at most names a process",
             hint="give each process a certificate with one URI",
         )
     if not names or not names[0]:
         raise NotAllowedError(
-            "it has no subjectAltName, by which processes are known",
+            "has no subjectAltName, by which processes are known",
             hint="docs/tls.md shows how certificates are made",
         )
     if any(map(has_control, (*names, *hosts))):
-        raise NotAllowedError("its subjectAltName has control characters")
+        raise NotAllowedError("has control characters in its subjectAltName")
     return Subject(names[0], names, hosts)
 
 

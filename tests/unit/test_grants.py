@@ -18,7 +18,7 @@ from mx.core.grants import (
 )
 from mx.source.requests import principal_of
 
-BOUNDS = GrantBounds(total=8, per_address=6, per_connection=3)
+BOUNDS = GrantBounds(total=8, per_principal=6, per_connection=3)
 
 
 def of(connection: int, address: str = "10.0.0.1", reader_id: str = "") -> Principal:
@@ -51,7 +51,7 @@ def test_a_full_address_ends_idle_grants_of_its_largest_connection_first() -> No
 
 
 def test_a_grant_that_makes_progress_keeps_its_place() -> None:
-    book = GrantBook(GrantBounds(total=1, per_address=1))
+    book = GrantBook(GrantBounds(total=1, per_principal=1))
     book.open("g", of(1), 0.0)
     book.moved("g", LEAST_PROGRESS_BYTES, 10.0)
     assert book.admit(of(2), 10.0 + YIELD_S - 0.1) is None
@@ -134,7 +134,7 @@ def test_the_bounds_hold_for_any_requests(
         held[str(number)] = principal
         assert len(held) <= BOUNDS.total
         for address in {each.address for each in held.values()}:
-            assert sum(p.address == address for p in held.values()) <= BOUNDS.per_address
+            assert sum(p.address == address for p in held.values()) <= BOUNDS.per_principal
         connections = [each.connection for each in held.values()]
         assert max(map(connections.count, connections)) <= BOUNDS.per_connection
         assert not max_readers or len(set(connections)) <= max_readers

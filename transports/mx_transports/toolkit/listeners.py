@@ -82,7 +82,9 @@ def listen(options: ExposeOptions) -> Listeners:
     # Without a host: at the one that the reader dials for control.
     addresses = dict.fromkeys(("" if options.at_peer else host, port) for host, port in named)
     fields = {"addresses": [list(address) for address in addresses]}
-    return Listeners([sock for sock, _ in found], fields, [prover for _, prover in found], options.tls)
+    return Listeners(
+        [sock for sock, _ in found], fields, [prover for _, prover in found], options.tls
+    )
 
 
 def _listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, socket.socket]:

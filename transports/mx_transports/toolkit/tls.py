@@ -1,5 +1,7 @@
-"""TLS for data connections: mutual, 1.3 only, against the users' own CA. Files may be replaced while
-they are in use: each connection is made with those that are there."""
+"""TLS for data connections: mutual, 1.3 only, against the users' own CA.
+
+Files may be replaced while they are in use: each connection is made with those that are there.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def principal(sock: ssl.SSLSocket) -> str:
     shown = sock.getpeercert() or {}
     names: dict[str, list[str]] = {"URI": [], "DNS": [], "IP Address": []}
     for entry in shown.get("subjectAltName", ()):
-        kind, value = entry
+        kind, value = entry[0], entry[1]
         if isinstance(kind, str) and isinstance(value, str) and kind in names:
             names[kind].append(value)
     try:
