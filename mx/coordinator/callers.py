@@ -32,17 +32,14 @@ def check_places(caller: Caller, record: SourceRecord) -> None:
     subject = caller.subject
     if subject is None:
         return
-    interfaces = (each.partition("/")[0] for nic in record.place.nics for each in nic.addresses)
-    data = ("its data address", (*record.place.addresses, *interfaces))
-    for what, hosts in (("its endpoint", (record.endpoint.rpartition(":")[0],)), data):
-        for host in hosts:
-            if not subject.is_at(host):
-                raise NotAllowedError(
-                    f"the certificate of {subject.name} does not name {host}, {what}: it names "
-                    f"{', '.join(subject.hosts[:8]) or 'no host'}",
-                    hint="listen at a host that `tls_cert` names; docs/tls.md shows how "
-                    "certificates are made",
-                )
+    for host in (record.endpoint.rpartition(":")[0], *record.place.addresses):
+        if not subject.is_at(host):
+            raise NotAllowedError(
+                f"the certificate of {subject.name} does not name {host}, where the source says "
+                f"that it is: it names {', '.join(subject.hosts[:8]) or 'no host'}",
+                hint="listen at a host that `tls_cert` names; docs/tls.md shows how certificates "
+                "are made",
+            )
 
 
 def check_owner(caller: Caller, listed: Listed) -> None:

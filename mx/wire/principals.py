@@ -161,7 +161,7 @@ class Access:
         caller = self.caller(context)
         if not self.allows(caller, rights, model):
             error = self._error(caller, rights[0], model)
-            self.refused(caller, error, right=rights[0].value, model=model, **about)
+            self.refused(caller, error, right=rights[0].value, model=model or "", **about)
             raise error
         return caller
 
@@ -170,7 +170,7 @@ class Access:
         return self._kind(
             f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
             "rule for it",
-            hint="`policy` there says who may",
+            hint="ask who runs it for a rule",
         )
 
     def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
@@ -209,7 +209,7 @@ class Access:
             if not ended or task.uncancel() > 0:
                 raise
             error = self._error(caller, rights[0], model)
-            self.refused(caller, error, right=rights[0].value, model=model, **about)
+            self.refused(caller, error, right=rights[0].value, model=model or "", **about)
             raise error from None
         finally:
             self._standing.discard(look)
