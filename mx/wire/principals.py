@@ -175,12 +175,17 @@ class Access:
 
     def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
         """Write the audit line of a refusal; of many of one kind one in a while."""
-        held_back = self._refusals.passes((caller.name, type(error), about.get("right")))
+        for cause, count in self._refusals.left_out():
+            if isinstance(cause, tuple):
+                name, kind, right, model = cause
+                fields = {"error": kind, "right": right, "model": model, "held_back": count}
+                event(audit, "audit.refused", principal=name, **fields)
+        kind = type(error).__name__
+        cause = (caller.name, kind, about.get("right", ""), about.get("model", ""))
+        held_back = self._refusals.passes(cause)
         if held_back is not None:
             more = {"held_back": held_back} if held_back else {}
-            write(
-                "refused", caller, error=type(error).__name__, text=error.message, **about, **more
-            )
+            write("refused", caller, error=kind, text=error.message, **about, **more)
 
     @contextmanager
     def standing(

@@ -242,7 +242,7 @@ def _method_handler(
             if is_ours:
                 spoken = await _agree_on_versions(context, name, streams_out=streams_out)
                 service.on_call(context, spoken)
-        except PeerVersionError:
+        except MxError:
             if streams_in and streams_out:  # its first message is under way
                 await _drain(requests, 1)
             raise
