@@ -152,6 +152,7 @@ class Coordinator:
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
         self._watching = asyncio.create_task(self._access.watch(), name="mx-coordinator-policy")
+        self._access.say()
         event(log, "coordinator.listening", address=self.address, tls=tls is not None)
         return self.address
 

@@ -150,6 +150,7 @@ class SourceServer:
             # Its own addresses and interfaces are of no use to readers.
             self._place = replace(self._place, addresses=(self._host,), nics=())
         if self._servicer.access is not None:
+            self._servicer.access.say()
             watching = self._servicer.access.watch()
             self._tasks.append(asyncio.create_task(watching, name="mx-policy"))
         self._tasks.append(asyncio.create_task(self._grants.expire(), name="mx-lease-expiry"))

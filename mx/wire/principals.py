@@ -124,10 +124,15 @@ class Access:
                 )
             self._data = _read(path)
             self._policy = _parsed(self._data, path)
-            event(log, "policy.read", policy=path, rules=len(self._policy.rules))
-        elif tls is not None:
-            text = f"no `policy`: every certificate of `tls_ca` {tls.authority} may do everything"
-            event(log, "policy.none", text=f"{text} at this {what}")
+        self._authority = tls.authority if tls is not None else ""
+
+    def say(self) -> None:
+        """Log what holds: the policy, or that there is none."""
+        if self._policy is not None:
+            event(log, "policy.read", policy=self._path, rules=len(self._policy.rules))
+        elif self._authority:
+            text = f"no `policy`: every certificate of `tls_ca` {self._authority} may do everything"
+            event(log, "policy.none", text=f"{text} at this {self._what}")
 
     def caller(self, context: Any) -> Caller:
         """Return who makes a call. Raises as `require` if its certificate names no process."""
@@ -241,7 +246,7 @@ class Access:
                 event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
                 continue
             self.version += 1
-            event(log, "policy.read", policy=self._path, rules=len(self._policy.rules))
+            self.say()
             for call in (*self._standing, *self._listeners):
                 call()
 
