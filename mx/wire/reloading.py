@@ -74,13 +74,13 @@ class ServerFiles:
         """
         self._tls, self._host = tls, host
         self._pem = self._checked()
-        self._fresh: grpc.ServerCertificateConfiguration | None = None
+        self._shown = self._given = _shown(self._pem)
         self._task: asyncio.Task[None] | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the server's credentials, which require certificates of clients."""
         take: Any = self._take  # None for no change, which its type does not say
-        return grpc.dynamic_ssl_server_credentials(_shown(self._pem), take, True)
+        return grpc.dynamic_ssl_server_credentials(self._shown, take, True)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._follow(), name="mx-certificates")
@@ -93,8 +93,11 @@ class ServerFiles:
 
     def _take(self) -> grpc.ServerCertificateConfiguration | None:
         """Return what is new; gRPC calls this from threads of its own, at each connection."""
-        fresh, self._fresh = self._fresh, None
-        return fresh
+        shown = self._shown  # which may change meanwhile
+        if shown is self._given:
+            return None
+        self._given = shown
+        return shown
 
     async def _follow(self) -> None:
         paths = (self._tls.certificate, self._tls.key, self._tls.authority)
@@ -106,7 +109,7 @@ class ServerFiles:
             except MxError as error:
                 _say_kept(self._tls, error)
                 continue
-            self._fresh = _shown(self._pem)
+            self._shown = _shown(self._pem)
             event(log, "certificates.replaced", certificate=self._tls.certificate)
 
     def _checked(self) -> Pem:
