@@ -9,7 +9,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-vllm chaos differential differential-gpu lint proto proto-check bench clean
+  test-vllm chaos differential differential-gpu endurance lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -42,6 +42,7 @@ help:
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
 	@echo "make differential [ROUNDS=N] [SEED=S]  random steps of all kinds, every byte compared"
+	@echo "make endurance [MINUTES=15] [SEED=S]  load while everything is killed, stopped, certified anew"
 	@echo "make differential-gpu [ROUNDS=N] [SEED=S]  pulls in which a call of CUDA fails (stand-in)"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
 	@echo "make proto                  regenerate mx/wire/v1 from proto/"
@@ -132,6 +133,9 @@ differential: $(READY)
 
 differential-gpu: setup-gpu
 	$(PY) -m tests.differential.gpu --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1) $(ARGS)
+
+endurance: $(READY)
+	$(PY) -m tests.endurance --minutes $(or $(MINUTES),15) --seed $(or $(SEED),1) $(ARGS)
 
 bench: $(READY)
 	$(PY) -m mx bench $(ARGS)

@@ -1,7 +1,9 @@
 """Puts load on a coordinator, as a process of its own: sources, watchers and resolves.
 
 All sources connect and register at once, each over its own connection, and then send a heartbeat
-each second. Calls are timed once all are registered. Prints one JSON object.
+each second. Calls are timed once all are registered: first with the heartbeats spread over the
+second, then with all of them at its beginning. Prints a line of JSON at each step; the last one has
+the results.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import sys
@@ -54,7 +57,8 @@ class Found:
     """The results of the load.
 
     `lost` counts heartbeat streams and watches that ended by themselves, `refused` calls that
-    failed, `retries` attempts to register that were repeated.
+    failed, `retries` attempts to register that were repeated. `seconds` are those of the calls that
+    are timed now.
     """
 
     lost: Counter[str] = field(default_factory=Counter)
@@ -117,6 +121,9 @@ class Load:
         self._remote = Remote(Role.COORDINATOR, address)
         self._ending = asyncio.Event()
         self._storm_over = False
+        #: The part of a second over which heartbeats are spread.
+        self._spread_s = 1.0
+        self._sources = 1
         self.found = Found()
 
     def _stub(self, channel: grpc.aio.Channel) -> Stub:
@@ -148,12 +155,14 @@ class Load:
                         self.found.retries += 1
                         await asyncio.sleep(random.uniform(0.1, 0.5))
             self.found.registered += 1
-            await self._beat(self._stub(channel), record, registered)
+            await self._beat(number, self._stub(channel), record, registered)
         finally:
             await client.close()
             await channel.close(None)
 
-    async def _beat(self, stub: Stub, record: SourceRecord, registered: asyncio.Queue[int]) -> None:
+    async def _beat(
+        self, number: int, stub: Stub, record: SourceRecord, registered: asyncio.Queue[int]
+    ) -> None:
         call = stub.Heartbeat()
         request = pb.HeartbeatRequest(
             source_id=record.source_id,
@@ -173,7 +182,7 @@ class Load:
                 if not counted:
                     counted = True
                     registered.put_nowait(1)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(self._until_due_s(number))
         except grpc.aio.AioRpcError as error:
             self.found.lost[f"heartbeat: {self._name(error)}"] += 1
         except asyncio.InvalidStateError:
@@ -182,6 +191,11 @@ class Load:
             if not counted:
                 registered.put_nowait(1)
             cut(call)
+
+    def _until_due_s(self, number: int) -> float:
+        """Return how long it is until a source's next heartbeat."""
+        now = time.monotonic() - self._spread_s * number / self._sources
+        return math.floor(now) + 1 - now
 
     def _timed(self, start_s: float) -> None:
         if self._storm_over:
@@ -228,6 +242,7 @@ class Load:
         self._timed(start_s)
 
     async def run(self, sources: int, watchers: int, resolves: float, seconds: float) -> Any:
+        self._sources = sources
         registered: asyncio.Queue[int] = asyncio.Queue()
         start_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -239,19 +254,13 @@ class Load:
             for _ in range(sources):
                 await registered.get()
             storm_s = time.monotonic() - start_s
-            print(json.dumps({"storm_s": storm_s}), flush=True)
-            await asyncio.sleep(3.0)  # until the registrations' remaining work is done
-            self._storm_over = True
-            print(json.dumps({"timing": True}), flush=True)
-            await asyncio.sleep(seconds)
-            self._storm_over = False
-            print(json.dumps({"timing": False}), flush=True)
+            _say(storm_s=storm_s)
+            spread = await self._measure("spread", 1.0, seconds)
+            once = await self._measure("once", 0.0, seconds)
             self._ending.set()
             for task in watching:
                 task.cancel()
         found = self.found
-        found.seconds.sort()
-        count = len(found.seconds)
         return {
             "registered": found.registered,
             "retries": found.retries,
@@ -259,10 +268,32 @@ class Load:
             "refused": dict(found.refused),
             "events": found.events,
             "storm_s": round(storm_s, 2),
-            "calls": count,
-            "p50_ms": round(1e3 * found.seconds[count // 2], 2) if count else None,
-            "p99_ms": round(1e3 * found.seconds[count * 99 // 100], 2) if count else None,
+            "spread": spread,
+            "once": once,
         }
+
+    async def _measure(self, name: str, spread_s: float, seconds: float) -> dict[str, float | None]:
+        """Time calls while heartbeats are spread over a part of each second."""
+        self._spread_s = spread_s
+        await asyncio.sleep(3.0)  # until what went before is done
+        times: list[float] = []
+        self.found.seconds = times
+        self._storm_over = True
+        _say(timing=name)
+        await asyncio.sleep(seconds)
+        self._storm_over = False
+        _say(timed=name)
+        times.sort()
+        count = len(times)
+        return {
+            "calls": count,
+            "p50_ms": round(1e3 * times[count // 2], 2) if count else None,
+            "p99_ms": round(1e3 * times[count * 99 // 100], 2) if count else None,
+        }
+
+
+def _say(**found: object) -> None:
+    print(json.dumps(found), flush=True)
 
 
 def main() -> None:
@@ -271,7 +302,7 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=1000)
     parser.add_argument("--watchers", type=int, default=50)
     parser.add_argument("--resolves", type=float, default=50, help="per second")
-    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--seconds", type=float, default=10, help="of each way to send heartbeats")
     given = parser.parse_args()
 
     async def run() -> Any:

@@ -65,14 +65,14 @@ def rectangle(x: float, y: float, width: float, height: float, color: str) -> st
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: what was timed, and its seconds."""
+    """One bar: what was measured, and how much it is: seconds, unless `bars` says otherwise."""
 
     what: str
     seconds: float
     color: str = OTHER
 
 
-def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]], *, unit: str = " s") -> str:
     """Return a picture of groups of bars, all on one scale from 0."""
     longest = max(bar.seconds for _, group in groups for bar in group)
     parts, y = [], float(_TOP)
@@ -83,7 +83,7 @@ def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
             width = (_WIDTH - _LEFT - _RIGHT) * bar.seconds / longest
             bold = bar.color == MX
             label = text(_LEFT - 12, y + 15, bar.what, bar.color, 13, "end", bold=bold)
-            seconds = text(_LEFT + width + 8, y + 15, f"{bar.seconds:.2f} s", INK, size=13)
+            seconds = text(_LEFT + width + 8, y + 15, f"{bar.seconds:.2f}{unit}", INK, size=13)
             parts += [label, rectangle(_LEFT, y, width, _BAR, bar.color), seconds]
             y += _ROW
         y += _ROW / 3

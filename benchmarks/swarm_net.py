@@ -105,7 +105,7 @@ class Network:
     def run(self, *, limit_s: float) -> None:
         """Run until no event is left, or until `limit_s`."""
         heap, pop = self._heap, heapq.heappop
-        while heap and self.now_s < limit_s:
+        while heap and heap[0][0] <= limit_s:
             self.now_s, _, call, args = pop(heap)
             call(*args)
 

@@ -24,7 +24,7 @@ class SourceMessages:
     """The last messages of each source. Callers only read them, and copy them into answers."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, tuple[SourceRecord, pb.Source]] = {}
+        self._sources: dict[str, tuple[SourceRecord, pb.Source, int]] = {}
         # By the id() of the changed record, which the entry itself keeps alive.
         self._events: OrderedDict[
             int, tuple[SourceRecord, dict[tuple[ChangeKind, str], pb.WatchEvent]]
@@ -32,10 +32,15 @@ class SourceMessages:
 
     def source(self, record: SourceRecord) -> pb.Source:
         """Return the message of a listed source; makes a new one if its record has changed."""
+        return self.sized(record)[0]
+
+    def sized(self, record: SourceRecord) -> tuple[pb.Source, int]:
+        """Return the message of a listed source, and its size in bytes."""
         made = self._sources.get(record.source_id)
         if made is None or made[0] is not record:
-            made = self._sources[record.source_id] = (record, codec.source_to_wire(record))
-        return made[1]
+            message = codec.source_to_wire(record)
+            made = self._sources[record.source_id] = (record, message, message.ByteSize())
+        return made[1:]
 
     def event(self, change: Change) -> pb.WatchEvent:
         """Return the message that watchers get for a change."""

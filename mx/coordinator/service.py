@@ -84,7 +84,8 @@ class CoordinatorServicer(PullsServicer):
         self._registering = StreamBounds("registrations", in_all=4096, per_principal=2048)
         self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_principal=4096)
         self._watching = StreamBounds("watches", in_all=4096, per_principal=1024)
-        self._stopping = False
+        #: The times until which heartbeats are waited for.
+        self._silences: set[asyncio.Timeout] = set()
         state.follow(self._on_changes)
         access.follow(self._on_policy)
 
@@ -99,9 +100,10 @@ class CoordinatorServicer(PullsServicer):
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""
-        self._stopping = True
         self._stopped.set()
         self._pulls_have_changed()
+        for silence in self._silences:
+            silence.reschedule(0.0)
         self._wake()
 
     def on_call(self, context: Any, versions: Versions) -> None:
@@ -282,27 +284,21 @@ class CoordinatorServicer(PullsServicer):
         """Yield requests until the coordinator stops: gRPC logs an error for a stream that it has
         to cut."""
         silent_s = max(_SILENT_S, _SILENT_LEASES * self._state.lease_s)
-        stopping = asyncio.create_task(self._stopped.wait(), name="mx-heartbeat-end")
-        reading: asyncio.Future[_T | None] | None = None
-        try:
-            while True:
-                reading = asyncio.ensure_future(anext(requests, None))
-                await asyncio.wait(
-                    (reading, stopping), timeout=silent_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if stopping.done() and not reading.done():
+        while not self._stopped.is_set():
+            try:
+                async with asyncio.timeout(silent_s) as silence:
+                    self._silences.add(silence)
+                    try:
+                        request = await anext(requests, None)
+                    finally:
+                        self._silences.discard(silence)
+            except TimeoutError:
+                if self._stopped.is_set():
                     return
-                if not reading.done():
-                    raise PeerProtocolError(f"no heartbeat came for {silent_s:g} s")
-                request = reading.result()
-                if request is None:
-                    return
-                yield request
-        finally:
-            stopping.cancel()
-            if reading is not None and not reading.done():
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+                raise PeerProtocolError(f"no heartbeat came for {silent_s:g} s") from None
+            if request is None:
+                return
+            yield request
 
     async def Advertise(self, request: pb.AdvertiseRequest, context: Any) -> pb.AdvertiseResponse:
         source_id = codec.source_id_from_wire(request.source_id)
@@ -352,11 +348,10 @@ class CoordinatorServicer(PullsServicer):
 
     def _sources_that_fit(self, sources: Sequence[Listed]) -> list[pb.Source]:
         """Return the messages of sources; of too many for one answer, a fair choice."""
-        messages = [self._messages.source(listed.record) for listed in sources]
-        sizes = [message.ByteSize() for message in messages]
-        if len(messages) <= _MAX_RESOLVED and sum(sizes) <= ANSWER_BYTES:
-            return messages
-        size_of = {id(listed): size for listed, size in zip(sources, sizes, strict=True)}
+        sized = [self._messages.sized(listed.record) for listed in sources]
+        if len(sized) <= _MAX_RESOLVED and sum(size for _, size in sized) <= ANSWER_BYTES:
+            return [message for message, _ in sized]
+        size_of = {id(listed): size for listed, (_, size) in zip(sources, sized, strict=True)}
         nbytes, taken = 0, list[Listed]()
         for listed in in_turn(sources)[:_MAX_RESOLVED]:
             nbytes += size_of[id(listed)]
@@ -472,7 +467,7 @@ class CoordinatorServicer(PullsServicer):
             watchers.add(watcher)
             snapshot = True
             try:
-                while not self._stopping and policy == self._access.version:
+                while not self._stopped.is_set() and policy == self._access.version:
                     watcher.woken.clear()
                     while watcher.behind:
                         events = map(self._messages.event, watcher.take(_WATCH_SLICE))

@@ -202,8 +202,10 @@ class Registry:
         self.tick(now)
         listed = self._owned(source_id, secret)
         self._renew(listed, readers, gb_per_s)
-        record = replace(listed.record, state=state, requests_port=requests_port)
-        self._update(listed, record)
+        record = listed.record
+        if (state, requests_port) != (record.state, record.requests_port):
+            record = replace(record, state=state, requests_port=requests_port)
+            self._update(listed, record)
         return record
 
     def advertise(

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from mx.errors import CapacityError
@@ -30,111 +28,119 @@ MOST_UNREAD_BYTES_OF_ADDRESS = 64 * MIB
 UNREAD_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    peer: str
-    address: str
-    nbytes: int
-    since_s: float
+class _Quota:
+    """Counts by address. `what` names what is counted in a refusal: "{} running calls"."""
+
+    def __init__(self, what: str, most: int, most_of_address: int) -> None:
+        self._what = what
+        self._most = most
+        self._most_of_address = most_of_address
+        self._total = 0
+        self.of: Counter[str] = Counter()
+
+    def add(self, address: str, more: int) -> None:
+        """Count more. Raises CapacityError if that is too many, in all or of the address."""
+        for has, limit, whose in (
+            (self._total, self._most, ""),
+            (self.of[address], self._most_of_address, f" of {address}"),
+        ):
+            if has + more > limit:
+                number = format_bytes(limit) if limit >= MIB else str(limit)
+                raise CapacityError(
+                    f"this process has {self._what.format(number)}{whose}, its limit"
+                )
+        self._total += more
+        self.of[address] += more
+
+    def take(self, address: str, fewer: int) -> None:
+        self._total -= fewer
+        _take(self.of, address, fewer)
 
 
 class Calls:
     """The calls of one server, on its event loop. Connections are named as gRPC does ("peer")."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
+        self.running = _Quota("{} running calls", MOST_CALLS, MOST_CALLS_OF_ADDRESS)
+        self.unread_bytes = _Quota(
+            "{} of unread answers", MOST_UNREAD_BYTES, MOST_UNREAD_BYTES_OF_ADDRESS
+        )
+        #: The calls with an answer that has not been taken, in the order in which they were sent.
+        self.unread: dict[Call, None] = {}
         self._of_peer: Counter[str] = Counter()
-        self._of_address: Counter[str] = Counter()
-        self._unread: dict[object, _Unread] = {}  # in the order in which they were sent
-        self._unread_of: Counter[str] = Counter()
 
     @property
     def peers(self) -> frozenset[str]:
         """The connections that have running calls."""
         return frozenset(self._of_peer)
 
-    def begin(self, context: Any) -> None:
-        """Count a call until it ends.
+    def begin(self, context: Any) -> Call:
+        """Count a call until it ends, and return it.
 
         Raises:
             CapacityError: There are too many, in all or from its address.
         """
         peer = context.peer()
-        address = address_of_peer(peer)
-        _check("{} running calls", self._of_address, address, 1, MOST_CALLS, MOST_CALLS_OF_ADDRESS)
+        call = Call(self, peer, address_of_peer(peer))
+        self.running.add(call.address, 1)
         self._of_peer[peer] += 1
-        self._of_address[address] += 1
 
         def ended(_: object) -> None:
+            call.sent()
             _take(self._of_peer, peer, 1)
-            _take(self._of_address, address, 1)
+            self.running.take(call.address, 1)
 
         context.add_done_callback(ended)
-
-    def answers(self, context: Any, nbytes: int) -> None:
-        """Count a call's last message until the call ends.
-
-        Raises:
-            CapacityError: Too many bytes have not been taken, in all or by its address.
-        """
-        token = self._sends(context, nbytes)
-        context.add_done_callback(lambda _: self._sent(token))
-
-    @contextmanager
-    def sending(self, context: Any, nbytes: int) -> Iterator[None]:
-        """Count a message while the block sends it.
-
-        Raises:
-            CapacityError: As `answers`.
-        """
-        token = self._sends(context, nbytes)
-        try:
-            yield
-        finally:
-            self._sent(token)
+        return call
 
     def stuck(self) -> frozenset[str]:
         """Return the connections that have not taken some message for `UNREAD_S`."""
         found = set()
-        for each in self._unread.values():
-            if self._clock() - each.since_s < UNREAD_S:
+        for call in self.unread:
+            if self.clock() - call.since_s < UNREAD_S:
                 break
-            found.add(each.peer)
+            found.add(call.peer)
         return frozenset(found)
 
     def greedy(self) -> frozenset[str]:
         """Return the connections that have very many calls, of addresses that have too."""
-        addresses = {each for each, count in self._of_address.items() if count > _MANY_CALLS}
+        addresses = {each for each, count in self.running.of.items() if count > _MANY_CALLS}
         if not addresses:
             return frozenset()
         many = (each for each, n in self._of_peer.items() if n > _MANY_CALLS_OF_CONNECTION)
         return frozenset(each for each in many if address_of_peer(each) in addresses)
 
-    def _sends(self, context: Any, nbytes: int) -> object:
-        peer = context.peer()
-        address = address_of_peer(peer)
-        most, most_of_address = MOST_UNREAD_BYTES, MOST_UNREAD_BYTES_OF_ADDRESS
-        _check("{} of unread answers", self._unread_of, address, nbytes, most, most_of_address)
-        token = object()
-        self._unread[token] = _Unread(peer, address, nbytes, self._clock())
-        self._unread_of[address] += nbytes
-        return token
 
-    def _sent(self, token: object) -> None:
-        unread = self._unread.pop(token)
-        _take(self._unread_of, unread.address, unread.nbytes)
+class Call:
+    """One running call, which sends one message at a time."""
 
+    __slots__ = ("_calls", "_nbytes", "address", "peer", "since_s")
 
-def _check(
-    what: str, counts: Counter[str], address: str, more: int, most: int, most_of_address: int
-) -> None:
-    for has, limit, whose in (
-        (counts.total(), most, ""),
-        (counts[address], most_of_address, f" of {address}"),
-    ):
-        if has + more > limit:
-            number = format_bytes(limit) if limit >= MIB else str(limit)
-            raise CapacityError(f"this process has {what.format(number)}{whose}, its limit")
+    def __init__(self, calls: Calls, peer: str, address: str) -> None:
+        self._calls = calls
+        self._nbytes = 0
+        self.peer = peer
+        self.address = address
+        #: When its unread message was sent.
+        self.since_s = 0.0
+
+    def sends(self, nbytes: int) -> None:
+        """Count a message until `sent`, or the call's end.
+
+        Raises:
+            CapacityError: Too many bytes have not been taken, in all or by the call's address.
+        """
+        self._calls.unread_bytes.add(self.address, nbytes)
+        self._nbytes = nbytes
+        self.since_s = self._calls.clock()
+        self._calls.unread[self] = None
+
+    def sent(self) -> None:
+        """Record that the message was taken. Idempotent."""
+        if self in self._calls.unread:
+            del self._calls.unread[self]
+            self._calls.unread_bytes.take(self.address, self._nbytes)
 
 
 def _take(counts: Counter[str], key: str, number: int) -> None:

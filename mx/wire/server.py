@@ -255,9 +255,9 @@ def _method_handler(
 
     async def answer(requests: Any, context: Any) -> Any:
         try:
-            calls.begin(context)
+            call = calls.begin(context)
             response = await behaviour(await incoming(requests, context), context)
-            calls.answers(context, response.ByteSize())
+            call.sends(response.ByteSize())
             return response
         except MxError as error:
             if streams_in:
@@ -266,10 +266,11 @@ def _method_handler(
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            calls.begin(context)
+            call = calls.begin(context)
             async for response in behaviour(await incoming(requests, context), context):
-                with calls.sending(context, response.ByteSize()):
-                    yield response
+                call.sends(response.ByteSize())
+                yield response
+                call.sent()
         except MxError as error:
             await _abort(context, error)
 

@@ -51,17 +51,20 @@ def test_an_address_has_a_share_of_the_calls(monkeypatch: pytest.MonkeyPatch) ->
 def test_answers_that_are_not_taken_are_counted() -> None:
     now_s = 0.0
     running, slow = Calls(lambda: now_s), Call("10.0.0.1")
-    running.answers(slow, 60 * MIB)
+    running.begin(slow).sends(60 * MIB)
     with pytest.raises(CapacityError, match=r"67\.1 MB of unread answers of 10\.0\.0\.1"):
-        running.answers(Call("10.0.0.1"), 5 * MIB)
+        running.begin(Call("10.0.0.1")).sends(5 * MIB)
     now_s = calls.UNREAD_S - 1
-    with running.sending(Call("10.0.0.2"), 5 * MIB):
-        assert running.stuck() == frozenset()
-        now_s = calls.UNREAD_S
-        assert running.stuck() == {slow.peer()}
+    other = running.begin(Call("10.0.0.2"))
+    other.sends(5 * MIB)
+    assert running.stuck() == frozenset()
+    now_s = calls.UNREAD_S
+    assert running.stuck() == {slow.peer()}
+    other.sent()
+    other.sends(1)  # anew
     slow.end()
     assert running.stuck() == frozenset()
-    running.answers(Call("10.0.0.1"), 64 * MIB)
+    running.begin(Call("10.0.0.1")).sends(64 * MIB)
 
 
 def test_a_connection_is_greedy_only_where_its_address_is() -> None:
