@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from mx import codec
-from mx.coordinator.bounds import StreamBounds, Turns
+from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import check_owner, check_places, own_port
 from mx.coordinator.decoding import Decoded
-from mx.coordinator.messages import SourceMessages
-from mx.coordinator.paging import ANSWER_BYTES, LIST_BYTES, pages_of
-from mx.coordinator.progress import PullsServicer
+from mx.coordinator.listings import ListingServicer
+from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import State
 from mx.coordinator.uploads import Upload
@@ -38,7 +36,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.wire.documents import pages
-from mx.wire.principals import SEES, Access, Caller, caller_of, payer_of, write
+from mx.wire.principals import Access, Caller, caller_of, write
 from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -57,7 +55,7 @@ _MAX_MISSING = 4096
 _INLINE_BYTES = 1 << 20
 
 
-class CoordinatorServicer(PullsServicer):
+class CoordinatorServicer(ListingServicer):
     """The Coordinator service, for `mx.wire.server.listen`."""
 
     def __init__(
@@ -70,12 +68,9 @@ class CoordinatorServicer(PullsServicer):
             access: Who may do what; None: everybody everything.
         """
         access = access or Access()
-        super().__init__(state.now, self._registered_from, access)
-        self._state = state
+        super().__init__(state, access)
         self._proofs = Proofs(receipt_key, state.now)
-        self._messages = SourceMessages()
         self._decoded = Decoded()
-        self._turns = Turns()
         self._log = WatchLog()
         self._names = MeantLog()
         self._layouts = layout_rules.InUse(state.now())
@@ -88,15 +83,6 @@ class CoordinatorServicer(PullsServicer):
         self._silences: set[asyncio.Timeout] = set()
         state.follow(self._on_changes)
         access.follow(self._on_policy)
-
-    async def _registered_from(self, source_id: str) -> str | None:
-        try:
-            return (await self._source(source_id)).address
-        except UnknownSourceError:
-            return None
-
-    async def _source(self, source_id: str) -> Listed:
-        return await self._state.ask(lambda registry: registry.source(source_id))
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""
@@ -359,104 +345,6 @@ class CoordinatorServicer(PullsServicer):
                 break
             taken.append(listed)
         return [self._messages.source(each.record) for each in in_order(taken)]
-
-    async def ListModels(
-        self, request: pb.ListModelsRequest, context: Any
-    ) -> AsyncIterator[pb.ListModelsResponse]:
-        del request
-        sees = self._seen_by(context)
-        async with self._turn(context):
-            found = await self._state.ask(Registry.models)
-        models = (
-            pb.Model(
-                model=codec.key_to_wire(model.model),
-                manifest=codec.ref_to_wire(model.ref),
-                nbytes=model.nbytes,
-                layers=model.layers,
-                sources=model.sources,
-                pin_only=model.pin_only,
-                restored=model.restored,
-            )
-            for model in found
-            if sees(model.model.name)
-        )
-        async for page in self._listed(models, context):
-            yield pb.ListModelsResponse(models=page)
-
-    async def ListBundles(
-        self, request: pb.ListBundlesRequest, context: Any
-    ) -> AsyncIterator[pb.ListBundlesResponse]:
-        sees = self._seen_by(context, request.name)
-        async with self._turn(context):
-            found = await self._state.ask(lambda registry: registry.bundles(request.name))
-        bundles = (
-            pb.Bundle(
-                name=bundle.name,
-                revision=bundle.revision,
-                variant=bundle.variant,
-                ranks=bundle.ranks,
-                missing=bundle.missing,
-                missing_count=bundle.missing_count,
-                named=bundle.named,
-            )
-            for bundle in found
-            if sees(bundle.name)
-        )
-        async for page in self._listed(bundles, context):
-            yield pb.ListBundlesResponse(bundles=page)
-
-    async def ListSources(
-        self, request: pb.ListSourcesRequest, context: Any
-    ) -> AsyncIterator[pb.ListSourcesResponse]:
-        now, sees = self._state.now(), self._seen_by(context, request.name)
-        async with self._turn(context):
-            # Found before others run: they are kept only while their sources are listed.
-            found = await self._state.ask(lambda registry: registry.sources(request.name))
-            sources = [
-                (self._messages.source(listed.record), listed)
-                for listed in found
-                if sees(listed.record.model.name)
-            ]
-        statuses = (
-            pb.SourceStatus(
-                source=source,
-                lease_left_s=max(0.0, listed.lease_until_s - now),
-                readers=listed.readers,
-                gb_per_s=listed.gb_per_s,
-            )
-            for source, listed in sources
-        )
-        async for page in self._listed(statuses, context):
-            yield pb.ListSourcesResponse(sources=page, coordinator_epoch=self._state.epoch)
-
-    def _seen_by(self, context: Any, name: str = "") -> Callable[[str], bool]:
-        """Return what says which models a caller sees.
-
-        Args:
-            context: The call's servicer context.
-            name: The model that it asks about; "" for all.
-
-        Raises:
-            NotAllowedError: It does not see that one, or none.
-        """
-        caller = self._access.require(context, SEES, name or None)
-        return lambda model: self._access.allows(caller, SEES, model)
-
-    async def _listed(self, messages: Iterable[Any], context: Any) -> AsyncIterator[list[Any]]:
-        """Yield messages in pages, and let other calls in between: first those of others."""
-        pages = pages_of(messages, LIST_BYTES)
-        while True:
-            async with self._turn(context):
-                page = next(pages, None)
-            if page is None:
-                return
-            yield page
-
-    @asynccontextmanager
-    async def _turn(self, context: Any) -> AsyncIterator[None]:
-        async with self._turns.of(payer_of(context)):
-            await asyncio.sleep(0)
-            yield
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         with self._watching.admitted(context):

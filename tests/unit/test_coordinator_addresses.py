@@ -11,7 +11,7 @@ from mx.errors import CapacityError
 class Context:
     def __init__(self, peer: str, uri: str = "") -> None:
         self._peer = peer
-        named = {"x509_pem_cert": (b"",), "peer_uri": (uri.encode(),)}
+        named: dict[str, tuple[bytes, ...]] = {"x509_pem_cert": (b"",), "peer_uri": (uri.encode(),)}
         self._shown = named if uri else {}
 
     def peer(self) -> str:
