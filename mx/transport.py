@@ -264,7 +264,8 @@ class Grant:
         generation: The source's generation that reads are planned on.
         region_nbytes: The sizes of the source's regions in bytes, by index.
         peer: The source's control endpoint, which names it in errors.
-        tls: The files for mutual TLS, None for plain connections.
+        tls: The files for mutual TLS, None for plain connections. The source's certificate has to
+            name the host of `peer`.
         stall_timeout_s: After so many seconds without progress a read fails.
         streams: How many connections to open, where a transport has several.
         rail: The pair of interfaces that data goes between; None for any. A transport that works
