@@ -24,7 +24,7 @@ from mx.errors import ConfigError, NotAllowedError
 from mx.text import has_control
 
 #: The most rules of a policy, and the most characters of a pattern.
-MOST_RULES, MOST_CHARACTERS = 10_000, 512
+MOST_RULES, MOST_CHARACTERS = 2_000, 512
 #: The most wildcards of a pattern: matching takes a time that grows with each.
 MOST_WILDCARDS = 8
 _HEADER = re.compile(r"\s*\[\[\s*allow\s*\]\]")
@@ -86,8 +86,8 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
             "has no subjectAltName, by which processes are known",
             hint="docs/tls.md shows how certificates are made",
         )
-    if any(map(has_control, (*names, *hosts))):
-        raise NotAllowedError("has control characters in its subjectAltName")
+    if any(has_control(name) or len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
+        raise NotAllowedError("has a name that is no text, or very long, in its subjectAltName")
     return Subject(names[0], names, hosts)
 
 
@@ -140,20 +140,37 @@ class Policy:
         )
         object.__setattr__(self, "_compiled", compiled)
 
-    def allows(self, subject: Subject, rights: Iterable[Right], model: str | None = None) -> bool:
-        """Return True if a rule gives a principal one of these rights.
+    def of(self, subject: Subject) -> Rights:
+        """Return what a principal may do."""
+        return Rights(
+            tuple(
+                (rule.rights, rule.models)
+                for rule in self._compiled
+                if any(each.fullmatch(name) for each in rule.principals for name in subject.names)
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What one principal may do: rights, and the models that they are for."""
+
+    rules: tuple[tuple[frozenset[Right], tuple[re.Pattern[str], ...]], ...]
+
+    def allow(self, rights: Iterable[Right], model: str | None = None) -> bool:
+        """Return True if it has one of these rights.
 
         Args:
-            subject: The principal.
             rights: The rights.
             model: The name of the model; None for any model.
         """
+        if model is not None and len(model) > MOST_CHARACTERS:
+            return False
         wanted = frozenset(rights)
         return any(
-            not wanted.isdisjoint(rule.rights)
-            and (model is None or any(each.fullmatch(model) for each in rule.models))
-            and any(each.fullmatch(name) for each in rule.principals for name in subject.names)
-            for rule in self._compiled
+            not wanted.isdisjoint(has)
+            and (model is None or any(each.fullmatch(model) for each in models))
+            for has, models in self.rules
         )
 
 
@@ -179,8 +196,8 @@ def read_policy(text: str) -> Policy:
     entries = document.get("allow", [])
     if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
         raise ConfigError("`allow` is not a list of rules; write each as [[allow]]")
-    if len(entries) > MOST_RULES:
-        raise ConfigError(f"it has {len(entries)} rules; {MOST_RULES} are possible")
+    if not 0 < len(entries) <= MOST_RULES:  # a file that is being written has none
+        raise ConfigError(f"it has {len(entries)} rules; 1 to {MOST_RULES} are possible")
     headers = [number for number, line in enumerate(lines, 1) if _HEADER.match(line)]
     places = headers if len(headers) == len(entries) else []
     rules = []
@@ -239,7 +256,12 @@ def _principal_pattern(text: str) -> re.Pattern[str]:
 
 def _model_pattern(text: str) -> re.Pattern[str]:
     """Return what a pattern of model names matches: `*` is any characters."""
-    return _pattern(text, ".*")
+    first, *rest = map(re.escape, text.split("*"))
+    if not rest:
+        return re.compile(first)
+    # The first place of each part will do: no name, which others choose, takes long to compare.
+    between = "".join(f"(?>.*?{part})" for part in rest[:-1])
+    return re.compile(f"{first}{between}.*{rest[-1]}", re.DOTALL)
 
 
 def _pattern(text: str, one: str) -> re.Pattern[str]:

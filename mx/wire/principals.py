@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mx.core.policy import Policy, Right, Subject, read_policy, subject_of
+from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
 from mx.errors import ConfigError, MxError, NotAllowedError
 from mx.log import Throttle, event
+from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import address_of_peer
 
@@ -32,6 +33,9 @@ _DOING = {
     Right.OBSERVE: "observe",
 }
 _MOST_BYTES = 1 << 20
+_MOST_KNOWN = 4096
+#: What names and texts of callers are cut to, for logs and errors.
+_MOST_CHARACTERS = 200
 #: Any of these lets a principal see a model's sources.
 SEES = (Right.OBSERVE, Right.PULL, Right.SERVE)
 
@@ -112,6 +116,7 @@ class Access:
         self._path, self._what, self._kind = path, what, error
         self._policy: Policy | None = None
         self._data: bytes | None = None
+        self._rights: dict[Subject, Rights] = {}
         self.version = 0
         self._listeners: list[Callable[[], None]] = []
         self._standing: set[Callable[[], None]] = set()
@@ -147,7 +152,15 @@ class Access:
         """Return True if a caller may do one of these things with a model; None: with any."""
         if self._policy is None:
             return True
-        return caller.subject is not None and self._policy.allows(caller.subject, rights, model)
+        subject = caller.subject
+        if subject is None:
+            return False
+        known = self._rights.get(subject)
+        if known is None:
+            if len(self._rights) >= _MOST_KNOWN:
+                self._rights.clear()
+            known = self._rights[subject] = self._policy.of(subject)
+        return known.allow(rights, model)
 
     def require(
         self, context: Any, rights: tuple[Right, ...], model: str | None = None, **about: Any
@@ -171,7 +184,7 @@ class Access:
         return caller
 
     def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
-        what = "any model" if model is None else f"{model!r}"
+        what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"
         return self._kind(
             f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
             "rule for it",
@@ -186,11 +199,12 @@ class Access:
                 fields = {"error": kind, "right": right, "model": model, "held_back": count}
                 event(audit, "audit.refused", principal=name, **fields)
         kind = type(error).__name__
+        about = {key: str(value)[:_MOST_CHARACTERS] for key, value in about.items()}
         cause = (caller.name, kind, about.get("right", ""), about.get("model", ""))
         held_back = self._refusals.passes(cause)
         if held_back is not None:
             more = {"held_back": held_back} if held_back else {}
-            write("refused", caller, error=kind, text=error.message, **about, **more)
+            write("refused", caller, error=kind, text=error.message[:500], **about, **more)
 
     @contextmanager
     def standing(
@@ -240,11 +254,12 @@ class Access:
                 continue
             self._data = data
             try:
-                self._policy = _parsed(_checked(data, self._path), self._path)
+                self._policy = await in_thread(_parsed, _checked(data, self._path), self._path)
             except ConfigError as error:
                 text = f"the policy of before holds: {error}"
                 event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
                 continue
+            self._rights.clear()
             self.version += 1
             self.say()
             for call in (*self._standing, *self._listeners):

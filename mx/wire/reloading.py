@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: How often files are looked at.
 LOOK_S = 1.0
+#: Changed files are read once they have stayed the same for this long.
+SETTLE_S = 0.2
 _MOST_BYTES = 4 << 20
 _MOST_KEPT = 16
 
@@ -42,9 +44,12 @@ async def contents_of(paths: Sequence[str]) -> AsyncIterator[list[bytes | None]]
     seen: list[bytes | None] | None = None
     while True:
         found = await in_thread(_read, paths)
-        if found != seen:
+        while found != seen:
             seen = found
-            yield found
+            await asyncio.sleep(SETTLE_S)
+            found = await in_thread(_read, paths)
+            if found == seen:  # else they are being written
+                yield found
         await asyncio.sleep(LOOK_S)
 
 
