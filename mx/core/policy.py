@@ -17,7 +17,7 @@ import enum
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mx.errors import ConfigError, NotAllowedError
@@ -89,6 +89,23 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
     if any(has_control(name) or len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
         raise NotAllowedError("has a name that is no text, or very long, in its subjectAltName")
     return Subject(names[0], names, hosts)
+
+
+def subject_shown(certificate: Mapping[str, object]) -> Subject:
+    """Return whom a verified certificate names.
+
+    Args:
+        certificate: What `getpeercert` of Python's `ssl` returns.
+
+    Raises:
+        NotAllowedError: As `subject_of`.
+    """
+    named: dict[str, list[str]] = {"URI": [], "DNS": [], "IP Address": []}
+    entries = certificate.get("subjectAltName", ())
+    for kind, value in entries if isinstance(entries, tuple) else ():
+        if kind in named:
+            named[kind].append(value)
+    return subject_of(*named.values())
 
 
 def plain_host(host: str) -> str:

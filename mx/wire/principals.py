@@ -63,11 +63,15 @@ def caller_of(context: Any) -> Caller:
     Raises:
         NotAllowedError: The certificate names no process, or several.
     """
-    address, shown = address_of_peer(context.peer()), context.auth_context()
+    address, shown = _address(context.peer()), context.auth_context()
     if "x509_pem_cert" not in shown:
         return Caller(None, address)
     names = (tuple(shown.get(key, ())) for key in ("peer_uri", "peer_dns", "peer_ip"))
     return Caller(_subject(*names), address)
+
+
+#: A connection has many calls.
+_address = functools.lru_cache(maxsize=4096)(address_of_peer)
 
 
 @functools.lru_cache(maxsize=4096)

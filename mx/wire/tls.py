@@ -86,23 +86,6 @@ def state_of(tls: TlsFiles) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def named_by(sock: ssl.SSLObject | ssl.SSLSocket) -> Subject:
-    """Return whom the verified certificate of the other end names.
-
-    Raises:
-        NotAllowedError: It names no process.
-    """
-    from mx.core.policy import subject_of  # without TLS it is not needed
-
-    shown = sock.getpeercert() or {}
-    found: dict[str, list[str]] = {"URI": [], "DNS": [], "IP Address": []}
-    for entry in shown.get("subjectAltName", ()):
-        kind, value = entry[0], entry[1]
-        if isinstance(kind, str) and isinstance(value, str) and kind in found:
-            found[kind].append(value)
-    return subject_of(found["URI"], found["DNS"], found["IP Address"])
-
-
 @functools.lru_cache(maxsize=64)
 def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> Subject:
     del state
@@ -119,8 +102,10 @@ def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> Subject:
                 f"{what} has no subjectAltName: it names no host that clients could compare",
                 hint=_RECIPE,
             )
+        from mx.core.policy import subject_shown  # without TLS it is not needed
+
         try:
-            subject = named_by(shown)
+            subject = subject_shown(shown.getpeercert() or {})
         except NotAllowedError as error:
             raise NotAllowedError(f"{what} {error.message}", hint=error.hint) from None
         if server and not subject.hosts:

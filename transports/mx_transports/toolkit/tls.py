@@ -10,7 +10,7 @@ import os
 import ssl
 import threading
 
-from mx.core.policy import subject_of
+from mx.core.policy import subject_shown
 from mx.errors import ConfigError, NotAllowedError
 from mx.transport import TlsFiles
 
@@ -58,14 +58,8 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
 def principal(sock: ssl.SSLSocket) -> str:
     """Return the principal that the other end's certificate names; "" if it names none."""
-    shown = sock.getpeercert() or {}
-    names: dict[str, list[str]] = {"URI": [], "DNS": [], "IP Address": []}
-    for entry in shown.get("subjectAltName", ()):
-        kind, value = entry[0], entry[1]
-        if isinstance(kind, str) and isinstance(value, str) and kind in names:
-            names[kind].append(value)
     try:
-        return subject_of(names["URI"], names["DNS"], names["IP Address"]).name
+        return subject_shown(sock.getpeercert() or {}).name
     except NotAllowedError:
         return ""
 
