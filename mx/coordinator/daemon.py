@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "127.0.0.1:7600"
 _STOP_GRACE_S = 0.5
 #: The objects that are made before the collector looks at them; by default 700.
-_YOUNG_OBJECTS = 50_000
+_YOUNG_OBJECTS = 10_000
 _MACHINE_ID = Path("/etc/machine-id")
 _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 

@@ -206,7 +206,10 @@ class Endurance:
                 now = statistics.median(each[index] for each in late)
                 print(f"{name:8} {what:11} warm <= {most:12,} at the end {now:12,.0f}")
                 if now > most + more:
-                    raise Violation(f"{name} holds {now:,.0f} {what} in the end, {most:,} before")
+                    held = dict(self._site.processes[name].holdings())
+                    raise Violation(
+                        f"{name} holds {now:,.0f} {what} in the end, {most:,} before: {held}"
+                    )
 
     def close(self) -> None:
         """End the running command."""
