@@ -24,6 +24,7 @@ from mx.transport import Grant, TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.lease import Granted, Lease
+from mx.wire.watching import WatchKind
 from mx_transports.tcp import TcpTransport
 from tests.support.certificates import Authority
 from tests.support.commands import Command, Run, free_port
@@ -285,6 +286,34 @@ async def test_a_source_is_at_hosts_that_its_certificate_names_and_its_registran
     finally:
         await client.close()
         await other.close()
+
+
+async def test_a_client_shows_what_its_files_are_now_and_its_streams_go_on(
+    site: Site, tmp_path: Path
+) -> None:
+    await asyncio.to_thread(site.coordinator)
+    used = TlsFiles(*(str(tmp_path / f"used.{kind}") for kind in ("c", "k", "a")))
+    source, engine = site.files("source"), site.files("engine")
+    _put(used, source, source.authority)
+    client = CoordinatorClient(site.address, tls=used)
+    documents, record, secret = _record()
+    try:
+        await client.register(Registration(record, secret), documents)
+        async with aclosing(client.watch(MODEL)) as updates:
+            up = await anext(updates)
+            assert up.record is not None and up.record.source_id == record.source_id
+            _put(used, engine, engine.authority)
+            with pytest.raises(NotAllowedError, match="was registered by .*sa/source, .*sa/engine"):
+                await client.deregister(record.source_id)
+            Path(used.key).write_text("half a file")  # what was read last is used further
+            with pytest.raises(NotAllowedError, match="was registered by"):
+                await client.deregister(record.source_id)
+            _put(used, source, source.authority)
+            await client.deregister(record.source_id)
+            while (await anext(updates)).kind is not WatchKind.GONE:
+                pass
+    finally:
+        await client.close()
 
 
 def _until(found: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

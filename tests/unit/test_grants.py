@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,14 @@ def test_a_full_address_ends_idle_grants_of_its_largest_connection_first() -> No
     assert ending in "123"
     # Another address has a bound of its own.
     assert book.admit(of(6, "10.0.0.2"), 0.0) == []
+
+
+def test_a_principal_is_one_wherever_it_reads_from() -> None:
+    book = GrantBook(BOUNDS)
+    for number in range(6):
+        book.open(str(number), replace(of(number, f"10.0.0.{number}"), name="spiffe://a"), 0.0)
+    assert book.admit(replace(of(9, "10.0.0.9"), name="spiffe://a"), 0.0) is None
+    assert book.admit(replace(of(9, "10.0.0.1"), name="spiffe://b"), 0.0) == []
 
 
 def test_a_grant_that_makes_progress_keeps_its_place() -> None:
