@@ -149,6 +149,10 @@ class Settings:
         "", values.text, "PEM file with the authority that signed the peers' certificates.",
         f"{_ASKING} coordinator", "FILE", group=CONNECTION,
     )
+    policy: str = _setting(
+        "", values.text, "TOML file that says which certificate may do what (docs/policy.md).",
+        "serve pull coordinator", "FILE", group=CONNECTION,
+    )
     insecure: bool = _setting(
         False, values.flag, "Allow plain text beyond this machine.",
         f"{_ASKING} coordinator", group=CONNECTION,

@@ -194,7 +194,8 @@ class PeerRefusedError(SourceError):
 
 
 class PeerUntrustedError(PeerRefusedError):
-    """No secure connection to the source is possible: its certificate or ours is wrong."""
+    """No secure connection to the source is possible, since its certificate or ours is wrong; or
+    its policy does not let ours pull."""
 
 
 class PeerBusyError(SourceError):

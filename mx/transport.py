@@ -32,6 +32,7 @@ from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_vie
 __all__ = [
     "BLOCK_DIGEST_BYTES",
     "MAX_CONTENT_BYTES",
+    "Authenticating",
     "DeviceView",
     "ExposeOptions",
     "ExposedRegion",
@@ -222,6 +223,15 @@ class Exposure(Protocol):
 
 
 @runtime_checkable
+class Authenticating(Protocol):
+    """An exposure that, with TLS, knows its readers by the certificates that they show."""
+
+    def bind(self, grant_id: str, principal: str) -> None:
+        """Let in on a grant only connections whose certificate names this principal, as
+        `mx.core.policy.subject_of` finds it. Called before the ticket is handed out."""
+
+
+@runtime_checkable
 class Sending(Protocol):
     """An exposure that sends the bytes itself, in place of letting readers fetch them: it counts
     what it sends, and keeps to the options' limiter."""
@@ -254,7 +264,8 @@ class Grant:
         generation: The source's generation that reads are planned on.
         region_nbytes: The sizes of the source's regions in bytes, by index.
         peer: The source's control endpoint, which names it in errors.
-        tls: The files for mutual TLS, None for plain connections.
+        tls: The files for mutual TLS, None for plain connections. The source's certificate has to
+            name the host of `peer`.
         stall_timeout_s: After so many seconds without progress a read fails.
         streams: How many connections to open, where a transport has several.
         rail: The pair of interfaces that data goes between; None for any. A transport that works

@@ -80,6 +80,7 @@ def source_options(
         data_ports=parse_ports(settings.data_ports),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
+        policy=settings.policy,
         insecure=settings.insecure,
         trusted_fabric=settings.trusted_fabric,
         nics=settings.nics,
@@ -136,12 +137,15 @@ async def join_or_embed(
         await client.close()
     # Imported here: a source that joins a coordinator does not need its code.
     from mx.coordinator.daemon import Coordinator, receipt_key_of
+    from mx.wire.principals import Access
 
     named = settings.origin("receipt_key") if settings.is_set("receipt_key") else ""
     key = await runtime.in_thread(receipt_key_of, settings.receipt_key, named, address)
-    coordinator = Coordinator(lease_s=settings.lease_s, receipt_key=key)
+    tls = tls_of(settings)
+    access = Access(settings.policy, tls, what="coordinator")
+    coordinator = Coordinator(lease_s=settings.lease_s, receipt_key=key, access=access)
     try:
-        await coordinator.start(address, tls=tls_of(settings), insecure=settings.insecure)
+        await coordinator.start(address, tls=tls, insecure=settings.insecure)
     except BaseException:
         await uncut(coordinator.stop())
         raise

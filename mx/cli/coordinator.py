@@ -51,6 +51,7 @@ def coordinator(
             tls=options.tls_of(settings),
             insecure=settings.insecure,
             state=settings.state,
+            policy=settings.policy,
             lease_s=settings.lease_s,
             receipt_key=settings.receipt_key,
             receipt_key_named=options.named(settings, "receipt_key"),

@@ -1,4 +1,5 @@
-"""Which hosts a caller may name as its own: where others send requests because of its word."""
+"""What a caller may say of itself: which hosts are its own, where others connect because of its
+word, and which sources."""
 
 from __future__ import annotations
 
@@ -9,10 +10,45 @@ from typing import Any
 
 import psutil
 
+from mx.core.answers import Listed
+from mx.core.policy import Right, plain_host
+from mx.core.types import SourceRecord
+from mx.errors import NotAllowedError
 from mx.wire.address import host_of_peer
+from mx.wire.principals import Access, Caller, caller_of
 
-#: What gRPC calls the names in a client's certificate that it has verified.
-_CERTIFIED = ("peer_dns", "peer_ip", "x509_subject_alternative_name")
+
+def check_places(caller: Caller, record: SourceRecord) -> None:
+    """Refuse a source that names places where its certificate is not: readers dial them.
+
+    Args:
+        caller: Who registers it; without a certificate nothing is refused.
+        record: The source.
+
+    Raises:
+        NotAllowedError: The certificate does not name the host of its endpoint, or an address at
+            which it gives its data.
+    """
+    subject = caller.subject
+    if subject is None:
+        return
+    for host in (record.endpoint.rpartition(":")[0], *record.place.addresses):
+        if not subject.is_at(host):
+            raise NotAllowedError(
+                f"the certificate of {subject.name} does not name {host}, where the source says "
+                f"that it is: it names {', '.join(subject.hosts[:8]) or 'no host'}",
+                hint="listen at a host that `tls_cert` names; docs/tls.md shows how certificates "
+                "are made",
+            )
+
+
+def check_owner(caller: Caller, listed: Listed) -> None:
+    """Raise NotAllowedError unless a source with this certificate has registered the source."""
+    if caller.subject is not None and listed.address != caller.name:
+        raise NotAllowedError(
+            f"source {listed.record.source_id} was registered by {listed.address}, and not by "
+            f"{caller.name}"
+        )
 
 
 def own_host(context: Any, host: str) -> str:
@@ -24,61 +60,63 @@ def own_host(context: Any, host: str) -> str:
 
     Returns:
         That host, if the caller may name it (`may_name`); else the address of its connection; ""
-        if that has none.
+        if that has none, or a certificate does not name it.
     """
-    address = host_of_peer(context.peer())
-    return host if may_name(host, address, certified(context)) else address
+    address, caller = host_of_peer(context.peer()), caller_of(context)
+    return next((each for each in (host, address) if _is_of(caller, each, address)), "")
 
 
-def own_port(context: Any, endpoint: str, port: int) -> int:
+def own_port(context: Any, access: Access, model: str, endpoint: str, port: int) -> int:
     """Return the port at which a source takes requests: 0 for none, also if the caller may not name
-    the host of its endpoint as its own.
+    the host of its endpoint as its own, or the policy does not let it take requests.
 
     Args:
         context: The call's servicer context.
+        access: The policy.
+        model: The name of the source's model.
         endpoint: The HOST:PORT that the source registers.
         port: The port of that host that it names; 0: none.
     """
-    if not port:
+    caller = caller_of(context)
+    if not port or not _is_of(caller, endpoint.rpartition(":")[0], host_of_peer(context.peer())):
         return 0
-    host = endpoint.rpartition(":")[0]
-    return port if may_name(host, host_of_peer(context.peer()), certified(context)) else 0
+    return port if takes_requests(access, caller, model) else 0
 
 
-def may_name(
-    host: str, address: str, names: Collection[str], local: Collection[str] | None = None
-) -> bool:
-    """Return True if a caller may name this host as its own.
+def takes_requests(access: Access, caller: Caller, model: str) -> bool:
+    """Return True if a caller may take requests for a model; a refusal has its audit line."""
+    if access.allows(caller, (Right.TAKE_REQUESTS,), model):
+        return True
+    error = NotAllowedError(f"{caller.name} may not take requests for {model!r}")
+    access.refused(caller, error, right=Right.TAKE_REQUESTS.value, model=model)
+    return False
 
-    It may name the address that it calls from, and the names and addresses in its certificate. A
-    caller on this machine may name this machine's other addresses, too.
+
+def _is_of(caller: Caller, host: str, address: str) -> bool:
+    """Return True if a caller may name a host: one that its certificate names; without one, as
+    `may_name`."""
+    if caller.subject is not None:
+        return caller.subject.is_at(host)
+    return may_name(host, address)
+
+
+def may_name(host: str, address: str, local: Collection[str] | None = None) -> bool:
+    """Return True if a caller without a certificate may name this host as its own.
+
+    It may name the address that it calls from. A caller on this machine may name this machine's
+    other addresses, too.
 
     Args:
         host: A name or an address.
         address: The caller's, "" if it is not known.
-        names: The DNS names and the addresses in its certificate.
         local: The addresses of this machine; None: as they are now.
     """
-    wanted = _plain(host)
+    wanted = plain_host(host)
     if not wanted:
         return False
-    if wanted == _plain(address) or wanted in {_plain(name) for name in names}:
+    if wanted == plain_host(address):
         return True
     return _is_here(address) and wanted in (_local_addresses() if local is None else local)
-
-
-def certified(context: Any) -> set[str]:
-    """Return the names and addresses in the certificate of a call's client; none without one."""
-    found = context.auth_context()
-    return {value.decode(errors="replace") for name in _CERTIFIED for value in found.get(name, ())}
-
-
-def _plain(host: str) -> str:
-    """Return a host as hosts are compared: the shortest form of an address, names in lower case."""
-    try:
-        return str(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        return host.lower().rstrip(".")
 
 
 def _is_here(address: str) -> bool:
@@ -96,4 +134,4 @@ def _local_addresses() -> set[str]:
         for each in addresses
         if each.family in (socket.AF_INET, socket.AF_INET6)
     }
-    return {_plain(each) for each in found if not _is_here(each)}
+    return {plain_host(each) for each in found if not _is_here(each)}

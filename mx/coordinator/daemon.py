@@ -28,6 +28,7 @@ from mx.runtime import uncut
 from mx.transport import TlsFiles
 from mx.wire.descriptors import raise_limit
 from mx.wire.documents import DocumentsServicer
+from mx.wire.principals import Access
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
 
@@ -49,6 +50,8 @@ class Options:
     tls: TlsFiles | None = None
     insecure: bool = False
     state: str = "memory"
+    #: The file that says who may do what; "" for none.
+    policy: str = ""
     lease_s: float = 5.0
     #: The file with the key of its receipts; "" for a key that ends with it.
     receipt_key: str = ""
@@ -102,6 +105,7 @@ class Coordinator:
         lease_s: float = 5.0,
         state: str | State = "memory",
         receipt_key: bytes | None = None,
+        access: Access | None = None,
     ) -> None:
         """
         Args:
@@ -109,6 +113,7 @@ class Coordinator:
             state: As in `open_state`, or the state, which `stop` closes.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
+            access: Who may do what; None: everybody everything.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -118,10 +123,14 @@ class Coordinator:
                 f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
             )
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
-        self._servicer = CoordinatorServicer(self._state, receipt_key=receipt_key)
+        self._access = access or Access()
+        self._servicer = CoordinatorServicer(
+            self._state, receipt_key=receipt_key, access=self._access
+        )
         self._state.follow(log_changes)
         self._listening: Listening | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -155,6 +164,8 @@ class Coordinator:
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
+        self._watching = asyncio.create_task(self._access.watch(), name="mx-coordinator-policy")
+        self._access.say()
         event(log, "coordinator.listening", address=self.address, tls=tls is not None)
         return self.address
 
@@ -165,7 +176,11 @@ class Coordinator:
             address,
             [
                 Service(coordinator, self._servicer, self._servicer.on_call),
-                Service(documents, DocumentsServicer(self._state.document)),
+                Service(
+                    documents,
+                    DocumentsServicer(self._state.document),
+                    lambda context, _: self._servicer.on_documents(context),
+                ),
             ],
             tls=tls,
             insecure=insecure,
@@ -180,6 +195,10 @@ class Coordinator:
     async def stop(self) -> None:
         """End watches and heartbeats, let running calls finish, and release everything."""
         self._servicer.stop()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
         if self._ticking is not None:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -212,7 +231,10 @@ async def _serve(
     # Coordinators that share a state believe each other, as far as they have the same key file.
     where = "a shared state" if options.state.startswith("redis") else options.listen
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
-    coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
+    access = Access(options.policy, options.tls, what="coordinator")
+    coordinator = Coordinator(
+        lease_s=options.lease_s, state=options.state, receipt_key=key, access=access
+    )
     try:
         await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
         with beside(coordinator):

@@ -13,12 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from mx.coordinator.bounds import StreamBounds, address_of
-from mx.coordinator.callers import own_host
+from mx.coordinator.bounds import StreamBounds
+from mx.coordinator.callers import own_host, takes_requests
 from mx.coordinator.paging import pages_of
 from mx.coordinator.watchers import INTERVAL_S
+from mx.core.policy import Right
 from mx.core.progress import MAX_PULLS, ProgressBoard
 from mx.errors import ClosedError, NotAllowedError, PeerProtocolError
+from mx.wire.principals import Access
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -36,19 +38,22 @@ class PullsServicer:
 
     Args:
         now: The coordinator's clock, in seconds.
-        registered_from: Returns the address that a listed source registered from; None for others.
+        registered_from: Returns the principal that registered a listed source; None for others.
+        access: Who may do what.
     """
 
     def __init__(
         self,
         now: Callable[[], float],
         registered_from: Callable[[str], Awaitable[str | None]],
+        access: Access,
     ) -> None:
         self._now = now
+        self._access = access
         self._registered_from = registered_from
         self._board = ProgressBoard()
-        self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_address=2048)
-        self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_address=256)
+        self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_principal=2048)
+        self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_principal=256)
         self._pulls_changed = asyncio.Event()
         self._stopped = asyncio.Event()
 
@@ -60,15 +65,18 @@ class PullsServicer:
             try:
                 while (request := await _next(requests)) is not None:
                     status = pull_from_wire(request.pull)
+                    caller = self._access.require(context, (Right.PULL,), status.model.name)
                     # Ids of sources are known to all: what reports as one is taken for it.
                     registered_from = await self._registered_from(status.pull_id)
-                    if registered_from not in (None, address_of(context)):
+                    if registered_from not in (None, caller.name):
                         raise NotAllowedError(
-                            f"pull {status.pull_id} is the source of another address"
+                            f"pull {status.pull_id} is the source of another principal"
                         )
                     if status.requests_port:
-                        host = own_host(context, status.requests_host)
-                        status = replace(status, requests_host=host)
+                        allowed = takes_requests(self._access, caller, status.model.name)
+                        host = own_host(context, status.requests_host) if allowed else ""
+                        port = status.requests_port if host else 0
+                        status = replace(status, requests_host=host, requests_port=port)
                     self._board.report(self._now(), reporter, status)
                     self._pulls_have_changed()
             finally:
@@ -81,10 +89,12 @@ class PullsServicer:
     ) -> AsyncIterator[pb.WatchPullsResponse]:
         with self._watching_pulls.admitted(context):
             changes, seen, is_first = self._board.changes, 0, True
-            while not self._stopped.is_set():
+            sees, policy = self._observed_by(context, request.name), self._access.version
+            while not self._stopped.is_set() and policy == self._access.version:
                 self._board.tick(self._now())
                 found = changes.after(seen, request.name)
                 seen = changes.latest
+                found = [each for each in found if not each.status or sees(each.status.model.name)]
                 gone = [change.pull_id for change in found if change.status is None]
                 # One page at a time: a watch that is read slowly holds no more messages.
                 pulls = (pull_to_wire(change.status) for change in found if change.status)
@@ -95,7 +105,19 @@ class PullsServicer:
                     yield pb.WatchPullsResponse(gone=gone, snapshot_end=is_first)
                 is_first = False
                 await self._until_changed(seen)
-        raise ClosedError("the coordinator is shutting down")
+        raise ClosedError(self._why_ended())
+
+    def _why_ended(self) -> str:
+        if self._stopped.is_set():
+            return "the coordinator is shutting down"
+        return "the coordinator has a new policy: watch again"
+
+    def _observed_by(self, context: Any, name: str) -> Callable[[str], bool]:
+        """Return what says of which models a caller may observe the pulls; "" for all, as far as
+        it may. Raises NotAllowedError."""
+        rights = (Right.OBSERVE,)
+        caller = self._access.require(context, rights, name or None)
+        return lambda model: self._access.allows(caller, rights, model)
 
     async def _until_changed(self, seen: int) -> None:
         """Wait until there are changes, the coordinator stops, or a pull may have fallen silent."""
@@ -113,7 +135,7 @@ class PullsServicer:
     async def ListRates(
         self, request: pb.ListRatesRequest, context: Any
     ) -> AsyncIterator[pb.ListRatesResponse]:
-        del context
+        self._access.require(context, (Right.OBSERVE, Right.PULL))
         if len(request.source_hosts) > _MAX_SOURCE_HOSTS:
             raise PeerProtocolError(f"more than {_MAX_SOURCE_HOSTS} hosts")
         rates = [
@@ -135,7 +157,8 @@ class PullsServicer:
     async def ListPulls(
         self, request: pb.ListPullsRequest, context: Any
     ) -> AsyncIterator[pb.ListPullsResponse]:
-        pulls = self._board.pulls(self._now(), request.name)
+        sees = self._observed_by(context, request.name)
+        pulls = [p for p in self._board.pulls(self._now(), request.name) if sees(p.model.name)]
         for page in pages_of(map(pull_to_wire, pulls)):
             yield pb.ListPullsResponse(pulls=page)
 

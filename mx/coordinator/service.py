@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from mx import codec
-from mx.coordinator.bounds import StreamBounds, Turns, address_of
-from mx.coordinator.callers import own_port
+from mx.coordinator.bounds import StreamBounds
+from mx.coordinator.callers import check_owner, check_places, own_port
 from mx.coordinator.decoding import Decoded
+from mx.coordinator.listings import ListingServicer
 from mx.coordinator.marks import Marks
-from mx.coordinator.messages import SourceMessages
-from mx.coordinator.paging import ANSWER_BYTES, LIST_BYTES, pages_of
-from mx.coordinator.progress import PullsServicer
+from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import State
 from mx.coordinator.uploads import Upload
@@ -24,15 +23,21 @@ from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.changes import ChangeKind, Tail
-from mx.core.registry import Registry
+from mx.core.policy import Right
+from mx.core.registration import Registration
+from mx.core.registry import Registered, Registry
+from mx.core.types import SourceRecord, SourceRole
 from mx.core.versions import HINT, Versions, own
 from mx.errors import (
     ClosedError,
     CoordinatorVersionError,
+    MxError,
+    NotAllowedError,
     PeerProtocolError,
     UnknownSourceError,
 )
 from mx.wire.documents import pages
+from mx.wire.principals import Access, Caller, caller_of, write
 from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -51,42 +56,35 @@ _MAX_MISSING = 4096
 _INLINE_BYTES = 1 << 20
 
 
-class CoordinatorServicer(PullsServicer):
+class CoordinatorServicer(ListingServicer):
     """The Coordinator service, for `mx.wire.server.listen`."""
 
-    def __init__(self, state: State, *, receipt_key: bytes | None = None) -> None:
+    def __init__(
+        self, state: State, *, receipt_key: bytes | None = None, access: Access | None = None
+    ) -> None:
         """
         Args:
             state: The state.
             receipt_key: See `mx.coordinator.proofs.Proofs`.
+            access: Who may do what; None: everybody everything.
         """
-        super().__init__(state.now, self._registered_from)
-        self._state = state
+        access = access or Access()
+        super().__init__(state, access)
         self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch)
         self._marks = Marks(state.store, self._proofs, state.lease_s)
-        self._messages = SourceMessages()
         self._decoded = Decoded()
-        self._turns = Turns()
         self._log = WatchLog()
         self._names = MeantLog()
         self._layouts = layout_rules.InUse(state.now())
         self._watchers: dict[str, set[Watcher]] = {}
         # A thousand sources may be behind one address, but no address may take the whole limit.
-        self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
-        self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_address=4096)
-        self._watching = StreamBounds("watches", in_all=4096, per_address=1024)
+        self._registering = StreamBounds("registrations", in_all=4096, per_principal=2048)
+        self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_principal=4096)
+        self._watching = StreamBounds("watches", in_all=4096, per_principal=1024)
         #: The times until which heartbeats are waited for.
         self._silences: set[asyncio.Timeout] = set()
         state.follow(self._on_changes)
-
-    async def _registered_from(self, source_id: str) -> str | None:
-        try:
-            return (await self._source(source_id)).address
-        except UnknownSourceError:
-            return None
-
-    async def _source(self, source_id: str) -> Listed:
-        return await self._state.ask(lambda registry: registry.source(source_id))
+        access.follow(self._on_policy)
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""
@@ -94,9 +92,7 @@ class CoordinatorServicer(PullsServicer):
         self._pulls_have_changed()
         for silence in self._silences:
             silence.reschedule(0.0)
-        for watchers in self._watchers.values():
-            for watcher in watchers:
-                watcher.woken.set()
+        self._wake()
 
     def streams(self) -> dict[str, int]:
         """Return how many streams are open, by kind."""
@@ -109,18 +105,29 @@ class CoordinatorServicer(PullsServicer):
         }
 
     def on_call(self, context: Any, versions: Versions) -> None:
-        """Note the layout version of a caller that does not plan the newest one."""
+        """Refuse a caller whose certificate names no process, and note the layout version of one
+        that does not plan the newest."""
+        self._access.caller(context)
         newest = versions.layout.high
         if newest < layout_rules.newest():
             self._layouts.began(newest)
             context.add_done_callback(lambda _: self._layouts.ended(newest, self._state.now()))
 
+    def on_documents(self, context: Any) -> None:
+        """Refuse a caller of the Documents service that may pull no model. Who knows a document's
+        digest has it from an answer about a model that he may pull or serve.
+
+        Raises:
+            NotAllowedError: It may not.
+        """
+        self._access.require(context, (Right.PULL, Right.SERVE))
+
     # -- sources --------------------------------------------------------------------------------
 
     async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
-        del context
         unlisted = self._layouts.named(self._state.now())
         key = codec.key_from_wire(request.model)
+        self._access.require(context, (Right.SERVE, Right.PULL), key.name)
         version = await self._state.ask(lambda registry: registry.layout_version(key, unlisted))
         return pb.LayoutResponse(version=version)
 
@@ -146,10 +153,50 @@ class CoordinatorServicer(PullsServicer):
                 f"layout {own().layout}",
                 hint=HINT,
             )
-        port = own_port(context, record.endpoint, record.requests_port)
+        model, pin = record.model, record.ref.pin.hex()
+        caller = self._access.require(context, (Right.SERVE,), model.name, pin=pin)
+        port = own_port(context, self._access, model.name, record.endpoint, record.requests_port)
         record = replace(record, requests_port=port)
         registration = replace(registration, record=record)
-        address = address_of(context)
+        address = caller.name
+        about = {"model": str(model), "pin": pin, "source": record.source_id}
+        try:
+            await self._may_register(caller, record)
+            answer = await self._registered(registration, first, requests, address)
+        except MxError as error:
+            self._access.refused(caller, error, right=Right.SERVE.value, **about)
+            raise
+        listed = answer.record
+        about["model"] = str(listed.model)
+        done = "updated" if registration.intent.replaces else "bound"
+        if listed.pin_only or record.role is SourceRole.RELAY:
+            done = "listed"
+        write(done, caller, **about, endpoint=listed.endpoint)
+        return pb.RegisterResponse(
+            source_id=listed.source_id,
+            lease_s=self._state.lease_s,
+            coordinator_epoch=self._state.epoch,
+            model=codec.key_to_wire(listed.model),
+            pin_only=listed.pin_only,
+            receipt=self._proofs.receipt(answer.receipt),
+            mark=self._marks.current(),
+        )
+
+    async def _may_register(self, caller: Caller, record: SourceRecord) -> None:
+        """Raise NotAllowedError for a source that is another's, or that names others' places."""
+        if caller.subject is not None:
+            check_places(caller, record)
+            with contextlib.suppress(UnknownSourceError):
+                check_owner(caller, await self._source(record.source_id))
+
+    async def _registered(
+        self,
+        registration: Registration,
+        first: pb.RegisterRequest,
+        requests: AsyncIterator[Any],
+        address: str,
+    ) -> Registered:
+        record = registration.record
         async with Upload(self._state, record, address) as upload:
             async for request in requests:
                 part = request.WhichOneof("part")
@@ -162,38 +209,34 @@ class CoordinatorServicer(PullsServicer):
         await self._marks.heed(first.mark, address)
         self._proofs.check(registration, first.source)
         receipt = self._proofs.read(registration.intent.receipt)
-        answer = await self._state.register(
+        return await self._state.register(
             registration, upload.documents, receipt=receipt, address=address
-        )
-        listed = answer.record
-        return pb.RegisterResponse(
-            source_id=listed.source_id,
-            lease_s=self._state.lease_s,
-            coordinator_epoch=self._state.epoch,
-            model=codec.key_to_wire(listed.model),
-            pin_only=listed.pin_only,
-            receipt=self._proofs.receipt(answer.receipt),
-            mark=self._marks.current(),
         )
 
     async def Missing(self, request: pb.MissingRequest, context: Any) -> pb.MissingResponse:
         if len(request.digests) > _MAX_MISSING:
             raise PeerProtocolError(f"more than {_MAX_MISSING} digests")
         digests = [codec.digest_from_wire(digest, "digests") for digest in request.digests]
-        missing = await self._state.missing(digests, address_of(context))
+        caller = self._access.require(context, (Right.SERVE,))
+        missing = await self._state.missing(digests, caller.name)
         return pb.MissingResponse(digests=missing, nonce=self._proofs.nonce())
 
     async def Heartbeat(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
     ) -> AsyncIterator[pb.HeartbeatResponse]:
+        caller, checked = caller_of(context), None
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
                 source_id = codec.source_id_from_wire(request.source_id)
                 await self._marks.heed(request.mark)
                 port = codec.port_from_wire(request.requests_port)
+                if caller.subject is not None and checked != (self._access.version, source_id):
+                    await self._still_allowed(caller, context, source_id, request.source_secret)
+                    checked = self._access.version, source_id
                 if port:
-                    listed = await self._source(source_id)
-                    port = own_port(context, listed.record.endpoint, port)
+                    listed = (await self._source(source_id)).record
+                    name, endpoint = listed.model.name, listed.endpoint
+                    port = own_port(context, self._access, name, endpoint, port)
                 beat = partial(
                     Registry.heartbeat,
                     source_id=source_id,
@@ -210,6 +253,34 @@ class CoordinatorServicer(PullsServicer):
                     pin_only=record.pin_only,
                     mark=self._marks.current(),
                 )
+
+    async def _owned(self, context: Any, source_id: str) -> Listed:
+        """Return a listed source, if its call comes from who registered it."""
+        caller, listed = caller_of(context), await self._source(source_id)
+        try:
+            check_owner(caller, listed)
+        except NotAllowedError as error:
+            self._access.refused(caller, error, source=source_id, model=str(listed.record.model))
+            raise
+        return listed
+
+    async def _still_allowed(
+        self, caller: Caller, context: Any, source_id: str, secret: bytes
+    ) -> None:
+        """Raise NotAllowedError unless a source's registrant may still serve its model; then it is
+        not listed any more."""
+        listed = await self._owned(context, source_id)
+        model = listed.record.model
+        try:
+            pin = listed.record.ref.pin.hex()
+            self._access.require(context, (Right.SERVE,), model.name, pin=pin, source=source_id)
+        except NotAllowedError:
+            await self._state.event(
+                partial(
+                    Registry.deregister, source_id=source_id, secret=codec.secret_from_wire(secret)
+                )
+            )
+            raise
 
     async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
         """Yield requests until the coordinator stops: gRPC logs an error for a stream that it has
@@ -232,11 +303,10 @@ class CoordinatorServicer(PullsServicer):
             yield request
 
     async def Advertise(self, request: pb.AdvertiseRequest, context: Any) -> pb.AdvertiseResponse:
-        del context
         source_id = codec.source_id_from_wire(request.source_id)
         secret = codec.secret_from_wire(request.source_secret)
         held = codec.ranges_from_wire(request.held)
-        listed = await self._source(source_id)
+        listed = await self._owned(context, source_id)
         codec.check_held(listed.record.table, held)
         await self._state.event(
             lambda registry, now: registry.advertise(
@@ -248,9 +318,10 @@ class CoordinatorServicer(PullsServicer):
     async def Deregister(
         self, request: pb.DeregisterRequest, context: Any
     ) -> pb.DeregisterResponse:
-        del context
         source_id = codec.source_id_from_wire(request.source_id)
         secret = codec.secret_from_wire(request.source_secret)
+        with contextlib.suppress(UnknownSourceError):
+            await self._owned(context, source_id)
         await self._state.event(
             lambda registry, now: registry.deregister(
                 now, source_id, secret, keeps_name=request.keeps_name
@@ -261,7 +332,8 @@ class CoordinatorServicer(PullsServicer):
     # -- questions --------------------------------------------------------------------------------
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
-        del context
+        name = request.name.partition("@")[0]
+        self._access.require(context, (Right.PULL,), name)
         found = await self._state.ask(
             lambda registry: registry.resolve(request.name, request.revision, request.variant)
         )
@@ -290,92 +362,16 @@ class CoordinatorServicer(PullsServicer):
             taken.append(listed)
         return [self._messages.source(each.record) for each in in_order(taken)]
 
-    async def ListModels(
-        self, request: pb.ListModelsRequest, context: Any
-    ) -> AsyncIterator[pb.ListModelsResponse]:
-        del request
-        async with self._turn(context):
-            found = await self._state.ask(Registry.models)
-        models = (
-            pb.Model(
-                model=codec.key_to_wire(model.model),
-                manifest=codec.ref_to_wire(model.ref),
-                nbytes=model.nbytes,
-                layers=model.layers,
-                sources=model.sources,
-                pin_only=model.pin_only,
-                restored=model.restored,
-            )
-            for model in found
-        )
-        async for page in self._listed(models, context):
-            yield pb.ListModelsResponse(models=page)
-
-    async def ListBundles(
-        self, request: pb.ListBundlesRequest, context: Any
-    ) -> AsyncIterator[pb.ListBundlesResponse]:
-        async with self._turn(context):
-            found = await self._state.ask(lambda registry: registry.bundles(request.name))
-        bundles = (
-            pb.Bundle(
-                name=bundle.name,
-                revision=bundle.revision,
-                variant=bundle.variant,
-                ranks=bundle.ranks,
-                missing=bundle.missing,
-                missing_count=bundle.missing_count,
-                named=bundle.named,
-            )
-            for bundle in found
-        )
-        async for page in self._listed(bundles, context):
-            yield pb.ListBundlesResponse(bundles=page)
-
-    async def ListSources(
-        self, request: pb.ListSourcesRequest, context: Any
-    ) -> AsyncIterator[pb.ListSourcesResponse]:
-        now = self._state.now()
-        async with self._turn(context):
-            # Found before others run: they are kept only while their sources are listed.
-            found = await self._state.ask(lambda registry: registry.sources(request.name))
-            sources = [(self._messages.source(listed.record), listed) for listed in found]
-        statuses = (
-            pb.SourceStatus(
-                source=source,
-                lease_left_s=max(0.0, listed.lease_until_s - now),
-                readers=listed.readers,
-                gb_per_s=listed.gb_per_s,
-            )
-            for source, listed in sources
-        )
-        async for page in self._listed(statuses, context):
-            yield pb.ListSourcesResponse(sources=page, coordinator_epoch=self._state.epoch)
-
-    async def _listed(self, messages: Iterable[Any], context: Any) -> AsyncIterator[list[Any]]:
-        """Yield messages in pages, and let other calls in between: first those of others."""
-        pages = pages_of(messages, LIST_BYTES)
-        while True:
-            async with self._turn(context):
-                page = next(pages, None)
-            if page is None:
-                return
-            yield page
-
-    @asynccontextmanager
-    async def _turn(self, context: Any) -> AsyncIterator[None]:
-        async with self._turns.of(address_of(context)):
-            await asyncio.sleep(0)
-            yield
-
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         with self._watching.admitted(context):
             await self._state.tick()
-            watcher = Watcher(self._log, request.name, request.revision)
+            sees, policy = self._seen_by(context, request.name), self._access.version
+            watcher = Watcher(self._log, request.name, request.revision, sees)
             watchers = self._watchers.setdefault(request.name, set())
             watchers.add(watcher)
             snapshot = True
             try:
-                while not self._stopped.is_set():
+                while not self._stopped.is_set() and policy == self._access.version:
                     watcher.woken.clear()
                     while watcher.behind:
                         events = map(self._messages.event, watcher.take(_WATCH_SLICE))
@@ -393,7 +389,17 @@ class CoordinatorServicer(PullsServicer):
                 watchers.discard(watcher)
                 if not watchers and self._watchers.get(request.name) is watchers:
                     del self._watchers[request.name]
-        raise ClosedError("the coordinator is shutting down")
+        raise ClosedError(self._why_ended())
+
+    def _on_policy(self) -> None:
+        """End every watch: who still may begins another."""
+        self._pulls_have_changed()
+        self._wake()
+
+    def _wake(self) -> None:
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.woken.set()
 
     def _named(self, watcher: Watcher) -> list[pb.WatchEvent]:
         """Return the events of names that have changed their meaning since the last call."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mx.core.changes import Change, ChangeKind, Meant
@@ -161,8 +161,15 @@ class MeantLog:
 class Watcher:
     """One watcher's position in a log. Its owner sets `woken` when there may be changes."""
 
-    def __init__(self, log: WatchLog, name: str = "", revision: str = "") -> None:
+    def __init__(
+        self,
+        log: WatchLog,
+        name: str = "",
+        revision: str = "",
+        sees: Callable[[str], bool] = lambda model: True,
+    ) -> None:
         self.name = name
+        self._sees = sees
         self._revision = revision
         self._log = log
         self._began = log.latest
@@ -203,12 +210,15 @@ class Watcher:
         return [
             each
             for each in log.after(seq)
-            if self.name in ("", each.name) and (each.revision or not begins)
+            if self.name in ("", each.name)
+            and (each.revision or not begins)
+            and self._sees(each.name)
         ]
 
     def _wants(self, record: SourceRecord) -> bool:
         model = record.model
-        return self.name in ("", model.name) and self._revision in ("", model.revision)
+        wanted = self.name in ("", model.name) and self._revision in ("", model.revision)
+        return wanted and self._sees(model.name)
 
     def _news(self, entry: _Entry) -> Change | None:
         change, sent = entry.change, self._is_sent(entry.slot)

@@ -1,7 +1,8 @@
 """The grants of a source: which connection holds each, what it has moved, and which ones end when
 a new one needs their place. Pure: `now_s` is an argument.
 
-A grant is held by a connection, and a connection comes from an address. A connection counts as one
+A grant is held by a connection, and a connection is of a principal: of the one that its certificate
+names, else of the address that it comes from. A connection counts as one
 reader: a pull opens all of its grants at a source over one connection, while any process could
 claim the reader id of another. The caller reports what each grant has moved. A grant that moves
 nothing yields its place to a new one soon, and ends by itself after a longer while.
@@ -31,19 +32,26 @@ TRADING_IDLE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The reader that requests a grant. `reader_id` is the pull's own id, "" if it gives none."""
+    """The reader that requests a grant. `reader_id` is the pull's own id, "" if it gives none;
+    `name` is the principal that its certificate names, "" without one."""
 
     connection: str
     address: str
     reader_id: str = ""
+    name: str = ""
+
+    @property
+    def payer(self) -> str:
+        """Whom its grants are counted for: its principal, else its address."""
+        return self.name or self.address
 
 
 @dataclass(frozen=True, slots=True)
 class GrantBounds:
-    """The most grants that the process, one address and one connection may have."""
+    """The most grants that the process, one principal and one connection may have."""
 
     total: int = 1024
-    per_address: int = 512
+    per_principal: int = 512
     per_connection: int = MOST_PER_CONNECTION
 
 
@@ -131,7 +139,7 @@ class GrantBook:
                 return None
             ending |= {i for i, h in self._held.items() if h.principal.connection == reader}
         for bound, counts in (
-            (bounds.per_address, lambda held: held.principal.address == principal.address),
+            (bounds.per_principal, lambda held: held.principal.payer == principal.payer),
             (bounds.total, lambda held: True),
         ):
             staying = [h for i, h in self._held.items() if i not in ending and counts(h)]

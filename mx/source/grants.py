@@ -23,7 +23,7 @@ from mx.source.doubts import Doubts
 from mx.source.limits import SourceLimits
 from mx.source.requests import answer
 from mx.source.served import Served
-from mx.transport import Exposure, Sending
+from mx.transport import Authenticating, Exposure, Sending
 from mx.wire.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Grant:
                 for chunk in renewal.wrong_chunks[:_MOST_WRONG]:
                     checked = peer_pb2.OpenEvent(checked=peer_pb2.Checked(chunk=chunk))
                     right = functools.partial(self.tell, checked)
-                    doubts.add(self.principal.address, self.served, chunk, right)
+                    doubts.add(self.principal.payer, self.served, chunk, right)
                 if self.served.cut:
                     continue
                 if not leases.renew(self.id, self._grants.clock()):
@@ -150,6 +150,8 @@ class Grant:
                 self._exposures.append(exposure)
                 self._transports.append(name)
                 ticket = exposure.grant(self.id)
+                if self.principal.name and isinstance(exposure, Authenticating):
+                    exposure.bind(self.id, self.principal.name)
                 tickets.append(peer_pb2.Ticket(transport=name, ticket=ticket))
         self.sending = [each for each in self._exposures if isinstance(each, Sending)]
         self._grants.add(self)
@@ -169,7 +171,8 @@ class Grant:
         )
 
     def _who(self) -> dict[str, Any]:
-        return {"grant": self.id, "model": str(self.served.held.key), "reader": self.reader}
+        who = {"grant": self.id, "model": str(self.served.held.key), "reader": self.reader}
+        return who | ({"principal": self.principal.name} if self.principal.name else {})
 
     async def _write(self, context: Any) -> None:
         while True:

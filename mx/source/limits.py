@@ -23,12 +23,12 @@ _LEAST_GRANTS = 16
 
 
 def grant_bounds() -> GrantBounds:
-    """Return bounds that fit this process's limit of descriptors; one address may have half."""
+    """Return bounds that fit this process's limit of descriptors; one principal may have half."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         descriptors = _MOST_GRANTS * _DESCRIPTORS_PER_GRANT
     total = min(max(descriptors // _DESCRIPTORS_PER_GRANT, _LEAST_GRANTS), _MOST_GRANTS)
-    return GrantBounds(total=total, per_address=total // 2)
+    return GrantBounds(total=total, per_principal=total // 2)
 
 
 class SendLimiter(RateLimiter):

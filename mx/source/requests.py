@@ -19,16 +19,19 @@ from mx.wire.v1 import peer_pb2
 FIRST_MESSAGE_S = 10.0
 
 
-def principal_of(context: Any, reader_id: str = "") -> Principal:
+def principal_of(context: Any, reader_id: str = "", name: str = "") -> Principal:
     """Return the principal of a gRPC call: its connection and that connection's address.
 
     Args:
         context: The call's servicer context.
         reader_id: The pull's own id, "" if it gives none.
+        name: The principal that its certificate names, "" without one.
     """
     connection = str(context.peer())
     remote = connection.startswith(("ipv4:", "ipv6:"))  # else a unix socket, which has no address
-    return Principal(connection, address_of_peer(connection) if remote else connection, reader_id)
+    return Principal(
+        connection, address_of_peer(connection) if remote else connection, reader_id, name
+    )
 
 
 def check_open(request: peer_pb2.OpenRequest) -> Place:

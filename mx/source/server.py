@@ -16,7 +16,7 @@ from mx.core.grants import Principal
 from mx.core.limits import Bounds
 from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceRecord, SourceState
-from mx.errors import ConfigError, LocalError, MxError
+from mx.errors import ConfigError, LocalError, MxError, PeerUntrustedError
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
@@ -62,6 +62,8 @@ class SourceOptions:
     data_ports: range = range(0)
     tls: TlsFiles | None = None
     data_tls: TlsFiles | None = None
+    #: The file that says who may pull what; "" for none.
+    policy: str = ""
     insecure: bool = False
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ class SourceServer:
         self._place: Place  # that readers see
         self._expose_place: Place
         self._host = ""  # the host that others dial
+        self._at_host = False  # readers find the data where they dial for control
 
     @property
     def endpoint(self) -> str:
@@ -161,23 +164,55 @@ class SourceServer:
         advertise, coordinator = self.options.advertise, self.options.coordinator
         self._host = await in_thread(dialled_host, self.options.listen, advertise, coordinator)
         hosts = discovery.data_hosts(host, self.options.nics)
+        self._at_host = bool(advertise)
+        if self.options.tls is not None or self.options.policy:
+            hosts = await in_thread(self._secure, hosts)
         await uncut(self._listen())  # to its end, so that `close` knows what listens
         running.add(self)
         self._place = self._expose_place = discovery.here(addresses=hosts)
-        if advertise:
+        if self._at_host:
             # Its own addresses and interfaces are of no use to readers.
             self._place = replace(self._place, addresses=(self._host,), nics=())
+        if self._servicer.access is not None:
+            self._servicer.access.say()
+            watching = self._servicer.access.watch()
+            self._tasks.append(asyncio.create_task(watching, name="mx-policy"))
         self._tasks.append(asyncio.create_task(self._grants.expire(), name="mx-lease-expiry"))
         self._tasks.append(asyncio.create_task(self._doubts.run(), name="mx-doubts"))
 
+    def _secure(self, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """Read the policy, and return the addresses for data that the certificate names; if it
+        names none of them, all: readers then find the data where they dial for control. Blocks."""
+        from mx.wire.principals import Access  # without TLS it is not needed
+        from mx.wire.tls import check_server_files
+
+        tls = self.options.tls
+        access = Access(self.options.policy, tls, what="source", error=PeerUntrustedError)
+        assert tls is not None  # else that has raised
+        subject = check_server_files(tls, self._host)
+        self._servicer.access = access
+        named = tuple(host for host in hosts if subject.is_at(host))
+        unnamed = [host for host in hosts if host not in named]
+        if unnamed and not self.options.advertise:
+            text = "name them in `tls_cert` to have readers use them, too"
+            event(log, "source.unnamed", addresses=", ".join(unnamed), text=text)
+        self._at_host = self._at_host or not named
+        return named or hosts
+
     async def _listen(self) -> None:
+        servicer = self._servicer
         self._listening = await listen(
             self.options.listen,
             [
-                Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], self._servicer),
+                Service(
+                    peer_pb2.DESCRIPTOR.services_by_name["Peer"],
+                    servicer,
+                    lambda context, _: servicer.on_call(context),
+                ),
                 Service(
                     common_pb2.DESCRIPTOR.services_by_name["Documents"],
-                    DocumentsServicer(self._servicer.document),
+                    DocumentsServicer(servicer.document),
+                    lambda context, _: servicer.on_call(context),
                 ),
             ],
             tls=self.options.tls,
@@ -254,7 +289,7 @@ class SourceServer:
             trusted_fabric=self.options.trusted_fabric,
             limiter=self._limits.limiter,
             ports=self.options.data_ports,
-            at_peer=bool(self.options.advertise),
+            at_peer=self._at_host,
             content=held.content,
             background=held.live,
             block_digests=held.shortcuts or None,

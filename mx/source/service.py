@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from mx import codec
+from mx.core.policy import Right
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import MxError, PeerProtocolError, PeerRefusedError
 from mx.log import event
@@ -18,8 +20,12 @@ from mx.swarm.stream import PeerStream
 from mx.wire.pages import PIECE_BYTES
 from mx.wire.v1 import peer_pb2
 
+if TYPE_CHECKING:
+    from mx.wire.principals import Access
+
 log = logging.getLogger(__name__)
 
+_PULL = (Right.PULL,)
 #: The most replaced sources that are remembered.
 _MAX_GONE = 64
 
@@ -42,11 +48,32 @@ class PeerServicer:
         self.models: dict[str, Served] = {}
         self.grants = grants
         self.streams = 0  # the number of open swarm streams
+        #: Who may pull what, where clients show certificates.
+        self.access: Access | None = None
         self.state = SourceState.SERVING
         self._record_of = record_of
         self._doubts = doubts
         #: The source ids of some sources that are gone -> what their readers are told.
         self._gone: dict[str, peer_pb2.Stale] = {}
+
+    def on_call(self, context: Any) -> None:
+        """Refuse a caller that may pull no model. Raises PeerUntrustedError."""
+        if self.access is not None:
+            self.access.require(context, _PULL)
+
+    def _may_pull(self, context: Any, name: str) -> bool:
+        return self.access is None or self.access.allows(self.access.caller(context), _PULL, name)
+
+    @contextmanager
+    def _pulling(self, context: Any, served: Served | None) -> Iterator[str]:
+        """Yield the principal that may pull a model; "" without certificates. The block is
+        cancelled when a new policy ends its right. Raises PeerUntrustedError."""
+        if self.access is None or served is None:
+            yield ""
+            return
+        about = {"pin": served.held.manifest.ref.pin.hex(), "source": served.held.source_id}
+        with self.access.standing(context, _PULL, served.held.key.name, **about) as caller:
+            yield caller.name
 
     # -- rpcs ---------------------------------------------------------------------------------
 
@@ -57,7 +84,9 @@ class PeerServicer:
             sources=[
                 codec.source_to_wire(self._record_of(served))
                 for served in self.models.values()
-                if request.name in ("", served.held.key.name) and served.listed
+                if request.name in ("", served.held.key.name)
+                and served.listed
+                and self._may_pull(context, served.held.key.name)
             ]
         )
 
@@ -70,6 +99,7 @@ class PeerServicer:
                 for served in self.models.values()
                 if (served.held.manifest.ref.identity, served.held.manifest.ref.layout)
                 == (request.identity, request.layout)
+                and self._may_pull(context, served.held.key.name)
             ),
             None,
         )
@@ -92,13 +122,24 @@ class PeerServicer:
         request = await first_message(request_iterator)
         if request is None:
             return
+        with self._pulling(context, self.models.get(request.source_id)) as name:
+            await self._open(request, request_iterator, context, name)
+
+    async def _open(
+        self,
+        request: peer_pb2.OpenRequest,
+        renewals: AsyncIterator[peer_pb2.OpenRequest],
+        context: Any,
+        name: str,
+    ) -> None:
         reader = check_open(request).hostname
         stale = await self._looked_after(request) or self._stale(request)
         if stale is not None:
             await answer(context, peer_pb2.OpenEvent(stale=stale))
             return
         served = self._find(request)
-        grant = self.grants.admit(served, principal_of(context, request.reader_id), reader)
+        principal = principal_of(context, request.reader_id, name)
+        grant = self.grants.admit(served, principal, reader)
         if grant is None:
             # At debug level: a refused reader retries several times a second.
             event(log, "reader.busy", level=logging.DEBUG, reader=reader)
@@ -106,7 +147,7 @@ class PeerServicer:
             return
         try:
             await grant.begin(request.transports, context)
-            await grant.keep(request_iterator, self._doubts)
+            await grant.keep(renewals, self._doubts)
         except TimeoutError:
             event(log, "reader.expired", grant=grant.id, reader=reader)
         finally:
@@ -131,18 +172,20 @@ class PeerServicer:
         async def hear() -> peer_pb2.SwarmMessage | None:
             return await anext(request_iterator, None)
 
-        principal = principal_of(context, record.source_id)
-        stream = PeerStream(record.endpoint, hear, context.write, address=principal.address)
-        self.streams += 1
-        self.grants.limits.trades(principal, +1)
-        try:
-            if self.grants.limits.full_for(principal):  # it could not read the chunks it requests
-                await stream.refuse()
-                return
-            await served.participant.trade(record, first.hello.have, stream)
-        finally:
-            self.streams -= 1
-            self.grants.limits.trades(principal, -1)
+        with self._pulling(context, served) as name:
+            principal = principal_of(context, record.source_id, name)
+            stream = PeerStream(record.endpoint, hear, context.write, address=principal.address)
+            self.streams += 1
+            self.grants.limits.trades(principal, +1)
+            try:
+                # It could not read the chunks that it requests.
+                if self.grants.limits.full_for(principal):
+                    await stream.refuse()
+                    return
+                await served.participant.trade(record, first.hello.have, stream)
+            finally:
+                self.streams -= 1
+                self.grants.limits.trades(principal, -1)
 
     # -- the source's side ----------------------------------------------------------------------
 

@@ -257,6 +257,7 @@ class Bench:
         rail: Rail | None = None,
         trusted_fabric: bool = False,
         content: bytes = b"",
+        peer: str = PEER,
     ) -> Session:
         """Open a session with a ticket, of any origin."""
         session = self.transport.open(
@@ -265,7 +266,7 @@ class Bench:
                 ticket,
                 generation,
                 tuple(sizes),
-                PEER,
+                peer,
                 tls=tls,
                 stall_timeout_s=self.harness.stall_timeout_s,
                 streams=streams,

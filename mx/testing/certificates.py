@@ -7,6 +7,9 @@ from pathlib import Path
 
 from mx.transport import TlsFiles
 
+#: Whom each of them names.
+PRINCIPAL = "localhost"
+
 _OURS = """\
 -----BEGIN CERTIFICATE-----
 MIIBtjCCAVugAwIBAgIUT6Fpi2KBhtk9jcI/3WDIHvART5IwCgYIKoZIzj0EAwIw

@@ -29,6 +29,7 @@ from mx.errors import (
     SourceError,
     StaleGenerationError,
 )
+from mx.testing.certificates import PRINCIPAL
 from mx.testing.child import GRANT_ID
 from mx.testing.harness import GENERATION, Harness
 from mx.testing.memory import Memory
@@ -84,6 +85,7 @@ class FakeExposure:
         self.running.set()
         self.busy: Counter[str] = Counter()
         self.secrets: dict[str, str] = {}
+        self.principals: dict[str, str] = {}
 
     def grant(self, grant_id: str) -> bytes:
         with self.lock:
@@ -91,6 +93,9 @@ class FakeExposure:
                 raise ClosedError("the exposure is closed; no more grants")
             self.secrets[grant_id] = secret = secrets.token_hex(16)
         return json.dumps({"exposure": id(self), "grant": grant_id, "secret": secret}).encode()
+
+    def bind(self, grant_id: str, principal: str) -> None:
+        self.principals[grant_id] = principal
 
     def revoke(self, grant_id: str) -> None:
         with self.lock:
@@ -362,6 +367,10 @@ class FakeTransport:
         tls = exposure.tls, grant.tls
         if not (self.admits_reader(*tls) and self.trusts_source(*tls)):
             raise PeerRefusedError(f"{grant.peer}: the certificates do not fit", peer=grant.peer)
+        if grant.tls is not None and not self.is_at(grant.peer):
+            raise PeerRefusedError(f"{grant.peer}: the certificate names others", peer=grant.peer)
+        if exposure.tls is not None and not self.is_of(exposure.principals.get(grant_id, "")):
+            raise PeerRefusedError(f"{grant.peer}: another's grant", peer=grant.peer)
         self.check_trust(exposure.hosts, grant.trusted_fabric)
         if grant.rail is not None and grant.rail.remote_address not in exposure.hosts:
             raise PeerProtocolError(f"{grant.peer} does not listen there", peer=grant.peer)
@@ -384,6 +393,15 @@ class FakeTransport:
         return reader is None or (
             source is not None and _same(source.certificate, reader.authority)
         )
+
+    def is_at(self, peer: str) -> bool:
+        """Return True if the source's certificate, one of the suite's, names an endpoint's host."""
+        return peer.startswith(f"{PRINCIPAL}:")
+
+    def is_of(self, principal: str) -> bool:
+        """Return True if the reader's certificate, one of the suite's, names a principal; "": any
+        does."""
+        return principal in ("", PRINCIPAL)
 
     def send(self, data: memoryview, tls: TlsFiles | None) -> None:
         """Have bytes go over the network, with TLS files as if they were encrypted."""

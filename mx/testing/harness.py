@@ -21,7 +21,7 @@ from mx.testing.memory import Kind
 from mx.transport import Rail, Session, TlsFiles, Transport
 from mx.units import MIB
 
-PEER = "source.test:7601"
+PEER = "localhost:7601"
 GENERATION = 1
 
 HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))

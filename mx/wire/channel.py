@@ -11,9 +11,8 @@ import grpc.aio
 
 from mx import forks
 from mx.transport import TlsFiles
-from mx.wire.address import read_tls, require_protection, split_address
+from mx.wire.address import require_protection, split_address
 from mx.wire.status import Remote, Role, translate, translating
-from mx.wire.tls import check_client_files
 
 __all__ = ["Remote", "Role", "cut", "dial", "translate", "translating"]
 
@@ -95,10 +94,12 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
     require_protection(address, tls=tls, insecure=insecure, verb="connect to")
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    check_client_files(tls)
-    certificate, key, authority = read_tls(tls)
-    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
-    return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+    from mx.wire.reloading import ReloadingChannel  # without TLS it is not needed
+
+    channel: Any = ReloadingChannel(
+        tls, lambda shown: grpc.aio.secure_channel(address, shown, options=_CHANNEL_OPTIONS)
+    )
+    return channel  # type: ignore[no-any-return]
 
 
 def cut(call: Any) -> None:

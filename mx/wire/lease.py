@@ -326,6 +326,10 @@ class Lease:
             return PeerLostError(f"{self.peer} ended the lease", peer=self.peer)
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
             return PeerLostError(f"{self.peer}: {details or 'gone'}", peer=self.peer)
+        if code == grpc.StatusCode.PERMISSION_DENIED:
+            initial, trailing = await self._call.initial_metadata(), self._call.trailing_metadata()
+            refusal = grpc.aio.AioRpcError(code, initial, await trailing, details, None)
+            return translate(refusal, who=self._remote)
         return PeerRefusedError(f"{self.peer} refused: {details}", peer=self.peer)
 
     def _lose(self, error: MxError) -> None:

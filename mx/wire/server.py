@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -39,7 +39,6 @@ from mx.wire.address import (
     WILDCARDS,
     address_of_peer,
     join_address,
-    read_tls,
     require_protection,
     split_address,
 )
@@ -49,9 +48,11 @@ from mx.wire.descriptors import most_connections
 from mx.wire.ports import require_free, why_not_unix
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
-from mx.wire.tls import check_server_files
 from mx.wire.upkeep import Upkeep
 from mx.wire.versions import headers, sent
+
+if TYPE_CHECKING:
+    from mx.wire.reloading import ServerFiles
 
 _log = logging.getLogger(__name__)
 _refusals = Throttle()
@@ -114,10 +115,13 @@ class Listening:
     port: int
     _health: Any
     _upkeep: Upkeep
+    _files: ServerFiles | None = None
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new RPCs, let running ones finish within `grace_s`, then cut them."""
         self._upkeep.stop()
+        if self._files is not None:
+            await self._files.stop()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
@@ -239,7 +243,7 @@ def _method_handler(
             if is_ours:
                 spoken = await _agree_on_versions(context, name, streams_out=streams_out)
                 service.on_call(context, spoken)
-        except PeerVersionError:
+        except MxError:
             if streams_in and streams_out:  # its first message is under way
                 await _drain(requests, 1)
             raise
@@ -385,13 +389,11 @@ async def listen(
     require_protection(address, tls=tls, insecure=insecure, verb="listen on")
     if not is_unix:
         await require_free(host, port)
-    credentials = None
+    files: ServerFiles | None = None
     if tls is not None:
-        check_server_files(tls, dialled or ("" if host in WILDCARDS else host))
-        certificate, key, authority = read_tls(tls)
-        credentials = grpc.ssl_server_credentials(
-            [(key, certificate)], root_certificates=authority, require_client_auth=True
-        )
+        from mx.wire.reloading import ServerFiles  # without TLS it is not needed
+
+        files = ServerFiles(tls, dialled or ("" if host in WILDCARDS else host))
     options = (
         *_SERVER_OPTIONS,
         ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
@@ -408,10 +410,10 @@ async def listen(
             server, [service.descriptor.full_name for service in services], calls
         )
         try:
-            if credentials is None:
+            if files is None:
                 port = server.add_insecure_port(address)
             else:
-                port = server.add_secure_port(address, credentials)
+                port = server.add_secure_port(address, files.credentials())
             upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
         except (RuntimeError, OSError) as error:
             why = why_not_unix(address.removeprefix("unix:")) if is_unix else ""
@@ -424,5 +426,7 @@ async def listen(
         raise
     runtime.stop_at_exit(server)
     upkeep.start()
+    if files is not None:
+        files.start()
     found = address if is_unix else join_address(host, port)
-    return Listening(server, found, port, health, upkeep)
+    return Listening(server, found, port, health, upkeep, files)

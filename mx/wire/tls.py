@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -31,6 +32,9 @@ from mx.transport import TlsFiles
 from mx.wire.address import read_tls, split_address
 from mx.wire.status import Remote, Role, foreign, translate
 
+if TYPE_CHECKING:
+    from mx.core.policy import Subject
+
 _PROBE_TIMEOUT_S = 2.0
 _BOTH_SIDES = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"
 _RECIPE = "docs/tls.md shows how certificates are made"
@@ -42,44 +46,48 @@ _OTHER_NAME = (62, 64)
 _SIGNS = ("handshake", "ssl", "tls", "certificate", "verification", "closed", "reset")
 
 
-def check_server_files(tls: TlsFiles, host: str = "") -> None:
+def check_server_files(tls: TlsFiles, host: str = "") -> Subject:
     """Refuse files with which no client would accept this server.
 
     Args:
         tls: The files.
         host: The host that clients dial; "" accepts a certificate that names any host.
 
+    Returns:
+        Whom the certificate names.
+
     Raises:
         ConfigError: A file cannot be read or is not PEM.
         NotAllowedError: The certificate and the key are not a pair, or the certificate has
-            expired, is not signed by the authority, is not for servers, or names other hosts.
+            expired, is not signed by the authority, is not for servers, or names other hosts, or
+            several processes.
     """
-    _check(tls, _state_of(tls), host, server=True)
+    return _check(tls, state_of(tls), host, server=True)
 
 
-def check_client_files(tls: TlsFiles) -> None:
-    """Refuse files with which no server would accept this client.
+def check_client_files(tls: TlsFiles) -> Subject:
+    """Refuse files with which no server would accept this client; return whom they name.
 
     Raises:
         ConfigError: As `check_server_files`.
         NotAllowedError: As `check_server_files`; the certificate must be for clients.
     """
-    _check(tls, _state_of(tls), "", server=False)
+    return _check(tls, state_of(tls), "", server=False)
 
 
-def _state_of(tls: TlsFiles) -> tuple[tuple[int, int], ...]:
+def state_of(tls: TlsFiles) -> tuple[tuple[int, int, int], ...]:
     """Return a key that changes when a file is replaced: it makes `_check` cacheable, since a
     process dials many peers with the same files."""
     found = []
     for path in (tls.certificate, tls.key, tls.authority):
         with contextlib.suppress(OSError):
             status = os.stat(path)
-            found.append((status.st_mtime_ns, status.st_size))
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)
-def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> None:
+def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> Subject:
     del state
     read_tls(tls)
     accepting, dialling = _context(tls, server=True), _context(tls, server=False)
@@ -87,22 +95,33 @@ def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> None:
     checker.verify_mode = ssl.CERT_REQUIRED
     what = f"`tls_cert` {tls.certificate}"
     try:
-        names = _names(_shake_hands(accepting, dialling))
-        if not server:
-            return
-        if not names:
+        client, accepted = _shake_hands(accepting, dialling)
+        shown = client if server else accepted
+        if server and not _names(shown):
             raise NotAllowedError(
                 f"{what} has no subjectAltName: it names no host that clients could compare",
                 hint=_RECIPE,
             )
+        from mx.core.policy import subject_shown  # without TLS it is not needed
+
+        try:
+            subject = subject_shown(shown.getpeercert() or {})
+        except NotAllowedError as error:
+            raise NotAllowedError(f"{what} {error.message}", hint=error.hint) from None
+        if server and not subject.hosts:
+            raise NotAllowedError(
+                f"{what} names {subject.name}, and no host that clients could compare",
+                hint=f"a server's certificate has a DNS name or an address, too; {_RECIPE}",
+            )
         if host:
             dialling.check_hostname = True
             _shake_hands(accepting, dialling, host)
+        return subject
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in _OTHER_NAME:
             raise NotAllowedError(
                 f"{what} does not name {host}, where others dial this process: it names "
-                f"{', '.join(names)}",
+                f"{', '.join(_names(shown))}",
                 hint="listen at one of these, or set `advertise` to one, if this command has it; "
                 f"{_RECIPE}",
             ) from None
@@ -143,8 +162,8 @@ def _context(tls: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
 def _shake_hands(
     accepting: ssl.SSLContext, dialling: ssl.SSLContext, host: str | None = None
-) -> ssl.SSLObject:
-    """Do a handshake in memory and return the client's side. Raises ssl.SSLError."""
+) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Do a handshake in memory; return the client's side and the server's. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = accepting.wrap_bio(to_server, to_client, server_side=True)
     client = dialling.wrap_bio(to_client, to_server, server_hostname=host)
@@ -154,12 +173,12 @@ def _shake_hands(
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
                 waiting.remove(side)
-    return client
+    return client, server
 
 
-def _names(client: ssl.SSLObject | ssl.SSLSocket) -> list[str]:
-    """Return the hosts that the server's certificate names; none if it was not verified."""
-    shown = client.getpeercert() or {}
+def _names(side: ssl.SSLObject | ssl.SSLSocket) -> list[str]:
+    """Return all that the other end's certificate names; nothing if it was not verified."""
+    shown = side.getpeercert() or {}
     entries = shown.get("subjectAltName", ())
     return [str(entry[1]) for entry in entries if isinstance(entry, tuple) and len(entry) == 2]
 

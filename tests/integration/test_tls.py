@@ -144,12 +144,12 @@ def test_who_is_stopped_has_refused_nothing(run: Run, folder: Folder) -> None:
 
 
 class OverlookedSource(Command):
-    """A source that does not look at its own certificate: one that was right once, say."""
+    """A source that does not look at its own certificate."""
 
     def command(self, entry: str) -> list[str]:
         code = (
-            "import mx.wire.server as server\n"
-            "server.check_server_files = lambda *files: None\n"
+            "import mx.wire.reloading as reloading\n"
+            "reloading.check_server_files = lambda *files: None\n"
             "from mx.cli import main; main()"
         )
         return [sys.executable, "-c", code]
@@ -161,9 +161,12 @@ def test_the_only_source_has_a_bad_certificate(run: Run, folder: Folder, checkpo
     daemon = run("--listen", address, *folder.flags("good"), daemon=True)
     daemon.until(lambda: "listens" in daemon.err, "listening")
     serving = ("serve", str(checkpoint), "--model", "m", "--coordinator", address, "--json")
-    source = OverlookedSource(*serving, *folder.flags("elsewhere"))
+    used = folder.used("good")
+    source = OverlookedSource(*serving, *used)
     try:
         source.json()
+        folder.used("elsewhere")  # which it shows from now on
+        source.until(lambda: "certificates.replaced" in source.err, "its new certificate")
         said = refused(run, "pull", "m", *flags)
         assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
     finally:

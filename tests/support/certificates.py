@@ -53,6 +53,15 @@ class Folder:
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
+    def used(self, name: str) -> tuple[str, ...]:
+        """Put a certificate and its key in the place of the ones that are used, and return their
+        flags."""
+        for kind in ("pem", "key"):
+            new = self.path / f"used.{kind}.new"
+            new.write_bytes(self.read(f"{name}.{kind}"))
+            new.rename(self.path / f"used.{kind}")
+        return self.flags("used")
+
     def flags(self, name: str, *, key: str = "", authority: str = "ours") -> tuple[str, ...]:
         files = (f"{name}.pem", f"{key or name}.key", f"{authority}.pem")
         flags = ("--tls-cert", "--tls-key", "--tls-ca")

@@ -9,11 +9,16 @@ from mx.errors import CapacityError
 
 
 class Context:
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, uri: str = "") -> None:
         self._peer = peer
+        named: dict[str, tuple[bytes, ...]] = {"x509_pem_cert": (b"",), "peer_uri": (uri.encode(),)}
+        self._shown = named if uri else {}
 
     def peer(self) -> str:
         return self._peer
+
+    def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+        return self._shown
 
 
 @pytest.mark.parametrize(
@@ -28,11 +33,21 @@ class Context:
 def test_a_host_counts_as_one_address_whichever_of_its_own_it_dials_from(
     one: str, same: str, other: str
 ) -> None:
-    bounds = StreamBounds("watches", in_all=10, per_address=1)
+    bounds = StreamBounds("watches", in_all=10, per_principal=1)
     with bounds.admitted(Context(one)):
-        with pytest.raises(CapacityError, match="1 watches from"), bounds.admitted(Context(same)):
+        with pytest.raises(CapacityError, match="1 watches of"), bounds.admitted(Context(same)):
             pass
         with bounds.admitted(Context(other)):
             pass
     with bounds.admitted(Context(same)):
         pass
+
+
+def test_a_principal_counts_as_one_wherever_it_dials_from() -> None:
+    bounds = StreamBounds("watches", in_all=10, per_principal=1)
+    one, same = (Context(f"ipv4:10.0.0.{n}:5", "spiffe://e.com/a") for n in (1, 2))
+    with bounds.admitted(one):
+        with pytest.raises(CapacityError, match="of spiffe://e.com/a"), bounds.admitted(same):
+            pass
+        with bounds.admitted(Context("ipv4:10.0.0.1:6", "spiffe://e.com/b")):
+            pass

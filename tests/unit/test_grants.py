@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from mx.core.grants import (
 )
 from mx.source.requests import principal_of
 
-BOUNDS = GrantBounds(total=8, per_address=6, per_connection=3)
+BOUNDS = GrantBounds(total=8, per_principal=6, per_connection=3)
 
 
 def of(connection: int, address: str = "10.0.0.1", reader_id: str = "") -> Principal:
@@ -50,8 +52,16 @@ def test_a_full_address_ends_idle_grants_of_its_largest_connection_first() -> No
     assert book.admit(of(6, "10.0.0.2"), 0.0) == []
 
 
+def test_a_principal_is_one_wherever_it_reads_from() -> None:
+    book = GrantBook(BOUNDS)
+    for number in range(6):
+        book.open(str(number), replace(of(number, f"10.0.0.{number}"), name="spiffe://a"), 0.0)
+    assert book.admit(replace(of(9, "10.0.0.9"), name="spiffe://a"), 0.0) is None
+    assert book.admit(replace(of(9, "10.0.0.1"), name="spiffe://b"), 0.0) == []
+
+
 def test_a_grant_that_makes_progress_keeps_its_place() -> None:
-    book = GrantBook(GrantBounds(total=1, per_address=1))
+    book = GrantBook(GrantBounds(total=1, per_principal=1))
     book.open("g", of(1), 0.0)
     book.moved("g", LEAST_PROGRESS_BYTES, 10.0)
     assert book.admit(of(2), 10.0 + YIELD_S - 0.1) is None
@@ -134,7 +144,7 @@ def test_the_bounds_hold_for_any_requests(
         held[str(number)] = principal
         assert len(held) <= BOUNDS.total
         for address in {each.address for each in held.values()}:
-            assert sum(p.address == address for p in held.values()) <= BOUNDS.per_address
+            assert sum(p.address == address for p in held.values()) <= BOUNDS.per_principal
         connections = [each.connection for each in held.values()]
         assert max(map(connections.count, connections)) <= BOUNDS.per_connection
         assert not max_readers or len(set(connections)) <= max_readers

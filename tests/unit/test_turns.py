@@ -17,6 +17,9 @@ class Context:
     def peer(self) -> str:
         return f"ipv4:{self._address}:5000"
 
+    def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+        return {}
+
 
 async def test_lists_of_one_address_let_the_call_of_another_in() -> None:
     state = State(lease_s=600.0)

@@ -58,6 +58,24 @@ class TrustsAnyCertificate(BrokenFake):
 
 
 @transport("encrypts")
+class TrustsAnyHost(BrokenFake):
+    """Its readers ask for a certificate, of any host."""
+
+    def is_at(self, peer: str) -> bool:
+        del peer
+        return True
+
+
+@transport("encrypts")
+class AdmitsAnyPrincipal(BrokenFake):
+    """Its sources ask for a certificate and a ticket, and not whether they belong together."""
+
+    def is_of(self, principal: str) -> bool:
+        del principal
+        return True
+
+
+@transport("encrypts")
 class FallsBackToPlain(BrokenFake):
     """Its readers do without TLS where a source has none."""
 

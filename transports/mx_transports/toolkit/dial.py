@@ -158,7 +158,11 @@ def _connect(address: tuple[str, int], grant: Grant, tls: ssl.SSLContext | None)
     try:
         near = None if grant.rail is None else (grant.rail.local_address, 0)
         sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
-        return sock if tls is None else tls.wrap_socket(sock)
+        if tls is None:
+            return sock
+        # The address may be any of the source's own, and its certificate names the endpoint.
+        host = grant.peer.rpartition(":")[0].strip("[]").rstrip(".")
+        return tls.wrap_socket(sock, server_hostname=host)
     except BaseException as error:
         if sock is not None:
             sock.close()
@@ -212,6 +216,13 @@ def greet(magic: bytes, stream: SocketStream, grant: Grant) -> None:
 
 def _failed(error: OSError, where: str, peer: str) -> SourceError:
     """Return the error for a connection that has not come about."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return PeerRefusedError(
+            f"{where}: its certificate is not accepted: {error.verify_message}",
+            peer=peer,
+            hint="the certificate of a source names the host of its endpoint, and is signed by an "
+            "authority in `tls_ca`",
+        )
     if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
         return PeerRefusedError(
             f"{where}: TLS failed: {error.reason or error}",

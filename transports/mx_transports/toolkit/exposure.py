@@ -1,4 +1,5 @@
-"""Sources that readers connect to. Only a reader that presents a granted secret is let in.
+"""Sources that readers connect to. Only a reader that presents a granted secret is let in; over TLS
+only the one that the secret was granted to.
 
 One thread holds all connections that have not proved themselves, without blocking on any: each
 has a short deadline, and there is a cap beyond which the oldest is dropped for the newest. What
@@ -21,11 +22,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from mx import forks
-from mx.errors import ClosedError, LocalError
+from mx.errors import ClosedError, LocalError, MxError
 from mx.transport import ExposeOptions
 from mx_transports.toolkit import framing, kernel, proof
 from mx_transports.toolkit.listeners import Listen
 from mx_transports.toolkit.stream import SocketStream
+from mx_transports.toolkit.tls import principal, tls_context
 
 PREAMBLE_DEADLINE_S = 2.0
 MAX_UNPROVED = 64
@@ -47,11 +49,13 @@ def _most_connections() -> int:
 @dataclass
 class GrantState:
     """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
-    sent on it; `connected` is True once a connection has shown its secret."""
+    sent on it; `connected` is True once a connection has shown its secret. Over TLS the connections
+    are those of `principal`; "" for any."""
 
     grant_id: str
     key: bytes
     secret: bytes
+    principal: str = ""
     streams: set[SocketStream] = field(default_factory=set)
     busy: int = 0
     revoked: bool = False
@@ -169,6 +173,12 @@ class SocketExposure(ABC):
             self.changed(grant)
             self.grants[key] = grant
         return framing.Ticket(key, grant.secret, self.ticket_fields()).encode()
+
+    def bind(self, grant_id: str, principal: str) -> None:
+        with self.lock:
+            for grant in self.grants.values():
+                if grant.grant_id == grant_id:
+                    grant.principal = principal
 
     def revoke(self, grant_id: str) -> None:
         with self.lock:
@@ -289,8 +299,9 @@ class SocketExposure(ABC):
         tls = self.listeners.tls
         if tls is not None:
             try:
-                sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            except OSError:
+                context = tls_context(tls, server=True)
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except (OSError, MxError):
                 sock.close()
                 return
         forks.own(sock)
@@ -340,6 +351,8 @@ class SocketExposure(ABC):
             expected = grant.secret if grant else bytes(framing.SECRET_BYTES)
             if magic != self._magic or not hmac.compare_digest(expected, secret) or grant is None:
                 status = framing.REFUSED
+            elif not _is_of(unproved.sock, grant.principal):
+                status = framing.NOT_YOURS
             elif len(grant.streams) >= MAX_CONNECTIONS_PER_GRANT or not self._has_place(grant):
                 status = framing.FULL
             elif self._start_serving(unproved, grant):
@@ -403,3 +416,8 @@ class SocketExposure(ABC):
                 grant.streams.discard(stream)
                 # Under the lock, so that `abort` never meets a descriptor that is another's.
                 stream.close()
+
+
+def _is_of(sock: socket.socket, reader: str) -> bool:
+    """Return True if a connection is of a principal, as far as it shows a certificate."""
+    return not reader or not isinstance(sock, ssl.SSLSocket) or principal(sock) == reader

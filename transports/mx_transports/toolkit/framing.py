@@ -35,12 +35,15 @@ OUT_OF_RANGE = 3
 FULL = 4
 #: No answer yet, but one will follow.
 WAITING = 5
+#: Only in HELLO, over TLS: the grant is another certificate's.
+NOT_YOURS = 6
 
 STATUS_TEXT = {
     REFUSED: "the source does not know the ticket, or has withdrawn it",
     STALE: "the source's memory has changed since the read was planned",
     OUT_OF_RANGE: "the source says that the read lies outside of what it registered",
     FULL: "the source has too many connections for this grant",
+    NOT_YOURS: "the source gave the grant to another certificate than the one shown here",
 }
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mx.errors import LocalError
-from mx.transport import ExposeOptions
+from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import proof
 from mx_transports.toolkit.tls import tls_context
 
@@ -27,13 +26,13 @@ class Listeners:
             the reader's way to connect.
         provers: Those for challenges (`proof`), where this process may have to prove that an
             address is its own.
-        tls: The context of TLS connections; None for plain ones.
+        tls: The files for TLS connections; None for plain ones.
     """
 
     sockets: Sequence[socket.socket]
     fields: Mapping[str, object]
     provers: Sequence[socket.socket] = ()
-    tls: ssl.SSLContext | None = None
+    tls: TlsFiles | None = None
 
     def close(self) -> None:
         """Close all sockets."""
@@ -58,7 +57,8 @@ def listen(options: ExposeOptions) -> Listeners:
         LocalError: A host is not this machine's, or none of the ports is free there.
         ConfigError: A TLS file can't be used.
     """
-    tls = tls_context(options.tls, server=True) if options.tls else None
+    if options.tls is not None:
+        tls_context(options.tls, server=True)
     found: list[tuple[socket.socket, socket.socket]] = []
     for host in options.hosts:
         try:
@@ -82,7 +82,9 @@ def listen(options: ExposeOptions) -> Listeners:
     # Without a host: at the one that the reader dials for control.
     addresses = dict.fromkeys(("" if options.at_peer else host, port) for host, port in named)
     fields = {"addresses": [list(address) for address in addresses]}
-    return Listeners([sock for sock, _ in found], fields, [prover for _, prover in found], tls)
+    return Listeners(
+        [sock for sock, _ in found], fields, [prover for _, prover in found], options.tls
+    )
 
 
 def _listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, socket.socket]:

@@ -1,18 +1,34 @@
-"""TLS contexts for data connections: mutual, 1.3 only, against the users' own CA."""
+"""TLS for data connections: mutual, 1.3 only, against the users' own CA.
+
+Files may be replaced while they are in use: each connection is made with those that are there.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import ssl
+import threading
 
-from mx.errors import ConfigError
+from mx.core.policy import subject_shown
+from mx.errors import ConfigError, NotAllowedError
 from mx.transport import TlsFiles
+
+log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+#: The contexts of the files that were used last, and the state that those had then.
+_made: dict[tuple[TlsFiles, bool], tuple[object, ssl.SSLContext]] = {}
+_MOST_MADE = 32
 
 
 def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     """Return a context that shows `files.certificate` and requires one signed by `files.authority`.
 
-    Names in certificates are not compared: data endpoints are addresses, and the CA is the
-    users' own.
+    A context of the accepting side compares no names: who the reader is decides (`principal`). On
+    the other side the caller names the host that the certificate must name. Files that were
+    replaced are read again; if they can't be used, as while they are being replaced, the context is
+    that of before.
 
     Args:
         files: The PEM files.
@@ -21,9 +37,46 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     Raises:
         ConfigError: A file is missing, or is not what it should be.
     """
+    state = tuple(map(_state, (files.certificate, files.key, files.authority)))
+    with _lock:
+        known = _made.get((files, server))
+        if known is not None and known[0] == state:
+            return known[1]
+        try:
+            context = _context(files, server=server)
+        except ConfigError as error:
+            if known is None:
+                raise
+            log.warning("the certificate of before is used further: %s", error)
+            context = known[1]
+        _made.pop((files, server), None)
+        _made[files, server] = state, context
+        if len(_made) > _MOST_MADE:
+            del _made[next(iter(_made))]
+        return context
+
+
+def principal(sock: ssl.SSLSocket) -> str:
+    """Return the principal that the other end's certificate names; "" if it names none."""
+    try:
+        return subject_shown(sock.getpeercert() or {}).name
+    except NotAllowedError:
+        return ""
+
+
+def _state(path: str) -> object:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
+    context.check_hostname = not server
+    context.hostname_checks_common_name = False
     context.verify_mode = ssl.CERT_REQUIRED
     if server:
         context.num_tickets = 0  # Connections are never resumed.

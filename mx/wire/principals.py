@@ -1,0 +1,300 @@
+"""Who calls, and what a policy lets him do: each service asks its `Access`.
+
+The principal of a call is what the client's certificate names (`mx.core.policy`); without TLS the
+address that the call comes from. A process reads its policy again when the file changes, and ends
+what is no longer allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
+from mx.errors import ConfigError, MxError, NotAllowedError
+from mx.log import Throttle, event
+from mx.runtime import in_thread
+from mx.transport import TlsFiles
+from mx.wire.address import address_of_peer
+
+log = logging.getLogger(__name__)
+#: Who bound, updated and was refused what.
+audit = logging.getLogger("mx.audit")
+
+_DOING = {
+    Right.SERVE: "serve",
+    Right.PULL: "pull",
+    Right.TAKE_REQUESTS: "take requests for",
+    Right.OBSERVE: "observe",
+}
+_MOST_BYTES = 1 << 20
+_MOST_KNOWN = 4096
+#: What names and texts of callers are cut to, for logs and errors.
+_MOST_CHARACTERS = 200
+#: Any of these lets a principal see a model's sources.
+SEES = (Right.OBSERVE, Right.PULL, Right.SERVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: whom his certificate names (None: he shows none), and his connection's address,
+    without the port."""
+
+    subject: Subject | None
+    address: str
+
+    @property
+    def name(self) -> str:
+        """The principal."""
+        return self.subject.name if self.subject is not None else self.address
+
+
+def caller_of(context: Any) -> Caller:
+    """Return who makes a call.
+
+    Args:
+        context: The call's servicer context.
+
+    Raises:
+        NotAllowedError: The certificate names no process, or several.
+    """
+    address, shown = _address(context.peer()), context.auth_context()
+    if "x509_pem_cert" not in shown:
+        return Caller(None, address)
+    names = (tuple(shown.get(key, ())) for key in ("peer_uri", "peer_dns", "peer_ip"))
+    return Caller(_subject(*names), address)
+
+
+#: A connection has many calls.
+_address = functools.lru_cache(maxsize=4096)(address_of_peer)
+
+
+@functools.lru_cache(maxsize=4096)
+def _subject(
+    uris: tuple[bytes, ...], dns: tuple[bytes, ...], addresses: tuple[bytes, ...]
+) -> Subject:
+    try:
+        texts = ([each.decode() for each in names] for names in (uris, dns, addresses))
+        return subject_of(*texts)
+    except UnicodeDecodeError:
+        raise NotAllowedError("your certificate's subjectAltName is not text") from None
+    except NotAllowedError as error:
+        raise NotAllowedError(f"your certificate {error.message}", hint=error.hint) from None
+
+
+def payer_of(context: Any) -> str:
+    """Return whom a call's quotas are counted for: its principal."""
+    return caller_of(context).name
+
+
+class Access:
+    """Decides what the callers of a process may do. On the loop; any number of services share it.
+
+    Attributes:
+        version: Changes with the policy.
+    """
+
+    def __init__(
+        self,
+        path: str = "",
+        tls: TlsFiles | None = None,
+        *,
+        what: str = "process",
+        error: type[MxError] = NotAllowedError,
+    ) -> None:
+        """
+        Args:
+            path: The policy's file; "" for none: then everything is allowed.
+            tls: The files of the process.
+            what: What messages call the process.
+            error: What a refusal raises.
+
+        Raises:
+            ConfigError: The policy can't be read, or there is no TLS.
+        """
+        self._path, self._what, self._kind = path, what, error
+        self._policy: Policy | None = None
+        self._data: bytes | None = None
+        self._rights: dict[Subject, Rights] = {}
+        self.version = 0
+        self._listeners: list[Callable[[], None]] = []
+        self._standing: set[Callable[[], None]] = set()
+        self._refusals = Throttle()
+        if path:
+            if tls is None:
+                raise ConfigError(
+                    f"`policy` {path} names certificates, and this {what} asks for none",
+                    hint="give `tls_cert`, `tls_key` and `tls_ca`, too",
+                )
+            self._data = _read(path)
+            self._policy = _parsed(self._data, path)
+        self._authority = tls.authority if tls is not None else ""
+
+    def say(self) -> None:
+        """Log what holds: the policy, or that there is none."""
+        if self._policy is not None:
+            event(log, "policy.read", policy=self._path, rules=len(self._policy.rules))
+        elif self._authority:
+            text = f"no `policy`: every certificate of `tls_ca` {self._authority} may do everything"
+            event(log, "policy.none", text=f"{text} at this {self._what}")
+
+    def caller(self, context: Any) -> Caller:
+        """Return who makes a call. Raises as `require` if its certificate names no process."""
+        try:
+            return caller_of(context)
+        except NotAllowedError as error:
+            nobody = Caller(None, address_of_peer(context.peer()))
+            self.refused(nobody, error)
+            raise self._kind(error.message, hint=error.hint) from None
+
+    def allows(self, caller: Caller, rights: tuple[Right, ...], model: str | None = None) -> bool:
+        """Return True if a caller may do one of these things with a model; None: with any."""
+        if self._policy is None:
+            return True
+        subject = caller.subject
+        if subject is None:
+            return False
+        known = self._rights.get(subject)
+        if known is None:
+            if len(self._rights) >= _MOST_KNOWN:
+                self._rights.clear()
+            known = self._rights[subject] = self._policy.of(subject)
+        return known.allow(rights, model)
+
+    def require(
+        self, context: Any, rights: tuple[Right, ...], model: str | None = None, **about: Any
+    ) -> Caller:
+        """Return who makes a call, if he may do one of these things.
+
+        Args:
+            context: The call's servicer context.
+            rights: The rights, of which the first names what is refused.
+            model: The model's name; None for any.
+            about: What a refusal's audit line says besides.
+
+        Raises:
+            NotAllowedError: He may not; or the other error that this was made with.
+        """
+        caller = self.caller(context)
+        if not self.allows(caller, rights, model):
+            error = self._error(caller, rights[0], model)
+            self.refused(caller, error, right=rights[0].value, model=model or "", **about)
+            raise error
+        return caller
+
+    def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
+        what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"
+        return self._kind(
+            f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
+            "rule for it",
+            hint="ask who runs it for a rule",
+        )
+
+    def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
+        """Write the audit line of a refusal; of many of one kind one in a while."""
+        for cause, count in self._refusals.left_out():
+            if isinstance(cause, tuple):
+                name, kind, right, model = cause
+                fields = {"error": kind, "right": right, "model": model, "held_back": count}
+                event(audit, "audit.refused", principal=name, **fields)
+        kind = type(error).__name__
+        about = {key: str(value)[:_MOST_CHARACTERS] for key, value in about.items()}
+        cause = (caller.name, kind, about.get("right", ""), about.get("model", ""))
+        held_back = self._refusals.passes(cause)
+        if held_back is not None:
+            more = {"held_back": held_back} if held_back else {}
+            write("refused", caller, error=kind, text=error.message[:500], **about, **more)
+
+    @contextmanager
+    def standing(
+        self, context: Any, rights: tuple[Right, ...], model: str, **about: Any
+    ) -> Iterator[Caller]:
+        """As `require`, and for as long as the block runs: it is cancelled when a new policy ends
+        the right. For coroutines, not for generators.
+
+        Raises:
+            NotAllowedError: As `require`, and when the caller may not any more.
+        """
+        caller = self.require(context, rights, model, **about)
+        task, ended = asyncio.current_task(), False
+        assert task is not None
+
+        def look() -> None:
+            nonlocal ended
+            if not ended and not self.allows(caller, rights, model):
+                ended = True
+                task.cancel()
+
+        self._standing.add(look)
+        try:
+            yield caller
+        except asyncio.CancelledError:
+            if not ended or task.uncancel() > 0:
+                raise
+            error = self._error(caller, rights[0], model)
+            self.refused(caller, error, right=rights[0].value, model=model or "", **about)
+            raise error from None
+        finally:
+            self._standing.discard(look)
+
+    def follow(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of the policy."""
+        self._listeners.append(listener)
+
+    async def watch(self) -> None:
+        """Read the policy again whenever its file changes; runs until cancelled. A bad one is
+        logged, and the one of before holds."""
+        if not self._path:
+            return
+        from mx.wire.reloading import contents_of
+
+        async for (data,) in contents_of([self._path]):
+            if data == self._data:
+                continue
+            self._data = data
+            try:
+                self._policy = await in_thread(_parsed, _checked(data, self._path), self._path)
+            except ConfigError as error:
+                text = f"the policy of before holds: {error}"
+                event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
+                continue
+            self._rights.clear()
+            self.version += 1
+            self.say()
+            for call in (*self._standing, *self._listeners):
+                call()
+
+
+def write(what: str, caller: Caller, **fields: Any) -> None:
+    """Write an audit line: what a principal has done."""
+    event(audit, f"audit.{what}", principal=caller.name, address=caller.address, **fields)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"`policy` {path}: {error.strerror}") from None
+
+
+def _checked(data: bytes | None, path: str) -> bytes:
+    return _read(path) if data is None else data
+
+
+def _parsed(data: bytes, path: str) -> Policy:
+    try:
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+        return read_policy(data.decode())
+    except UnicodeDecodeError:
+        raise ConfigError(f"`policy` {path}: it is not UTF-8 text") from None
+    except ConfigError as error:
+        raise ConfigError(
+            f"`policy` {path}: {error.message}", hint="docs/policy.md shows how one is written"
+        ) from None

@@ -1,0 +1,235 @@
+"""Certificates that are replaced while they are in use: servers and channels that read them again.
+
+Running calls and streams go on; each new connection is made with the files that are there. New
+files that can't be used, as while they are being replaced, are logged once, and those of before are
+used further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from mx.errors import MxError
+from mx.log import event
+from mx.runtime import in_thread
+from mx.transport import TlsFiles
+from mx.wire.address import read_tls
+from mx.wire.tls import check_client_files, check_server_files, state_of
+
+log = logging.getLogger(__name__)
+
+#: How often files are looked at.
+LOOK_S = 1.0
+#: Changed files are read once they have stayed the same for this long.
+SETTLE_S = 0.2
+_MOST_BYTES = 4 << 20
+_MOST_KEPT = 16
+
+Pem = tuple[bytes, bytes, bytes]
+
+
+async def contents_of(paths: Sequence[str]) -> AsyncIterator[list[bytes | None]]:
+    """Yield the contents of files now, and again after each change of them; runs for ever.
+
+    Args:
+        paths: The files. The contents of one that can't be read are None.
+    """
+    seen: list[bytes | None] | None = None
+    while True:
+        found = await in_thread(_read, paths)
+        while found != seen:
+            seen = found
+            await asyncio.sleep(SETTLE_S)
+            found = await in_thread(_read, paths)
+            if found == seen:  # else they are being written
+                yield found
+        await asyncio.sleep(LOOK_S)
+
+
+def _read(paths: Sequence[str]) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                found.append(file.read(_MOST_BYTES))
+        except OSError:
+            found.append(None)
+    return found
+
+
+class ServerFiles:
+    """The files of a server. On the loop, from `start` to `stop`."""
+
+    def __init__(self, tls: TlsFiles, host: str) -> None:
+        """
+        Args:
+            tls: The files.
+            host: The host that clients dial; "" for any.
+
+        Raises:
+            ConfigError: A file can't be read.
+            NotAllowedError: No client would accept the certificate.
+        """
+        self._tls, self._host = tls, host
+        self._pem = self._checked()
+        self._shown = self._given = _shown(self._pem)
+        self._task: asyncio.Task[None] | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return the server's credentials, which require certificates of clients."""
+        take: Any = self._take  # None for no change, which its type does not say
+        return grpc.dynamic_ssl_server_credentials(self._shown, take, True)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._follow(), name="mx-certificates")
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _take(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return what is new; gRPC calls this from threads of its own, at each connection."""
+        shown = self._shown  # which may change meanwhile
+        if shown is self._given:
+            return None
+        self._given = shown
+        return shown
+
+    async def _follow(self) -> None:
+        paths = (self._tls.certificate, self._tls.key, self._tls.authority)
+        async for found in contents_of(paths):
+            if tuple(found) == self._pem:
+                continue
+            try:
+                self._pem = await in_thread(self._checked)
+            except MxError as error:
+                _say_kept(self._tls, error)
+                continue
+            self._shown = _shown(self._pem)
+            event(log, "certificates.replaced", certificate=self._tls.certificate)
+
+    def _checked(self) -> Pem:
+        check_server_files(self._tls, self._host)
+        return read_tls(self._tls)
+
+
+def _shown(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    certificate, key, authority = pem
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+#: The files of clients that were used last, with their state then.
+_good: dict[TlsFiles, tuple[object, Pem]] = {}
+
+
+def client_files(tls: TlsFiles) -> Pem:
+    """Return the PEM bytes of (certificate, key, authority) for new connections.
+
+    Raises:
+        ConfigError: A file can't be read, and could not before.
+        NotAllowedError: No server would accept the certificate, and none was before that one would.
+    """
+    state, known = state_of(tls), _good.get(tls)
+    if known is not None and known[0] == state:
+        return known[1]
+    try:
+        check_client_files(tls)
+        pem = read_tls(tls)
+    except MxError as error:
+        if known is None:
+            raise
+        _say_kept(tls, error)
+        pem = known[1]
+    _good.pop(tls, None)
+    _good[tls] = state, pem
+    if len(_good) > _MOST_KEPT:
+        del _good[next(iter(_good))]
+    return pem
+
+
+def _say_kept(tls: TlsFiles, error: MxError) -> None:
+    event(
+        log,
+        "certificates.refused",
+        level=logging.WARNING,
+        certificate=tls.certificate,
+        text=f"the certificate of before is used further: {error}",
+    )
+
+
+class ReloadingChannel:
+    """As a grpc.aio channel whose new calls use the certificates of now. On the loop; `close` it.
+
+    A channel with other certificates is closed once its last call has ended.
+    """
+
+    def __init__(self, tls: TlsFiles, make: Callable[[grpc.ChannelCredentials], Any]) -> None:
+        """
+        Args:
+            tls: The files.
+            make: Returns a channel with these credentials.
+
+        Raises:
+            MxError: As `client_files`.
+        """
+        self._tls, self._make = tls, make
+        self._pem = client_files(tls)
+        self._channel = self._opened()
+        self._calls: Counter[Any] = Counter()  # by channel
+        self._replaced: set[Any] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __getattr__(self, kind: str) -> Any:
+        if kind not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            raise AttributeError(kind)
+
+        def method(*about: Any, **options: Any) -> Callable[..., Any]:
+            def begin(*request: Any, **more: Any) -> Any:
+                channel = self._current()
+                call = getattr(channel, kind)(*about, **options)(*request, **more)
+                self._calls[channel] += 1
+                call.add_done_callback(lambda _: self._ended(channel))
+                return call
+
+            return begin
+
+        return method
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close it, as grpc.aio does."""
+        channels, self._replaced = [self._channel, *self._replaced], set()
+        await asyncio.gather(*(channel.close(grace_s) for channel in channels), *self._closing)
+
+    def _opened(self) -> Any:
+        certificate, key, authority = self._pem
+        return self._make(grpc.ssl_channel_credentials(authority, key, certificate))
+
+    def _current(self) -> Any:
+        pem = client_files(self._tls)
+        if pem != self._pem:
+            self._pem, was = pem, self._channel
+            self._channel = self._opened()
+            self._replaced.add(was)
+            self._calls[was] += 1
+            self._ended(was)
+        return self._channel
+
+    def _ended(self, channel: Any) -> None:
+        self._calls[channel] -= 1
+        if self._calls[channel] > 0:
+            return
+        del self._calls[channel]
+        if channel in self._replaced:
+            self._replaced.discard(channel)
+            closing = asyncio.create_task(channel.close(None), name="mx-channel-end")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
