@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import jsonschema  # type: ignore[import-untyped]
-import kubernetes_validate  # type: ignore[import-untyped]
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
