@@ -239,10 +239,17 @@ class SourceCalls:
             lost.add(link)
             ended = f"the coordinator at {link.remote.address} ended the heartbeats"
             call = link.stub.Heartbeat()
-            call.add_done_callback(lambda _: news.set())  # if it ends, that is noticed at once
+            # The next answer is awaited all the time, so that the end of the stream is noticed at
+            # once. (A callback of the call's would keep the call, and its connection.)
+            reading = asyncio.create_task(call.read(), name="mx-heartbeat-answer")
+
+            def ends(_: object) -> None:
+                news.set()
+
             try:
                 while True:
                     news.clear()
+                    reading.remove_done_callback(ends)
                     record = current()
                     request = pb.HeartbeatRequest(
                         source_id=record.source_id,
@@ -256,9 +263,11 @@ class SourceCalls:
                     with translating(link.remote):
                         async with asyncio.timeout(link.timeout_s):
                             await call.write(request)
-                            answer = await call.read()
+                            answer = await reading
                     if not isinstance(answer, pb.HeartbeatResponse):
                         raise CoordinatorError(ended)
+                    reading = asyncio.create_task(call.read(), name="mx-heartbeat-answer")
+                    reading.add_done_callback(ends)
                     self._marked(answer.mark)
                     if answer.coordinator_epoch != self._epochs[record.source_id]:
                         raise UnknownSourceError("the coordinator restarted")
@@ -275,6 +284,8 @@ class SourceCalls:
                 raise CoordinatorError(ended) from error
             finally:
                 cut(call)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
     async def advertise(
         self, source_id: str, generation: int, held: Sequence[tuple[int, int]]
