@@ -174,6 +174,7 @@ class KeptStore(MemoryStore):
     async def atomically(self, steps: Callable[[], _T]) -> _T:
         if self._closed:
             raise ClosedError("the coordinator is shutting down")
+        assert self._tasks, "open it first"
         call = _Call(steps)
         draft = self._run(call)
         self._check_refused(draft)

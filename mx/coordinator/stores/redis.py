@@ -153,8 +153,10 @@ class RedisStore(KeptStore):
         }
         for kept in (self._names, self._due, self._sources, self._gone):
             kept.clear()
-        for kept in (self._first_leases, self._leases, self._listed_s, self._entries):
-            kept.clear()
+        self._first_leases.clear()
+        self._leases.clear()
+        self._listed_s.clear()
+        self._entries.clear()
         for state in found[0]:
             self.decide(state)
         now = self.clock()
