@@ -18,6 +18,7 @@ from benchmarks.hosts import Hosts
 from mx import api
 from mx.core.replicas import EventKind, FleetEvent
 from mx.errors import CoordinatorError
+from mx.testing.faultproxy import FaultProxy
 from mx.wire import coordinators
 from mx.wire.client import CoordinatorClient
 from tests.support.clients import client_of
@@ -194,6 +195,27 @@ def test_a_coordinator_that_is_cut_off_is_left(
     assert len(found["sources"]) == 1
     # A process that starts now does not hang at the first.
     assert len(run_in("source", "sources", *base).json()["sources"]) == 1
+
+
+@needs_redis
+@pytest.mark.long
+def test_a_coordinator_that_does_not_reach_the_state_is_left(
+    run: Run, redis: RedisServer, checkpoint: Path, tmp_path: Path
+) -> None:
+    key = ("--receipt-key", str(tmp_path / "receipt.key"), "--lease-s", "15")
+    with FaultProxy(("127.0.0.1", redis.port)) as proxy:
+        way = f"redis://127.0.0.1:{proxy.address[1]}/0"
+        first, one = start_coordinator(run, "--state", way, *key)
+        second, two = start_coordinator(run, "--state", redis.url, *key)
+        source = serve(run, checkpoint, "m", f"{first},{second}")
+        proxy.up.stall()
+        renewed_at(second)
+        serve(run, checkpoint, "other", f"{first},{second}")
+        proxy.up.resume()
+        one.until(lambda: len(api.list_sources(coordinator=first)) == 2, "both sources again")
+        assert source.err.count("source.registered") == 1, "its lease went on"
+        assert "does not reach its state" in source.err
+        assert "coordinator.doubt" not in one.err + two.err, "nothing was lost"
 
 
 async def test_errors_name_the_addresses_that_were_tried() -> None:
