@@ -9,7 +9,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-vllm chaos differential differential-gpu endurance lint proto proto-check bench clean
+  test-vllm chaos kills differential differential-gpu endurance lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -41,6 +41,7 @@ help:
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
+	@echo "make kills KILLS=N STATE=sqlite|redis  coordinators are killed under load, every name checked"
 	@echo "make differential [ROUNDS=N] [SEED=S]  random steps of all kinds, every byte compared"
 	@echo "make endurance [MINUTES=15] [SEED=S]  load while everything is killed, stopped, certified anew"
 	@echo "make differential-gpu [ROUNDS=N] [SEED=S]  pulls in which a call of CUDA fails (stand-in)"
@@ -123,6 +124,9 @@ test-vllm: $(VLLM_READY)
 
 test-models: $(READY)
 	$(PY) -m tests.models $(ARGS)
+
+kills: $(READY)
+	$(PY) -m tests.kills $(or $(STATE),sqlite) $(or $(KILLS),100) $(or $(SEED),0)
 
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\

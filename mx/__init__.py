@@ -93,7 +93,7 @@ _HOMES = {
 }
 
 #: Modules that are attributes of `mx`, too.
-_MODULES = ("artifacts", "config", "engines", "errors", "graphs")
+_MODULES = ("artifacts", "config", "engines", "errors", "graphs", "metrics")
 
 __all__ = [
     "BroadcastReport",

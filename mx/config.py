@@ -25,6 +25,8 @@ ENVIRONMENT_PREFIX = "MX_PEER_"
 FILE_VARIABLE = "MX_PEER_CONFIG"
 #: Names the folder in which a command's compile caches are recorded.
 RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
+#: Names the folder in which an engine's ranks say what they loaded.
+ENGINE_VARIABLE = "MX_ENGINE_LOADED"
 DEFAULT_ORIGIN = "default"
 
 _environment_lock = threading.Lock()
@@ -84,8 +86,8 @@ def _setting(
 
 #: Verbs of `mx`, and `coordinator` for mx-coordinator.
 _SERVE_PULL = "serve pull"
-_PLANNING = f"{_SERVE_PULL} plan topo"
-_ASKING = f"{_PLANNING} models sources top show artifacts_list artifacts_pull"
+_PLANNING = f"{_SERVE_PULL} plan topo doctor"
+_ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pull"
 #: Groups of settings.
 CONNECTION, STORES, COMMON = "connection", "stores", "common"
 
@@ -95,8 +97,10 @@ class Settings:
     """All settings, validated. `origins` maps names to where their values came from."""
 
     coordinator: str = _setting(
-        "127.0.0.1:7600", values.address, "Where the coordinator is.",
-        _ASKING, "HOST:PORT", group=CONNECTION,
+        "127.0.0.1:7600", values.addresses,
+        "Where the coordinator is. Of several that share a state, the next one is asked where one "
+        "does not answer.",
+        _ASKING, "HOST:PORT[,HOST:PORT...]", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
         "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",
@@ -104,22 +108,34 @@ class Settings:
     )
     listen: str = _setting(
         "127.0.0.1:0", values.address, "Where this process listens; port 0 takes a free one.",
-        f"{_SERVE_PULL} show", "HOST:PORT", group=CONNECTION,
+        f"{_SERVE_PULL} show doctor", "HOST:PORT", group=CONNECTION,
+    )
+    web_listen: str = _setting(
+        "127.0.0.1:7680", values.address, "Where the page is; port 0 takes a free one.",
+        "web", "HOST:PORT", flag="listen",
     )
     advertise: str = _setting(
         "", values.address_or_none,
         "What others dial in place of `listen`, behind address translation or in a container; "
         "port 0 is the one listened on.",
-        _SERVE_PULL, "HOST:PORT", group=CONNECTION,
+        f"{_SERVE_PULL} doctor", "HOST:PORT", group=CONNECTION,
     )
     data_ports: str = _setting(
         "", values.ports,
         "Ports for the weights over tcp, to be published as they are where `advertise` is given, "
         "like 7602-7605.",
-        _SERVE_PULL, "FIRST-LAST", group=CONNECTION, unset="any free ones",
+        f"{_SERVE_PULL} doctor", "FIRST-LAST", group=CONNECTION, unset="any free ones",
     )
     state: str = _setting(
-        "memory", values.state, "Where to keep what is registered.", "coordinator", "memory"
+        "memory", values.state,
+        "Where to keep what is registered: memory, sqlite:FILE, or redis://HOST:PORT/DB, which "
+        "several coordinators may share.",
+        "coordinator", "memory|sqlite:FILE|redis://HOST:PORT/DB",
+    )
+    metrics: str = _setting(
+        "", values.address_or_none,
+        "Where to give metrics to Prometheus, at /metrics; needs prometheus_client.",
+        f"{_SERVE_PULL} coordinator", "HOST:PORT", unset="nowhere",
     )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",
@@ -145,7 +161,7 @@ class Settings:
         "", values.text,
         "The key whose holders own the names that they bind, and may update them; `mx keygen` "
         "makes one.",
-        "serve", "FILE", group=CONNECTION,
+        "serve doctor", "FILE", group=CONNECTION,
         unset="~/.local/state/mx/name.key, made at first use",
     )
     receipt_key: str = _setting(
@@ -230,7 +246,7 @@ class Settings:
     cache_socket: str = _setting(
         "auto", values.cache_socket,
         "Where this host's cache is: in the user's folder (auto), nowhere, or at this socket.",
-        f"{_SERVE_PULL} cache", "auto|off|PATH",
+        f"{_SERVE_PULL} cache doctor", "auto|off|PATH",
     )
     cache_memory: int = _setting(
         0, values.size, "With `cache`: what all models together may have, like 64GB.",
@@ -245,12 +261,12 @@ class Settings:
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
-        f"{_SERVE_PULL} top keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS), group=COMMON,
-        unset="info for servers, else warning",
+        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS),
+        group=COMMON, unset="info for servers, else warning",
     )
     log_format: str = _setting(
         "text", values.choice("text", "json"), "How to log.",
-        f"{_SERVE_PULL} top keygen coordinator artifacts_pull", "text|json", group=COMMON,
+        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "text|json", group=COMMON,
         unset="text, and json with `json`",
     )
     trace: str = _setting(
@@ -334,6 +350,11 @@ def inherited(*prefixes: str) -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
 
 
+def notify_socket() -> str:
+    """Return the socket at which a service manager waits for this process; "" if none does."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
 def quieten_grpc() -> None:
     """Keep gRPC's own log off standard error, unless the user has set its level.
 
@@ -388,6 +409,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 def recording() -> Path | None:
     """Return the folder in which this process's compile caches are recorded; None if none is."""
     folder = os.environ.get(RECORDING_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def engine_folder() -> Path | None:
+    """Return the folder in which the ranks of this process's engine say what they loaded; None if
+    none was named. It need not exist."""
+    folder = os.environ.get(ENGINE_VARIABLE)
     return Path(folder) if folder else None
 
 

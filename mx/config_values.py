@@ -84,9 +84,16 @@ def text(value: object) -> str:
 
 def state(value: object) -> str:
     """Read where a coordinator keeps its state."""
-    if text(value) != "memory":
-        raise ValueError("must be memory (nothing else is built yet)")
-    return "memory"
+    found = text(value)
+    if not re.fullmatch(r"memory|sqlite:.+|rediss?://.+", found):
+        # Without the value: there may be a password in it.
+        raise ValueError("must be memory, sqlite:FILE or redis://HOST:PORT/DB")
+    return found
+
+
+def without_password(value: object) -> object:
+    """Return a value as it may be shown: of a URL without its password."""
+    return re.sub(r"(://[^/@]*:)[^/@]*@", r"\1***@", value) if isinstance(value, str) else value
 
 
 def address(value: object) -> str:
@@ -98,6 +105,16 @@ def address(value: object) -> str:
     if match is None or int(match[2]) > 65535:
         raise wrong
     return value
+
+
+def addresses(value: object) -> str:
+    """Read HOST:PORT, or several, separated by commas."""
+    wrong = ValueError("must be HOST:PORT, or several like 10.0.0.1:7600,10.0.0.2:7600")
+    texts = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    try:
+        return ",".join(dict.fromkeys(address(str(each).strip()) for each in texts or [""]))
+    except ValueError:
+        raise wrong from None
 
 
 def address_or_none(value: object) -> str:

@@ -387,6 +387,13 @@ def closed(user: Embedded) -> None:
     _open.discard(user)
 
 
+def users() -> list[Embedded]:
+    """Return the open users of the loop."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has just closed one
+            return list(_open)
+
+
 def stop_at_exit(server: grpc.aio.Server) -> None:
     """Stop this server at the interpreter's end, if it is still alive: otherwise it would log that
     its loop is gone. Call this on the loop. It keeps only a weak reference."""

@@ -28,7 +28,7 @@ import tqdm
 from mx.cuda import driver as cuda
 from mx.transport import Unavailable
 from tests.support.leftovers import Holdings
-from tests.support.stores import stores_of
+from tests.support.stores import KINDS, stores_of
 
 #: How long what is left of a test may take to end: so long, and for so many looks at it. Where
 #: other programs use the processors, this process may not have run at all in the time.
@@ -164,10 +164,11 @@ def _globals_of_libraries() -> None:
     asyncio.run(once())
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=KINDS)
 def each_store(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the test with `new_store` of each kind."""
-    with stores_of(request.param):
+    timeless = request.node.get_closest_marker("integration") is None
+    with stores_of(request.param, timeless=timeless):
         yield
 
 

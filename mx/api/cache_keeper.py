@@ -35,7 +35,7 @@ from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.target.resolver import describe
-from mx.wire.address import is_local, split_address
+from mx.wire.address import each_address, is_local, split_address
 from mx.wire.cache import CachedModel, CacheStatus, HeldAt, Wanted
 from mx.wire.locate import Locator
 
@@ -161,7 +161,8 @@ class Keeper:
         offered = bool(wanted.offered_at)
         if offered and not is_local(wanted.offered_at):
             raise ConfigError(f"{wanted.offered_at} is not on this host")
-        if not offered and wanted.coordinator != self._coordinator:
+        others = set(each_address(wanted.coordinator)) ^ set(each_address(self._coordinator))
+        if not offered and others:
             raise ConfigError(
                 f"it asks the coordinator at {self._coordinator}, not at {wanted.coordinator}"
             )
@@ -292,6 +293,17 @@ class Keeper:
             self._evictions,
             tuple(models),
         )
+
+    def figures(self) -> dict[str, int]:
+        """Return what is counted, without a look at other processes; on the loop."""
+        return {
+            "held_bytes": sum(each.nbytes for each in self._kept.values()),
+            "budget_bytes": self._table.budget_bytes,
+            "lingering_bytes": self._table.lingering_bytes,
+            "models": len(self._kept),
+            "arriving": len(self._arriving),
+            "evictions": self._evictions,
+        }
 
     async def close(self) -> None:
         """Stop all pulls, and let go of everything."""

@@ -57,6 +57,15 @@ class Cache(Closable):
         """True if the coordinator runs in this process."""
         return self._embedded is not None
 
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The coordinator that runs in this process, if `cache` started one."""
+        return self._embedded
+
+    def figures(self) -> dict[str, int]:
+        """Return what it counts for metrics; on the event loop."""
+        return self._keeper.figures()
+
     def status(self) -> CacheStatus:
         """Return what is held."""
         self._require_own()

@@ -152,6 +152,11 @@ class Source(Closable):
         """True if the coordinator runs in this process."""
         return self._embedded is not None
 
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The coordinator that runs in this process, if `serve` started one."""
+        return self._embedded
+
     def stats(self) -> SourceStats:
         """Return what the source serves at the moment, and what it has served."""
         return self._server.stats()

@@ -25,7 +25,7 @@ from mx.target.files_job import FilesJob
 from mx.target.job import Job
 from mx.target.options import PullOptions
 from mx.target.progress import ProgressReporter
-from mx.target.report import LayerEvent, PullReport
+from mx.target.report import LayerEvent, PathReport, PullReport
 from mx.transport import DeviceView, ScatteredView, View, host_view
 
 if TYPE_CHECKING:
@@ -176,6 +176,13 @@ class Pull(Described, Closable):
         """
         self._require_own()
         return self._job.progress()
+
+    @property
+    def moving(self) -> tuple[int, Callable[[], list[PathReport]]]:
+        """The pull's number in traces (`job`), and what returns what each path has brought so
+        far."""
+        job = self._job
+        return id(job), job.paths if isinstance(job, Job) else list
 
     @property
     def manifest(self) -> Manifest | None:

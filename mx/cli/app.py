@@ -9,6 +9,7 @@ from mx.cli import (
     bench,
     cache,
     demo,
+    doctor,
     keygen,
     listing,
     options,
@@ -18,6 +19,7 @@ from mx.cli import (
     show,
     top,
     topo,
+    web,
 )
 from mx.cli.commands import Command, Group
 
@@ -59,7 +61,9 @@ app.command("models", cls=Command)(listing.models)
 app.command("sources", cls=Command)(listing.sources)
 app.command("cache", cls=Command)(cache.cache)
 app.command("top", cls=Command)(top.top)
+app.command("web", cls=Command)(web.web)
 app.command("topo", cls=Command)(topo.topo)
+app.command("doctor", cls=Command)(doctor.doctor)
 app.command("demo", cls=Command)(demo.demo)
 app.command("keygen", cls=Command)(keygen.keygen)
 app.command("bench", cls=Command)(bench.bench)

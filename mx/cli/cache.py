@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from mx.cli import options, outcome
+from mx.cli import notify, options, outcome
 from mx.cli.stop import Stop
 from mx.errors import ConfigError, NoSourceError, PeerLostError
 from mx.units import count, format_bytes, format_seconds
@@ -39,11 +39,12 @@ def run_cache(context: typer.Context, checkpoint: str, *, as_json: bool) -> None
     raise_limit()
     from mx.api.caching import cache
 
-    with options.tracing(settings):
+    with options.tracing(settings), options.measuring(settings):
         stop = Stop()
         running = cache(coordinator=options.coordinator_of(settings), settings=settings)
         with running, stop.on_signals():
             _announce(running, as_json=as_json)
+            notify.ready(f"caching at {running.socket}")
             stop.wait()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mx.cli import options, outcome
+from mx.cli import notify, options, outcome
 from mx.cli.commands import Command
 from mx.coordinator import daemon
 
@@ -43,6 +43,7 @@ def coordinator(
         if as_json:
             outcome.emit({"listen": address, "lease_s": settings.lease_s})
         outcome.say(f"mx-coordinator listens on {address}; stop with Ctrl-C")
+        notify.ready(f"listening on {address}")
 
     code = daemon.run(
         daemon.Options(
@@ -56,6 +57,8 @@ def coordinator(
             receipt_key_named=options.named(settings, "receipt_key"),
         ),
         listening,
+        lambda coordinator: options.measuring(settings, coordinator),
+        notify.stopping,
     )
     raise typer.Exit(code)
 

@@ -22,12 +22,19 @@ def demo(
             metavar="DIR",
         ),
     ] = None,
+    hold: Annotated[
+        bool,
+        typer.Option(
+            "--hold", help="At the end serve it once more, for pulls of your own, until Ctrl-C."
+        ),
+    ] = False,
     *,
     as_json: bool,
 ) -> None:
     """Serve, coordinate and pull a real model between real processes on this machine.
 
-    Starts a coordinator, a source and, one after the other, pulls by each path; shows the layers
+    Starts a coordinator with its page (`mx web`), whose address to open in a browser it prints, a
+    source and, one after the other, pulls by each path; shows the layers
     come, then what moved, how fast against a memcpy measured in between, and whether the pulled
     weights compute what those on disk do. It leaves no process and no file behind.
 
@@ -35,11 +42,11 @@ def demo(
 
     - `mx demo`
 
-    - `mx demo --checkpoint /models/llama-8b`
+    - `mx demo --checkpoint /models/llama-8b --hold`
     """
     options.settings_of(context)
     from mx.demo.run import run
 
-    rows = run(checkpoint, Console(stderr=as_json, highlight=False))
+    rows = run(checkpoint, Console(stderr=as_json, highlight=False), hold=hold)
     if as_json:
         outcome.emit({"pulls": [row.to_json() for row in rows]})

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
@@ -18,6 +18,9 @@ from mx.config import Settings
 from mx.core.selection import Shard, Slice
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
+
+if TYPE_CHECKING:
+    from mx.coordinator.daemon import Coordinator
 
 #: Titles of the groups of settings in the help.
 _PANELS = {
@@ -196,6 +199,21 @@ def tracing(settings: Settings) -> AbstractContextManager[None]:
             f"{settings.origin('trace')}: cannot write {settings.trace}: {error.strerror}"
         ) from error
     return trace.writing(settings.trace)
+
+
+def measuring(
+    settings: Settings, coordinator: Coordinator | None = None
+) -> AbstractContextManager[object]:
+    """Return a context in which this process's metrics are served, if the settings say where.
+
+    Raises:
+        MxError: As `mx.metrics.exporting`, when it is entered.
+    """
+    if not settings.metrics:
+        return nullcontext()
+    from mx.metrics import exporting
+
+    return exporting(settings, coordinator)
 
 
 def tls_of(settings: Settings) -> TlsFiles | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mx.cli import live, options, outcome
+from mx.cli import live, notify, options, outcome
 from mx.cli.stop import Stop
 from mx.config import Settings
 from mx.errors import ConfigError
@@ -31,7 +31,7 @@ def run_pipeline(
         )
     from mx.api.pipelines import serve_pipeline
 
-    with options.tracing(settings):
+    with options.tracing(settings), options.measuring(settings):
         stop = Stop()
         with live.reading(folder) as on_progress:
             pipeline = serve_pipeline(
@@ -53,6 +53,7 @@ def run_pipeline(
                 + "".join(f"  {name}: {format_bytes(size)}\n" for name, size in sizes.items())
                 + "  stop with Ctrl-C"
             )
+            notify.ready(f"serving the pipeline {pipeline.model}")
             stop.wait()
             if not pipeline.drain(settings.drain_grace_s):
                 outcome.say("some reads did not finish in time; they are cut")

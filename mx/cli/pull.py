@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx.cli import live, options, outcome
+from mx.cli import live, notify, options, outcome
 from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
@@ -111,6 +111,10 @@ def pull(
     """
     _check_stores(source, context.params)
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
+    if context.params["metrics"] is not None and not hold:
+        raise ConfigError(
+            "--metrics is for what stays, and this pull ends", hint="give --hold, or leave it out"
+        )
     if artifacts is not None:
         required_trust(settings)  # before anything moves
     if hold:
@@ -120,6 +124,7 @@ def pull(
     stop = Stop()
     with (
         options.tracing(settings),
+        options.measuring(settings) if hold else nullcontext(),
         _closing(
             api.pull(
                 model,
@@ -156,6 +161,7 @@ def pull(
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
+                notify.ready(f"holding {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx.cli import live, options, outcome
+from mx.cli import live, notify, options, outcome
 from mx.cli.cache import run_cache
 from mx.cli.pipeline import run_pipeline
 from mx.cli.stop import Stop
@@ -139,7 +139,7 @@ def serve(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
         return
-    with options.tracing(settings), ExitStack() as serving:
+    with options.tracing(settings), options.measuring(settings), ExitStack() as serving:
         stop = Stop()
         source = None
         if checkpoint:
@@ -160,6 +160,7 @@ def serve(
         sources = [source, *sets] if source is not None else sets
         with stop.on_signals():
             _announce(source, sets, as_json=as_json)
+            notify.ready(f"serving {', '.join(str(each.model) for each in sources)}")
             stop.wait()
             readers = sum(source.stats().readers for source in sources)
             if readers:

@@ -9,6 +9,7 @@ from mx import config
 from mx.cli import options, outcome
 from mx.cli.commands import Command, Group
 from mx.cli.words import in_flags
+from mx.config_values import without_password
 
 app = typer.Typer(
     name="config", cls=Group, help="Settings and where they come from.", no_args_is_help=True
@@ -39,14 +40,16 @@ def show(
     """
     settings = options.settings_of(context)
     names = config.DESCRIPTIONS
+
+    def shown(name: str) -> object:
+        return without_password(getattr(settings, name))
+
     if as_json:
-        outcome.emit(
-            {n: {"value": getattr(settings, n), "origin": settings.origin(n)} for n in names}
-        )
+        outcome.emit({n: {"value": shown(n), "origin": settings.origin(n)} for n in names})
         return
     table = Table("setting", "value", "from", "meaning", box=None, pad_edge=False)
     for name, about in names.items():
         style = "bold" if settings.is_set(name) else ""
-        value = config.format_value(getattr(settings, name))
+        value = config.format_value(shown(name))
         table.add_row(name, value, settings.origin(name), in_flags(about.text), style=style)
     outcome.show(table)

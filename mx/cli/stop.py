@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from mx.cli import outcome
+from mx.cli import notify, outcome
 
 
 class Stop:
@@ -37,4 +37,6 @@ class Stop:
         self._asked.set()
 
     def wait(self) -> None:
+        """Wait for the first signal, and tell the service manager."""
         self._asked.wait()
+        notify.stopping()

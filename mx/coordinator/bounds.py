@@ -35,6 +35,11 @@ class StreamBounds:
         self._open: Counter[str] = Counter()
         self._count = 0
 
+    @property
+    def count(self) -> int:
+        """How many are open."""
+        return self._count
+
     @contextmanager
     def admitted(self, context: Any) -> Iterator[None]:
         """Count one stream while the block runs.

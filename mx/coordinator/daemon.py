@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from blake3 import blake3
 
 from mx import keyfile
 from mx.coordinator.events import log_changes
+from mx.coordinator.figures import Figures
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import State, open_state
 from mx.errors import ConfigError
@@ -41,7 +44,7 @@ _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `mx-coordinator`. `state` is "memory"; `lease_s` is in seconds."""
+    """The options of `mx-coordinator`. `state` is as in `open_state`; `lease_s` is in seconds."""
 
     listen: str = DEFAULT_ADDRESS
     tls: TlsFiles | None = None
@@ -63,7 +66,8 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
         path: The file; "" for none.
         named: Where the user has named it; "" if it is the default one. That is in the home folder,
             which hosts may share: on each host it gives another key.
-        address: Where the coordinator listens: each address has receipts of its own.
+        address: Where the coordinator listens: each address has receipts of its own. Those that
+            share a state give the same text.
 
     Returns:
         The key, or None if it can't be kept, which is said.
@@ -106,7 +110,7 @@ class Coordinator:
         """
         Args:
             lease_s: How long a source stays listed after a heartbeat, in seconds.
-            state: "memory", or the state, which `stop` closes.
+            state: As in `open_state`, or the state, which `stop` closes.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
             access: Who may do what; None: everybody everything.
@@ -133,6 +137,11 @@ class Coordinator:
         """The HOST:PORT that it listens on; "" while it does not listen."""
         return self._listening.address if self._listening else ""
 
+    @functools.cached_property
+    def figures(self) -> Figures:
+        """What it counts for metrics, from the first look on."""
+        return Figures(self._state, self._servicer)
+
     async def start(
         self,
         listen_address: str = DEFAULT_ADDRESS,
@@ -151,6 +160,7 @@ class Coordinator:
             ConfigError: As `mx.wire.server.listen`.
             LocalError: As `mx.wire.server.listen`.
         """
+        await self._state.open()
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
@@ -201,34 +211,54 @@ class Coordinator:
         await self._state.close()
 
 
+Beside = Callable[[Coordinator], AbstractContextManager[object]]
+
+
 def _print_address(address: str) -> None:
     print(f"mx-coordinator listening on {address}", file=sys.stderr, flush=True)
 
 
-async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
+async def _serve(
+    options: Options,
+    on_listening: Callable[[str], None],
+    beside: Beside,
+    on_stopping: Callable[[], None],
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
+    # Coordinators that share a state believe each other, as far as they have the same key file.
+    where = "a shared state" if options.state.startswith("redis") else options.listen
+    key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     access = Access(options.policy, options.tls, what="coordinator")
     coordinator = Coordinator(
         lease_s=options.lease_s, state=options.state, receipt_key=key, access=access
     )
-    await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:
-        on_listening(coordinator.address)
-        await stop.wait()
+        await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
+        with beside(coordinator):
+            on_listening(coordinator.address)
+            await stop.wait()
+            on_stopping()
     finally:
         await coordinator.stop()
 
 
-def run(options: Options, on_listening: Callable[[str], None] = _print_address) -> int:
+def run(
+    options: Options,
+    on_listening: Callable[[str], None] = _print_address,
+    beside: Beside = contextlib.nullcontext,
+    on_stopping: Callable[[], None] = lambda: None,
+) -> int:
     """Run the daemon until SIGTERM or SIGINT. Call this on the main thread.
 
     Args:
         options: How to run it.
         on_listening: Called with the HOST:PORT that it listens on.
+        beside: Returns a context for the coordinator, on its event loop, that is open while it
+            listens.
+        on_stopping: Called when it has been asked to stop, before it does.
 
     Returns:
         0, the exit code.
@@ -241,5 +271,5 @@ def run(options: Options, on_listening: Callable[[str], None] = _print_address) 
     # Little here is garbage that only a collector finds: 20 objects for each call that has ended.
     # To look for it among the objects of a thousand streams stops every call for some 50 ms.
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
-    asyncio.run(_serve(options, on_listening))
+    asyncio.run(_serve(options, on_listening, beside, on_stopping))
     return 0

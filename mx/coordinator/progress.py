@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -148,6 +149,10 @@ class PullsServicer:
         ]
         for page in pages_of(rates):
             yield pb.ListRatesResponse(rates=page)
+
+    def pulls_by_phase(self) -> Counter[str]:
+        """Return how many pulls run, or ended lately, by phase."""
+        return Counter(each.phase.value for each in self._board.pulls(self._now()))
 
     async def ListPulls(
         self, request: pb.ListPullsRequest, context: Any

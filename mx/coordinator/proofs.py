@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from blake3 import blake3
 
+from mx.core.marks import Mark
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
 from mx.core.registration import Registration
 from mx.errors import CapacityError, ConfigError, NotAllowedError, UnknownSourceError
@@ -28,6 +29,8 @@ NONCE_S = 120.0
 _MAX_USED = 100_000
 _LIFE_BYTES = 16
 _HEAD = struct.Struct(">d16s")
+#: No receipt begins so: after its life comes JSON.
+_MARKS = b"mx mark of how far a state had come, version 1: "
 
 
 class Nonces:
@@ -69,17 +72,20 @@ class Nonces:
 class Proofs:
     """Checks what a source says of itself when it registers, and makes receipts."""
 
-    def __init__(self, receipt_key: bytes | None, now: Callable[[], float]) -> None:
+    def __init__(
+        self, receipt_key: bytes | None, now: Callable[[], float], epoch: Callable[[], str]
+    ) -> None:
         """
         Args:
-            receipt_key: 32 bytes that this coordinator keeps over a restart; None: receipts end
-                with it.
+            receipt_key: 32 bytes that this coordinator keeps over a restart; None: receipts and
+                marks end with it.
             now: Returns the time on a clock that never goes back.
+            epoch: Returns the epoch of the state: that is the life which receipts are of.
         """
         self._receipt_key = receipt_key or secrets.token_bytes(32)
-        self._life = secrets.token_bytes(_LIFE_BYTES)
         self._nonces = Nonces()
         self._now = now
+        self._epoch = epoch
 
     def nonce(self) -> bytes:
         """Return a nonce for one registration."""
@@ -126,8 +132,11 @@ class Proofs:
         """Return the receipt of a binding, b"" for none."""
         if bound is None:
             return b""
-        data = self._life + replace(bound, issued_s=time.time()).encode()
+        data = self._life() + replace(bound, issued_s=time.time()).encode()
         return self._mac(data) + data
+
+    def _life(self) -> bytes:
+        return blake3(self._epoch().encode()).digest(_LIFE_BYTES)
 
     def read(self, receipt: bytes) -> Receipt | None:
         """Return what a receipt says; None if it is not this coordinator's."""
@@ -136,9 +145,19 @@ class Proofs:
             return None
         life, data = data[:_LIFE_BYTES], data[_LIFE_BYTES:]
         try:
-            return replace(Receipt.decode(data), this_life=life == self._life)
+            return replace(Receipt.decode(data), this_life=life == self._life())
         except ConfigError:
             return None
+
+    def mark(self, mark: Mark) -> bytes:
+        """Return a mark as sources are told it."""
+        data = mark.encode()
+        return self._mac(_MARKS + data) + data
+
+    def is_genuine(self, told: bytes) -> bool:
+        """Return True if a coordinator with this key has made a mark."""
+        mac, data = told[:MAC_BYTES], _MARKS + told[MAC_BYTES:]
+        return hmac.compare_digest(mac, self._mac(data))
 
     def _mac(self, data: bytes) -> bytes:
         return blake3(data, key=self._receipt_key).digest()

@@ -14,6 +14,7 @@ from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import check_owner, check_places, own_port
 from mx.coordinator.decoding import Decoded
 from mx.coordinator.listings import ListingServicer
+from mx.coordinator.marks import Marks
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import State
@@ -69,7 +70,8 @@ class CoordinatorServicer(ListingServicer):
         """
         access = access or Access()
         super().__init__(state, access)
-        self._proofs = Proofs(receipt_key, state.now)
+        self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch)
+        self._marks = Marks(state.store, self._proofs, state.lease_s)
         self._decoded = Decoded()
         self._log = WatchLog()
         self._names = MeantLog()
@@ -91,6 +93,16 @@ class CoordinatorServicer(ListingServicer):
         for silence in self._silences:
             silence.reschedule(0.0)
         self._wake()
+
+    def streams(self) -> dict[str, int]:
+        """Return how many streams are open, by kind."""
+        return {
+            "registration": self._registering.count,
+            "heartbeat": self._beating.count,
+            "watch": self._watching.count,
+            "pull": self._reporting.count,
+            "pull watch": self._watching_pulls.count,
+        }
 
     def on_call(self, context: Any, versions: Versions) -> None:
         """Refuse a caller whose certificate names no process, and note the layout version of one
@@ -150,7 +162,7 @@ class CoordinatorServicer(ListingServicer):
         about = {"model": str(model), "pin": pin, "source": record.source_id}
         try:
             await self._may_register(caller, record)
-            answer = await self._registered(registration, first.source, requests, address)
+            answer = await self._registered(registration, first, requests, address)
         except MxError as error:
             self._access.refused(caller, error, right=Right.SERVE.value, **about)
             raise
@@ -167,6 +179,7 @@ class CoordinatorServicer(ListingServicer):
             model=codec.key_to_wire(listed.model),
             pin_only=listed.pin_only,
             receipt=self._proofs.receipt(answer.receipt),
+            mark=self._marks.current(),
         )
 
     async def _may_register(self, caller: Caller, record: SourceRecord) -> None:
@@ -179,7 +192,7 @@ class CoordinatorServicer(ListingServicer):
     async def _registered(
         self,
         registration: Registration,
-        source: pb.Source,
+        first: pb.RegisterRequest,
         requests: AsyncIterator[Any],
         address: str,
     ) -> Registered:
@@ -193,7 +206,8 @@ class CoordinatorServicer(ListingServicer):
                     raise PeerProtocolError("Register: pages follow the source")
                 await upload.add(request.page)
             await upload.finish(self._decoded)
-        self._proofs.check(registration, source)
+        await self._marks.heed(first.mark, address)
+        self._proofs.check(registration, first.source)
         receipt = self._proofs.read(registration.intent.receipt)
         return await self._state.register(
             registration, upload.documents, receipt=receipt, address=address
@@ -214,6 +228,7 @@ class CoordinatorServicer(ListingServicer):
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
                 source_id = codec.source_id_from_wire(request.source_id)
+                await self._marks.heed(request.mark)
                 port = codec.port_from_wire(request.requests_port)
                 if caller.subject is not None and checked != (self._access.version, source_id):
                     await self._still_allowed(caller, context, source_id, request.source_secret)
@@ -236,6 +251,7 @@ class CoordinatorServicer(ListingServicer):
                     lease_s=self._state.lease_s,
                     coordinator_epoch=self._state.epoch,
                     pin_only=record.pin_only,
+                    mark=self._marks.current(),
                 )
 
     async def _owned(self, context: Any, source_id: str) -> Listed:

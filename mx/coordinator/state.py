@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -13,7 +15,7 @@ from mx.core.ownership import Receipt
 from mx.core.registration import Registration
 from mx.core.registry import Limits, Registered, Registry
 from mx.core.store import Store
-from mx.errors import ConfigError, PeerProtocolError
+from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
 
 _T = TypeVar("_T")
@@ -21,6 +23,9 @@ _T = TypeVar("_T")
 #: The number of leases for which a source stays listed before its first heartbeat: if a thousand
 #: register at once, its heartbeat stream waits for the registrations before it.
 _FIRST_LEASES = 3
+
+#: How long a question waits for time to pass.
+_TICK_S = 1.0
 
 #: Called with what has changed, in order.
 Listener = Callable[[Tail], None]
@@ -46,10 +51,9 @@ class State:
             limits: The most models and sources.
             document_limit_bytes: The most bytes of documents.
         """
-        self._store = store or MemoryStore()
-        self.epoch = self._store.epoch
+        self._store = store or MemoryStore(time.monotonic)
         self.lease_s = lease_s
-        self.now = time.monotonic
+        self.now = self._store.clock
         self._registry = Registry(
             self._store,
             lease_s=lease_s,
@@ -65,6 +69,24 @@ class State:
         self._read: int | None = None
         self._store.subscribe(self._look)
         self._look()
+
+    @property
+    def store(self) -> Store:
+        """Where the state is."""
+        return self._store
+
+    @property
+    def epoch(self) -> str:
+        """The epoch of the state; it may change."""
+        return self._store.epoch
+
+    async def open(self) -> None:
+        """Begin.
+
+        Raises:
+            MxError: As `Store.open`.
+        """
+        await self._store.open()
 
     def follow(self, listener: Listener) -> None:
         """Call `listener` with what there is, and then with every change, on the event loop."""
@@ -87,14 +109,19 @@ class State:
         """Let time pass, and return the registry's answer to a question.
 
         Raises:
-            MxError: As the question.
+            MxError: As the question; or what is known of the state is too old.
         """
-        await self.tick()
+        self._store.check()
+        with contextlib.suppress(TimeoutError):  # then with what is known
+            async with asyncio.timeout(_TICK_S):
+                await self.tick()
         return question(self._registry)
 
     async def tick(self) -> None:
-        """Let time pass. Call this a few times per lease."""
-        await self.event(Registry.tick)
+        """Let time pass. Call this a few times per lease. Where the state cannot be kept, nothing
+        ends: the store logs that."""
+        with contextlib.suppress(MxError):
+            await self.event(Registry.tick)
         self._documents.sweep(self.now())
 
     async def missing(self, digests: Sequence[bytes], address: str = "") -> list[bytes]:
@@ -106,6 +133,11 @@ class State:
     def document(self, digest: bytes) -> bytes | None:
         """Return a held document, or None. Not a coroutine, since it is called for each page."""
         return self._documents.get(digest)
+
+    @property
+    def document_bytes(self) -> int:
+        """The bytes of the documents that are held, and of those that are being uploaded."""
+        return self._documents.used_bytes
 
     async def reserve(self, nbytes: int, address: str = "") -> None:
         """Reserve space for documents that are being uploaded from an address.
@@ -162,11 +194,14 @@ class State:
     async def close(self) -> None:
         """Release everything."""
         self._listeners.clear()
+        await self._store.close()
 
-    def _look(self) -> None:
+    def _look(self, begins_again: bool = False) -> None:
         """Follow the store's stream, and report what is new. Documents are held for what is bound,
         and for each listed source, whose files may differ. What comes is held before what goes is
         released."""
+        if begins_again:
+            self._read = None
         if self._read == self._store.latest:
             return
         tail, now = self._store.tail(self._read), self.now()
@@ -198,18 +233,29 @@ class State:
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> State:
-    """Return the state that `--state` names.
+    """Return the state that `state` names. It begins with `State.open`.
 
     Args:
-        spec: "memory".
+        spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
         lease_s: How long a source stays listed after a heartbeat.
 
     Raises:
-        ConfigError: It is another kind, the planned ones included.
+        ConfigError: It is none of these, or a library is missing.
     """
-    if spec == "memory":
-        return State(lease_s=lease_s)
-    kind = spec.partition(":")[0]
-    if kind in ("sqlite", "redis", "rediss"):
-        raise ConfigError(f"`state={kind}` is not in this version", hint="use `state=memory`")
-    raise ConfigError(f"`state={spec}` is not a kind of state", hint="use `state=memory`")
+    kind, _, rest = spec.partition(":")
+    store: Store | None = None
+    # What a coordinator in memory does not need is not imported.
+    if kind == "sqlite" and rest:
+        from mx.coordinator.stores.sqlite import SqliteStore
+
+        store = SqliteStore(rest)
+    elif kind in ("redis", "rediss"):
+        from mx.coordinator.stores.redis import RedisStore
+
+        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s)
+    elif spec != "memory":
+        raise ConfigError(
+            f"`state={kind}` is not a kind of state",
+            hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
+        )
+    return State(store, lease_s=lease_s)

@@ -2,6 +2,10 @@
 
 Registering never updates. A source whose weights the name does not stand for is refused, or listed
 for readers that give its pin: if it was listed before, or holds another key than the name's owner.
+
+While the state is in doubt, since it has lost some of itself, a name is bound by a receipt alone.
+What brings none and would bind or update a name may be right or wrong: it is found by its pin until
+the doubt ends.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from mx.errors import BindingError
 class Claim:
     """What a source claims beside its weights. `commitment` is one that it has proved to hold the
     key of, b"" if none. `receipt` is the coordinator's own, and `may_restore` True in the first
-    grace."""
+    grace, and in that after a doubt. `in_doubt` is True while the state may have lost some."""
 
     commitment: bytes = b""
     intent: Intent = field(default_factory=Intent)
     receipt: Receipt | None = None
     may_restore: bool = False
+    in_doubt: bool = False
 
 
 def admit(
@@ -68,7 +73,8 @@ def admit(
         if claim.intent.replaces:
             raise refusal
         binding = state.contest(key, ref)
-        if binding is None and not (claim.intent.keeps_pin or _is_strange(state.claimed, claim)):
+        listed = claim.intent.keeps_pin or claim.in_doubt or _is_strange(state.claimed, claim)
+        if binding is None and not listed:
             raise refusal
     if binding is None or _restores_layout(binding, ref, found, claim):
         bindings.quota.check(address)
@@ -106,6 +112,8 @@ def _plain(
     fits = receipt is not None and (receipt.key, receipt.identity) == (key, ref.identity)
     if receipt is not None and fits and (name is None or _restores(name, key, receipt, claim)):
         return Admission(key, receipt=receipt, base=receipt.base)
+    if claim.in_doubt and binding is None:
+        return _in_doubt(key)
     if name is None:
         if not claim.intent.keeps_pin:
             return Admission(key)
@@ -118,6 +126,14 @@ def _plain(
     if binding.identity != ref.identity:
         return bound_to_others(binding, ref, own=name.owned_by(claim.commitment))
     return Admission(key)
+
+
+def _in_doubt(key: ModelKey) -> BindingError:
+    return BindingError(
+        f"the coordinator's state has lost some of its names, so that {key} can be bound only by a "
+        "receipt now",
+        hint="try again in a few seconds",
+    )
 
 
 def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) -> bool:
@@ -142,6 +158,8 @@ def _update(
         return refusal
     if receipt is not None and (receipt.key != key or receipt.commitment != claim.commitment):
         receipt = None
+    if claim.in_doubt and receipt is None:
+        return _in_doubt(key)
     if name is not None and not name.owned_by(claim.commitment):
         if receipt is None or not _restores(name, key, receipt, claim):
             return refusal

@@ -76,6 +76,8 @@ class Bindings:
         """
         self.grace_s = grace_s
         self.quota = quota
+        #: While the state is in doubt nothing that contests a name gets it.
+        self.in_doubt = False
         self._store = store
         self._renamed: list[str] = []
 
@@ -189,6 +191,15 @@ class Bindings:
                     self._free(state)
         if due:
             self._keep_few()
+
+    def settle(self) -> bool:
+        """Bind what contests names that are free for it, as after a doubt. Return True if anything
+        was bound."""
+        found = [s.name for s in self._store.names() if any(_is_free(s, b) for b in s.contests)]
+        for name in found:
+            with self._changing(name) as state:
+                self._settle_contests(state)
+        return bool(found)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -363,13 +374,8 @@ class Bindings:
 
     def _settle_contests(self, state: NameState) -> None:
         """Bind what contests keys that are free for it now, the oldest first."""
-        for binding in list(state.contests):
-            found = state.claimed
-            free = found is None or (
-                found.get(binding.key) is None
-                and found.refusal(binding.key, binding.commitment) is None
-            )
-            if free and binding.commitment:
+        for binding in () if self.in_doubt else list(state.contests):
+            if _is_free(state, binding):
                 self._bound(
                     state,
                     Admission(binding.key),
@@ -377,3 +383,12 @@ class Bindings:
                     binding.commitment,
                     binding.address,
                 )
+
+
+def _is_free(state: NameState, binding: Binding) -> bool:
+    """Return True if the name may stand for what contests it."""
+    found = state.claimed
+    free = found is None or (
+        found.get(binding.key) is None and found.refusal(binding.key, binding.commitment) is None
+    )
+    return free and bool(binding.commitment)

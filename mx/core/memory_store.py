@@ -22,12 +22,16 @@ _KEPT_ENTRIES = 256
 class MemoryStore(Store):
     """State in memory: every verb takes effect at once, and steps never run again."""
 
-    def __init__(self, *, kept_entries: int = _KEPT_ENTRIES) -> None:
+    outlives = False
+
+    def __init__(self, clock: Callable[[], float], *, kept_entries: int = _KEPT_ENTRIES) -> None:
         """
         Args:
+            clock: Returns the time in seconds, and never goes back.
             kept_entries: The entries of the stream that are kept once readers have been woken.
         """
         super().__init__()
+        self._clock = clock
         self._kept_entries = kept_entries
         self.epoch = uuid.uuid4().hex
         self._names: dict[str, NameState] = {}
@@ -44,6 +48,16 @@ class MemoryStore(Store):
         self._documents: dict[bytes, bytes] = {}
         self._latest = 0
         self._entries: deque[Entry] = deque()
+
+    def clock(self) -> float:
+        return self._clock()
+
+    async def catch_up(self) -> None:
+        pass  # nothing else writes
+
+    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+        if self.epoch == expected:
+            self.epoch, self.doubt_until_s = uuid.uuid4().hex, doubt_until_s
 
     async def atomically(self, steps: Callable[[], _T]) -> _T:
         try:

@@ -37,7 +37,7 @@ class NameState:
     has the revision that NAME means for the ranks of each bundle: the newest one that has been
     complete, for all ranks; before one has been, the oldest. A variant that is no rank of several
     has none: `mx.core.meanings` takes the newest revision of it that is served. `numbers` is the
-    number of the last binding that was made. `version` is the store's, for its comparison.
+    number of the last binding that was made.
     """
 
     name: str
@@ -46,7 +46,6 @@ class NameState:
     contests: list[Binding] = field(default_factory=list)
     meant: dict[str, str] = field(default_factory=dict)
     numbers: int = 0
-    version: int = 0
 
     @property
     def empty(self) -> bool:

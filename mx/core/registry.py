@@ -83,6 +83,7 @@ class Registry:
         self.limits = limits or Limits()
         self._store = store
         self._now = self._began_s = -math.inf
+        self._settled_s = -math.inf  # the end of the last doubt after which names were settled
         self._quota = Quota(
             store,
             Kind.SOURCES,
@@ -137,14 +138,9 @@ class Registry:
             self._quota.check(address)
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
-        may_restore = self._now < self._began_s + self.binding_grace_s
-        admission = admit(
-            self._bindings,
-            record.model,
-            record.ref,
-            Claim(commitment, intent, receipt, may_restore),
-            address=address,
-        )
+        late_s = max(self._began_s, self._store.doubt_until_s) + self.binding_grace_s
+        claim = Claim(commitment, intent, receipt, self._now < late_s, self._bindings.in_doubt)
+        admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
         before = None if known is None else known.record
         readers, gb_per_s = (known.readers, known.gb_per_s) if known else (0, 0.0)
@@ -250,11 +246,20 @@ class Registry:
         if self._began_s == -math.inf:
             self._began_s = now
             self._begin()
+        self._bindings.in_doubt = now < self._store.doubt_until_s
         for source_id in self._store.due_sources(now):
             self._drop(source_id, "lease expired")
         self._store.forget(now)
         self._bindings.lapse(now)
+        self._end_doubt()
         self._name()
+
+    def _end_doubt(self) -> None:
+        """Let what was found by its pin in a doubt have its name, if it is free."""
+        until_s = self._store.doubt_until_s
+        # Again until nothing is left: these steps may have no effect.
+        if self._settled_s < until_s <= self._now and not self._bindings.settle():
+            self._settled_s = until_s
 
     def _begin(self) -> None:
         """Give each source that the store has from before a full lease: none could be renewed."""

@@ -7,6 +7,7 @@ stream of changes. What each verb promises is in docs/coordinator-state.md too.
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,23 +41,73 @@ class Store(ABC):
     """The state of one or more coordinators.
 
     Reading verbs answer at once, and with their own writes. What they return may be changed only by
-    who writes it back in the same steps (`decide`, `put_source`). Times are in seconds on the clock
-    of the registry. A store that outlives its process needs one that goes on.
+    who writes it back in the same steps (`decide`, `put_source`). Times are in seconds on `clock`.
     """
 
-    #: Differs after each loss of state: clients that see a new epoch register again.
+    #: Differs after each loss of state: clients that see a new epoch register again. It may change
+    #: while the store is in use.
     epoch: str
+    #: True if it goes on when its coordinators end. What then comes back may be older, or empty.
+    outlives: bool = True
+    #: Until when names bind by receipt only, since the state may have lost some; -inf: no doubt.
+    doubt_until_s: float = -math.inf
 
     def __init__(self) -> None:
-        self._wakes: list[Callable[[], None]] = []
+        self._wakes: list[Callable[[bool], None]] = []
 
-    def subscribe(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, on the event loop, whenever the stream may have grown."""
+    def subscribe(self, wake: Callable[[bool], None]) -> None:
+        """Call `wake`, on the event loop, whenever the stream may have grown.
+
+        Args:
+            wake: Called with True if the stream begins again: what was read of it does not count.
+        """
         self._wakes.append(wake)
 
-    def _wake(self) -> None:
+    def _wake(self, *, begins_again: bool = False) -> None:
         for wake in self._wakes:
-            wake()
+            wake(begins_again)
+
+    @abstractmethod
+    def clock(self) -> float:
+        """Return the time, in seconds, on the clock of all times here. It never goes back, and all
+        coordinators that share the state share it."""
+
+    async def open(self) -> None:  # noqa: B027 - a store in memory has nothing to do
+        """Begin. Reading verbs answer from here on.
+
+        Raises:
+            MxError: The state cannot be had; the message says why.
+        """
+
+    async def close(self) -> None:  # noqa: B027
+        """Write what is left to write, and release everything."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise an error if what the reading verbs know is too old to answer with.
+
+        Raises:
+            MxError: It is; the message says why.
+        """
+
+    @abstractmethod
+    async def catch_up(self) -> None:
+        """See everything that any coordinator has written before this call.
+
+        Raises:
+            MxError: The state cannot be reached.
+        """
+
+    @abstractmethod
+    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+        """Begin a new epoch, with doubt. Does nothing if the epoch is not `expected` any more.
+
+        Args:
+            expected: The epoch that is to end.
+            doubt_until_s: See `doubt_until_s`.
+
+        Raises:
+            MxError: The state cannot be written.
+        """
 
     @abstractmethod
     async def atomically(self, steps: Callable[[], _T]) -> _T:
@@ -79,7 +130,7 @@ class Store(ABC):
 
     @abstractmethod
     def decide(self, state: NameState) -> None:
-        """Let a name be this if it still is what `name` returned: compare and set, by its version.
+        """Let a name be this if it still is what `name` returned: compare and set.
 
         An empty state ends it. If it has changed meanwhile, `atomically` begins again.
         """

@@ -75,6 +75,7 @@ class TransferMachine:
         self._verification = Verification(grid, page_of, wanted, shares)
         self.holdings = self._verification.holdings
         self.retries = 0
+        self.wrong = 0  # parts that did not match their digests
         self._grid = grid
         self._several_connections = several_connections
         self._wanted = wanted
@@ -353,6 +354,7 @@ class TransferMachine:
         """Read a part again, and blame its sender."""
         chunk, source = part.chunk, load.source
         self.retries += 1
+        self.wrong += 1
         load.wrong_parts += 1
         self._verification.wrong(part, source)
         self._missing.give_back(part)

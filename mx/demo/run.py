@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +26,9 @@ from mx.units import GB, count, format_bytes, format_rate, format_seconds
 START_TIMEOUT_S = 60.0
 #: Reading, moving and checking a model may take long on a slow disk, but not forever.
 WORK_TIMEOUT_S = 1800.0
+
+#: How long a pull takes from the source that `hold` leaves.
+HELD_PULL_S = 20
 
 #: What is shown, and the arguments that select it in `mx pull` and in `mx.pull`.
 PATHS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
@@ -58,8 +64,8 @@ class Row:
         }
 
 
-def run(checkpoint: Path | None, console: Console) -> list[Row]:
-    """Start a coordinator, then serve and pull each model; show it on `console`.
+def run(checkpoint: Path | None, console: Console, *, hold: bool = False) -> list[Row]:
+    """Start a coordinator and its page, then serve and pull each model; show it on `console`.
 
     Every process has ended and every file is removed when this returns or raises.
 
@@ -67,6 +73,7 @@ def run(checkpoint: Path | None, console: Console) -> list[Row]:
         checkpoint: A safetensors file or a folder of them. None stands for a small real model and
             a random Llama of 1 GB.
         console: Where the processes, the layers as they come and the tables go.
+        hold: At the end serve the model once more, until Ctrl-C, for pulls of the user's own.
 
     Returns:
         A row for each model and path.
@@ -84,12 +91,21 @@ def run(checkpoint: Path | None, console: Console) -> list[Row]:
         )
         address = str(coordinator.answer(START_TIMEOUT_S)["listen"])
         console.print(f"[bold]coordinator[/]  process {coordinator.pid} at {address}")
+        page = _start_page(stack, folder, address, console)
         for example in _examples(folder, checkpoint, console):
             rows += _show(example, folder, address, console)
         # Of its own models the larger one would take long, and show no more.
         model = models.small_llama(folder) if checkpoint is None else example
         if model is not None and first_token.generates(model.path):
             _show_first_token(model, folder, address, console)
+        _sum_up(rows, console)
+        if hold:
+            _hold(example, int(rows[-1].report["bytes"]), folder, address, page, console)
+    return rows
+
+
+def _sum_up(rows: Sequence[Row], console: Console) -> None:
+    """Print the tables. Raises IntegrityError if a pulled model differs."""
     for name in dict.fromkeys(row.model for row in rows):
         console.print()
         console.print(_table([row for row in rows if row.model == name]))
@@ -97,7 +113,42 @@ def run(checkpoint: Path | None, console: Console) -> list[Row]:
         if not row.verdict.same:
             raise IntegrityError(f"{row.model}, {row.path}: weights differ: {row.verdict.how}")
     console.print("\n[green]Every pulled model is the same as the one on disk.[/]")
-    return rows
+
+
+def _start_page(stack: ExitStack, folder: Path, coordinator: str, console: Console) -> str:
+    """Start the page, for as long as the stack lasts. Returns its URL; "" without its libraries."""
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        console.print("[bold]page[/]         not shown: pip install 'mx-peer[web]'", markup=True)
+        return ""
+    arguments = ["--listen", "127.0.0.1:0", "--coordinator", coordinator]
+    page = stack.enter_context(_command("web", arguments, folder))
+    url = str(page.answer(START_TIMEOUT_S)["url"])
+    console.print(f"[bold]page[/]         process {page.pid}: open [bold]{url}[/] in a browser")
+    return url
+
+
+def _hold(
+    example: models.Example,
+    nbytes: int,
+    folder: Path,
+    coordinator: str,
+    page: str,
+    console: Console,
+) -> None:
+    """Serve a model as over a link, and say how to pull it, until Ctrl-C."""
+    rate = max(1_000_000, nbytes // HELD_PULL_S)
+    arguments = [str(example.path), "--model", example.name, "--coordinator", coordinator]
+    with _command("serve", [*arguments, "--max-bandwidth", str(rate)], folder) as source:
+        source.answer(WORK_TIMEOUT_S)
+        console.print(
+            f"\n[bold]your turn[/]    a source sends {example.name} at {format_rate(rate)}. In "
+            f"another terminal:\n  mx pull {example.name} --coordinator {coordinator} --no-attach"
+        )
+        if page:
+            console.print(f"and see it on {page}")
+        console.print("Ctrl-C ends the demo.")
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 def _command(verb: str, arguments: Sequence[str], folder: Path, *, shown: bool = False) -> Child:

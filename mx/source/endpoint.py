@@ -8,7 +8,7 @@ import socket
 
 from mx import discovery
 from mx.errors import ConfigError
-from mx.wire.address import WILDCARDS, is_local, join_address, split_address
+from mx.wire.address import WILDCARDS, each_address, is_local, join_address, split_address
 
 
 def is_wildcard(address: str) -> bool:
@@ -22,8 +22,8 @@ def dialled_host(listen: str, advertise: str, coordinator: str) -> str:
     Args:
         listen: The address on which the control endpoint listens.
         advertise: The address that is registered instead, or "".
-        coordinator: The coordinator's address, or "" for none. This machine's address on the route
-            to it replaces a wildcard.
+        coordinator: The coordinator's address or addresses, "" for none. This machine's address on
+            the route to it replaces a wildcard.
 
     Raises:
         ConfigError: As `require_dialable`.
@@ -83,12 +83,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(coordinator: str, family: int) -> str:
-    """Return this machine's address on the route to the coordinator; "" if there is no route."""
-    host, port = split_address(coordinator)
+    """Return this machine's address on the route to the coordinator, of several to the first that
+    is elsewhere and has a route; "" if there is no route."""
     found: list[tuple[int, tuple[object, ...]]] = []
-    with contextlib.suppress(OSError):
-        answers = socket.getaddrinfo(host, port or 1, family, socket.SOCK_DGRAM)
-        found = [(int(kind), where) for kind, _, _, _, where in answers]
+    elsewhere = [each for each in each_address(coordinator) if not is_local(each)]
+    for host, port in map(split_address, elsewhere):
+        with contextlib.suppress(OSError):
+            answers = socket.getaddrinfo(host, port or 1, family, socket.SOCK_DGRAM)
+            found += [(int(kind), where) for kind, _, _, _, where in answers]
     for kind, where in found:
         # Connecting a datagram socket sends nothing, but makes the kernel choose its address.
         with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:

@@ -10,9 +10,11 @@ import functools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+from mx import counters
 from mx.core.grants import Principal
 from mx.core.leases import LeaseBook
 from mx.log import event
@@ -56,12 +58,18 @@ class Grant:
         self.sending: list[Sending] = []
         self._grants = grants
         self._exposures: list[Exposure] = []  # those that were asked for a ticket
+        self._transports: list[str] = []  # theirs
         self._writing: asyncio.Task[None] | None = None
         self._began_s = 0.0
 
     def sent(self) -> int:
         """Return the bytes that were sent on it so far."""
         return sum(exposure.sent_to(self.id) for exposure in self.sending)
+
+    @property
+    def transport(self) -> str:
+        """The transport by which it is read; "several" if the reader has a choice."""
+        return self._transports[0] if len(self._transports) == 1 else "several"
 
     async def begin(self, transports: Iterable[str], context: Any) -> None:
         """Hand out the tickets, and send events from then on. Whatever this raises, call `end`.
@@ -140,6 +148,7 @@ class Grant:
         for name, exposure in self.served.exposures.items():
             if not wanted or name in wanted:
                 self._exposures.append(exposure)
+                self._transports.append(name)
                 ticket = exposure.grant(self.id)
                 if self.principal.name and isinstance(exposure, Authenticating):
                     exposure.bind(self.id, self.principal.name)
@@ -219,9 +228,21 @@ class Grants:
         if self._open.pop(grant.id, None) is None:
             return False
         self.leases.lose(grant.id)
+        counters.add(counters.GIVEN_BYTES, grant.transport, self._given_nbytes(grant))
         self.limits.closed(grant.id)
         self.counts.closed(grant)
         return True
+
+    def given_bytes(self) -> Counter[str]:
+        """Return the bytes that readers have had so far on open grants, by transport; those of
+        ended ones are in `mx.counters`."""
+        found: Counter[str] = Counter()
+        for grant in self._open.values():
+            found[grant.transport] += self._given_nbytes(grant)
+        return found
+
+    def _given_nbytes(self, grant: Grant) -> int:
+        return grant.sent() if grant.sending else self.limits.reported_nbytes(grant.id)
 
     def has_unexpired(self, source_id: str) -> bool:
         """Return True if a reader may still trust what it reads from this source."""

@@ -124,6 +124,11 @@ class SourceLimits:
         if not grant.sent:
             self._meter(grant.source_id).reported(grant_id, nbytes, self._clock())
 
+    def reported_nbytes(self, grant_id: str) -> int:
+        """Return the bytes that a grant's reader reports to have read so far."""
+        grant = self._grants.get(grant_id)
+        return 0 if grant is None else grant.reported_nbytes
+
     def seen(self, grant_id: str, sent_nbytes: int, *, fetches: bool) -> None:
         """Record the bytes that were sent on a grant so far, as its progress.
 

@@ -171,7 +171,8 @@ class Registrar:
                 if place.updates or last:
                     raise
                 continue  # it was bound meanwhile
-            if self._models[held.source_id].pin_only:
+            # Where nothing is bound, the state is in doubt: the name comes when that ends.
+            if self._models[held.source_id].pin_only and await self._listed(asked.name):
                 raise not_the_owner(asked.name, "bind another revision or variant of it")
             if key not in bound:
                 settling = self._settle(held)

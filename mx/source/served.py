@@ -30,6 +30,10 @@ class Participant(Protocol):
                 it dialled begins or ends.
         """
 
+    @property
+    def slots(self) -> int:
+        """How many slots are in use."""
+
     def opened(self, reader_id: str) -> bool:
         """Record that a pull was granted reads. Return True if it must request each chunk."""
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import uuid
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -84,6 +86,10 @@ class SourceStats:
     pin_only: bool = False
 
 
+#: The sources of this process that have started and are not closed.
+running: weakref.WeakSet[SourceServer] = weakref.WeakSet()
+
+
 class SourceServer:
     """The sources of one process behind one control address. All methods run on the loop."""
 
@@ -130,6 +136,23 @@ class SourceServer:
             any(served.pin_only for served in servicer.models.values()),
         )
 
+    def figures(self) -> dict[str, int]:
+        """Return how many leases of readers, slots in use and open swarm streams there are."""
+        slots = sum(served.participant.slots for served in self._servicer.models.values())
+        streams = self._servicer.streams
+        return {"leases": len(self._grants.leases), "slots": slots, "streams": streams}
+
+    def held_bytes(self) -> Counter[str]:
+        """Return the bytes of the weights that are served, by model name."""
+        found: Counter[str] = Counter()
+        for served in self._servicer.models.values():
+            found[served.held.key.name] += served.held.manifest.layout.payload_nbytes
+        return found
+
+    def given_bytes(self) -> Counter[str]:
+        """Return the bytes that readers had so far on open grants, by transport."""
+        return self._grants.given_bytes()
+
     async def start(self) -> None:
         """Listen.
 
@@ -145,6 +168,7 @@ class SourceServer:
         if self.options.tls is not None or self.options.policy:
             hosts = await in_thread(self._secure, hosts)
         await uncut(self._listen())  # to its end, so that `close` knows what listens
+        running.add(self)
         self._place = self._expose_place = discovery.here(addresses=hosts)
         if self._at_host:
             # Its own addresses and interfaces are of no use to readers.
@@ -472,6 +496,7 @@ class SourceServer:
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
         self.retirement.closing = True
+        running.discard(self)
         self._servicer.state = SourceState.DRAINING
         if self.lending is not None:
             await self.lending.close()

@@ -186,6 +186,11 @@ class Node:
         return self.holdings.bits if self._gives else 0
 
     @property
+    def slots(self) -> int:
+        """How many slots are in use."""
+        return self._uploads.slots
+
+    @property
     def crowded(self) -> bool:
         """Return True if readers have to request chunks here before they read."""
         return self._uploads.reader_count > 1 or not self.complete

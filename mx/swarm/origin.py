@@ -60,6 +60,11 @@ class Origin:
         del trades
         self._uploads.sent = sent
 
+    @property
+    def slots(self) -> int:
+        """How many slots are in use."""
+        return self._uploads.slots
+
     # -- readers' leases ------------------------------------------------------------------------
 
     def opened(self, reader_id: str) -> bool:

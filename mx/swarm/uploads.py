@@ -45,6 +45,11 @@ class Uploads:
         return len(self._leases)
 
     @property
+    def slots(self) -> int:
+        """How many slots are in use."""
+        return self._slots.reading
+
+    @property
     def idle(self) -> bool:
         """True if time alone changes nothing here: `tick` is not to be called until an event."""
         return self._slots.idle

@@ -102,8 +102,13 @@ class FromSources(Attempt):
             if options.out is not None:
                 await write_first(options, locator, found, delivery.side_page, self._log.waiting)
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
-                report = await self._read(locator, connector, found, delivery)
-                span.set(retries=report.retries, paths=len(report.paths))
+                try:
+                    report = await self._read(locator, connector, found, delivery)
+                    span.set(retries=report.retries, paths=len(report.paths))
+                finally:
+                    transfer = self._transfer
+                    if transfer is not None and transfer.retries:
+                        span.set(retries=transfer.retries, wrong=transfer.wrong)
         finally:
             await uncut(closing.aclose())
         return await self._commit(delivery, report)

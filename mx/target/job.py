@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Mapping
 
+from mx import trace
 from mx.core.progress import Progress
 from mx.core.reuse import Held
 from mx.core.types import ModelKey
@@ -31,7 +32,7 @@ from mx.target.events import EventLog, Readiness, changed
 from mx.target.from_sources import FromSources
 from mx.target.options import PullOptions
 from mx.target.paths import target_place
-from mx.target.report import PullReport, again
+from mx.target.report import PathReport, PullReport, again
 from mx.target.resolver import FIRST_S
 from mx.target.whole import FromStore
 from mx.transport import Transport
@@ -82,6 +83,10 @@ class Job:
         """Return a snapshot."""
         return self._attempt.progress()
 
+    def paths(self) -> list[PathReport]:
+        """Return what the present attempt has brought over each path so far."""
+        return self._attempt.paths()
+
     # -- editions ---------------------------------------------------------------------------------
 
     def _not_begun(self, ready: Readiness) -> Attempt:
@@ -114,10 +119,16 @@ class Job:
     async def run(self) -> None:
         """Run to the end; the log gets the report or the error. Raises only if cancelled."""
         try:
-            report = await self._from_chain()
-            report.steps = self._chain.report() if self.options.bound else []
-            self._log.phase = "complete"
-            self._log.finished(report)
+            with trace.span("pull", model=self.options.name, job=id(self)) as span:
+                try:
+                    report = await self._from_chain()
+                except BaseException:
+                    span.set(moved=self.paths())
+                    raise
+                report.steps = self._chain.report() if self.options.bound else []
+                self._log.phase = "complete"
+                self._log.finished(report)
+                span.set(report=report)
         except BaseException as error:  # callers that wait on the log need any error
             failure = unexpected(error)
             self._log.failing(failure)

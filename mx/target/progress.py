@@ -17,6 +17,7 @@ from mx.errors import MxError
 from mx.runtime import set_by
 from mx.target.events import EventLog
 from mx.target.options import PullOptions
+from mx.wire.address import each_address
 from mx.wire.client import CoordinatorClient
 from mx.wire.progress import Report
 
@@ -51,7 +52,7 @@ class ProgressReporter:
         """
         Args:
             options: The pull's.
-            coordinator: HOST:PORT of what it reports to.
+            coordinator: Its address, or those of several; see `CoordinatorClient`.
             state: The pull's events.
             progress: Returns a snapshot.
             key: Returns the model, as far as it is known.
@@ -110,9 +111,11 @@ class ProgressReporter:
             timeout_s=self._options.connect_timeout_s,
         )
         try:
-            with contextlib.suppress(MxError):
-                async with client.reporting() as report:
-                    await self._report(report)
+            for _ in each_address(self._coordinator):  # at once, if one does not answer
+                with contextlib.suppress(MxError):
+                    async with client.reporting() as report:
+                        await self._report(report)
+                    return
         finally:
             await client.close()
 

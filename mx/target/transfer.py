@@ -152,6 +152,11 @@ class Transfer:
         return self._machine.retries
 
     @property
+    def wrong(self) -> int:
+        """How many reads brought bytes that did not match their digests."""
+        return self._machine.wrong
+
+    @property
     def causes(self) -> tuple[MxError, ...]:
         """Why reads and connections failed so far."""
         return self._call(lambda machine: machine.causes)

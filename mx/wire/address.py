@@ -50,6 +50,12 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def each_address(text: str) -> tuple[str, ...]:
+    """Return the addresses of "HOST:PORT,HOST:PORT", each once; unix:PATH is one address."""
+    found = [text] if text.startswith("unix:") else [each.strip() for each in text.split(",")]
+    return tuple(dict.fromkeys(found))
+
+
 def host_of(address: str) -> str:
     """Return the host of a dialled address; "unix" for unix:PATH."""
     return "unix" if address.startswith("unix:") else split_address(address)[0]
@@ -103,12 +109,15 @@ def host_of_peer(peer: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return True if an address stays on this machine: loopback addresses and unix sockets.
+    """Return True if an address, or each of several, stays on this machine: loopback addresses and
+    unix sockets.
 
     Names other than localhost count as remote, since they may resolve to another address later.
     """
     if address.startswith("unix:"):
         return True
+    if "," in address:
+        return all(map(is_local, each_address(address)))
     host, _ = split_address(address)
     if host.lower().rstrip(".") == "localhost":
         return True

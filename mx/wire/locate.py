@@ -97,13 +97,13 @@ class Locator:
         found = await self._coordinator().resolve(
             self._where.name, self._where.revision, self._where.variant
         )
+        remote = self._coordinator().remote
         if not found.ref.pinned_by(self._pin):
             raise ManifestError(
-                f"the coordinator at {self._where.coordinator} answers {self._where.name} with "
+                f"the coordinator at {remote.address} answers {self._where.name} with "
                 f"{found.model}@{found.ref.pin.hex()}, which the pin does not name",
                 hint="it is broken or lies: ask another one, or a source with `peer`",
             )
-        remote = Remote(Role.COORDINATOR, str(self._where.coordinator))
         planned_here(found.ref.layout_version, f"{found.model} is listed", remote)
         return _located(found.model, found.ref, found.sources, found.documents)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -31,6 +30,8 @@ LOOK_S = 1.0
 SETTLE_S = 0.2
 _MOST_BYTES = 4 << 20
 _MOST_KEPT = 16
+#: The most channels of one `ReloadingChannel`.
+_MOST_CHANNELS = 16
 
 Pem = tuple[bytes, bytes, bytes]
 
@@ -169,7 +170,9 @@ def _say_kept(tls: TlsFiles, error: MxError) -> None:
 class ReloadingChannel:
     """As a grpc.aio channel whose new calls use the certificates of now. On the loop; `close` it.
 
-    A channel with other certificates is closed once its last call has ended.
+    Calls that began with other certificates go on: their channels stay until `close`, of many the
+    newest. (To be told when a call ends would keep the call, and its connection, until garbage is
+    collected.) A channel without calls has no connection.
     """
 
     def __init__(self, tls: TlsFiles, make: Callable[[grpc.ChannelCredentials], Any]) -> None:
@@ -183,9 +186,7 @@ class ReloadingChannel:
         """
         self._tls, self._make = tls, make
         self._pem = client_files(tls)
-        self._channel = self._opened()
-        self._calls: Counter[Any] = Counter()  # by channel
-        self._replaced: set[Any] = set()
+        self._channels = [self._opened()]
         self._closing: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, kind: str) -> Any:
@@ -194,11 +195,7 @@ class ReloadingChannel:
 
         def method(*about: Any, **options: Any) -> Callable[..., Any]:
             def begin(*request: Any, **more: Any) -> Any:
-                channel = self._current()
-                call = getattr(channel, kind)(*about, **options)(*request, **more)
-                self._calls[channel] += 1
-                call.add_done_callback(lambda _: self._ended(channel))
-                return call
+                return getattr(self._current(), kind)(*about, **options)(*request, **more)
 
             return begin
 
@@ -206,8 +203,7 @@ class ReloadingChannel:
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close it, as grpc.aio does."""
-        channels, self._replaced = [self._channel, *self._replaced], set()
-        await asyncio.gather(*(channel.close(grace_s) for channel in channels), *self._closing)
+        await asyncio.gather(*(each.close(grace_s) for each in self._channels), *self._closing)
 
     def _opened(self) -> Any:
         certificate, key, authority = self._pem
@@ -216,20 +212,11 @@ class ReloadingChannel:
     def _current(self) -> Any:
         pem = client_files(self._tls)
         if pem != self._pem:
-            self._pem, was = pem, self._channel
-            self._channel = self._opened()
-            self._replaced.add(was)
-            self._calls[was] += 1
-            self._ended(was)
-        return self._channel
-
-    def _ended(self, channel: Any) -> None:
-        self._calls[channel] -= 1
-        if self._calls[channel] > 0:
-            return
-        del self._calls[channel]
-        if channel in self._replaced:
-            self._replaced.discard(channel)
-            closing = asyncio.create_task(channel.close(None), name="mx-channel-end")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._pem = pem
+            self._channels.append(self._opened())
+            if len(self._channels) > _MOST_CHANNELS:
+                oldest = self._channels.pop(0)
+                closing = asyncio.create_task(oldest.close(None), name="mx-channel-end")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        return self._channels[-1]

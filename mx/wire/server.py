@@ -21,7 +21,7 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from mx import runtime
+from mx import counters, runtime
 from mx.core import versions
 from mx.core.versions import Versions
 from mx.errors import (
@@ -185,6 +185,7 @@ async def _agree_on_versions(context: Any, service: str, *, streams_out: bool) -
 
 
 async def _abort(context: Any, error: MxError) -> None:
+    counters.add(counters.REFUSED, type(error).__name__)
     _log_refusal(context, error)
     # The versions too: a refused call has no other metadata.
     trailers = ((DETAIL_KEY, encode_detail(error)), *headers())

@@ -198,7 +198,7 @@ def test_mangled_requests() -> None:
         @settings(max_examples=300)
         @given(mangled())
         def attack(exchange: tuple[str, list[bytes]]) -> None:
-            assert runner.run(call(client._channel, *exchange)) not in NEVER
+            assert runner.run(call(client.link.channel, *exchange)) not in NEVER
 
         async def stop() -> None:
             await client.close()
@@ -206,7 +206,7 @@ def test_mangled_requests() -> None:
 
         try:
             attack()
-            assert runner.run(call(client._channel, "Register", REQUESTS["Register"])) in (
+            assert runner.run(call(client.link.channel, "Register", REQUESTS["Register"])) in (
                 grpc.StatusCode.OK,
                 grpc.StatusCode.FAILED_PRECONDITION,  # a mangled one raised the generation
                 grpc.StatusCode.PERMISSION_DENIED,  # or took the source id with another secret

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -119,23 +120,45 @@ def test_serve_and_hold_end_when_they_are_asked(
 def test_demo_with_a_checkpoint_of_ones_own(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     command = run("demo", "--checkpoint", str(checkpoint), "--json",
                   env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
-    result = command.json(55)
+    result = command.json(100)
     assert command.wait() == 0
     assert [row["path"].split()[0] for row in result["pulls"]] == ["attach,", "copy", "tcp"]
     assert [row["same"] for row in result["pulls"]] == [True] * 3
     assert {path["transport"] for path in result["pulls"][2]["pull"]["paths"]} == {"tcp"}
     assert all(row["memcpy_fresh_gb_per_s"] > 0 for row in result["pulls"])
     assert "byte for byte" in command.err
+    assert re.search(r"^page .* open http://127\.0\.0\.1:\d+/ in a browser$", command.err, re.M)
     assert list(tmp_path.glob("mx-demo-*")) == []
 
 
+@pytest.mark.timeout(300)
+def test_a_demo_that_holds_lets_its_user_pull(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    command = run("demo", "--checkpoint", str(checkpoint), "--hold",
+                  env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "200"})  # fmt: skip
+    command.until(lambda: "Ctrl-C ends the demo." in command.out, "its turn", 200)
+    typed = re.search(r"^  mx (pull .*)$", command.out, re.M)
+    assert typed is not None
+    page = re.search(r"and see it on (http://\S+/)$", command.out, re.M)
+    assert page is not None
+    pull = run(*typed[1].split())
+    with urllib.request.urlopen(f"{page[1]}events", timeout=60) as stream:
+        while b'["pull",' not in (line := stream.readline()):
+            assert line, "the page's stream ended"
+    pull.end()
+    command.signal(signal.SIGINT)
+    assert command.wait(50) == 0
+    assert "Every pulled model is the same" in command.out
+    assert list(tmp_path.glob("mx-demo-*")) == []
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_demo_leaves_nothing(
     run: Run, large_checkpoint: Path, tmp_path: Path, number: int
 ) -> None:
     command = run("demo", "--checkpoint", str(large_checkpoint),
                   env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
-    command.until(lambda: "target" in command.out, "the first pull")
+    command.until(lambda: "target" in command.out, "the first pull", 100)
     command.signal(number)
     assert command.wait(50) == 128 + number
     assert "Traceback" not in command.err

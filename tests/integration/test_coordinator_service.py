@@ -151,7 +151,7 @@ async def test_more_sources_than_one_message_holds() -> None:
 async def raw(client: CoordinatorClient, method: str, *messages: bytes) -> grpc.aio.AioRpcError:
     """The refusal that these bytes meet."""
     streaming = method in ("Register", "Heartbeat")
-    channel: Any = client._channel
+    channel: Any = client.link.channel
 
     async def requests() -> AsyncIterator[bytes]:
         for message in messages:
@@ -237,7 +237,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
         assert await client.list_sources() == [] and await client.list_models() == []
         assert await state.missing([document_digest(d) for d in DOCUMENTS])
         good = [scattered, *pages, rows_of(first, second)]
-        channel: Any = client._channel
+        channel: Any = client.link.channel
 
         async def requests() -> AsyncIterator[bytes]:
             for message in good:
@@ -363,11 +363,11 @@ async def test_watchers_get_a_draining_source() -> None:
 
 async def test_health_and_reflection_answer() -> None:
     async with coordinator() as client:
-        check: Any = health_pb2_grpc.HealthStub(client._channel)
+        check: Any = health_pb2_grpc.HealthStub(client.link.channel)
         for service in ("", "mx.wire.v1.Coordinator", "mx.wire.v1.Documents"):
             answer = await check.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        reflect: Any = reflection_pb2_grpc.ServerReflectionStub(client._channel)
+        reflect: Any = reflection_pb2_grpc.ServerReflectionStub(client.link.channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         async for answer in reflect.ServerReflectionInfo(iter([request])):
             names = {service.name for service in answer.list_services_response.service}
@@ -383,7 +383,7 @@ async def test_names_are_checked_before_they_are_sent() -> None:
             await client.resolve("llama")
 
 
-@pytest.mark.parametrize("spec", ["sqlite:/tmp/x.db", "redis://h", "what", ""])
+@pytest.mark.parametrize("spec", ["sqlite:", "redis://", "redis://h/0?prefix=a-b", "what", ""])
 def test_states_that_are_not_there(spec: str) -> None:
     with pytest.raises(ConfigError):
         open_state(spec)

@@ -83,6 +83,12 @@ def test_serve_pull_and_look(run: Run, plain: dict[str, str], tmp_path: Path) ->
         assert json.loads(looked.out)
 
 
+def test_the_page_names_its_extra(run: Run, plain: dict[str, str]) -> None:
+    command = run("web", env=plain)
+    assert command.wait() == 2
+    assert "pip install 'mx-peer[web]'" in command.err
+
+
 def test_the_environment_lacks_what_is_an_extra(plain: dict[str, str]) -> None:
     for package, missing in (("pytest", True), ("torch", True), ("grpc", False), ("mx", False)):
         ended = subprocess.run([sys.executable, "-c", f"import {package}"], env=plain, check=False)

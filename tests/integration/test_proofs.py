@@ -17,7 +17,8 @@ from mx.core.ownership import Purpose, Receipt, proof, statement
 from mx.core.types import SourceRecord, SourceRole
 from mx.errors import BindingError, MxError, NotAllowedError, UnknownSourceError
 from mx.namekey import NameKey
-from mx.wire.client import CoordinatorClient, _proved
+from mx.wire.client import CoordinatorClient
+from mx.wire.registering import _proved
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.support.records import by_digest, make_documents, make_record, register_at, registration
 
@@ -48,7 +49,7 @@ async def register(client: CoordinatorClient, record: SourceRecord, **given: Any
 async def nonce_of(client: CoordinatorClient, record: SourceRecord) -> bytes:
     """Have the documents held, and return a nonce."""
     digests = [digest for digest, _ in record.ref.documents]
-    found = await client._stub.Missing(pb.MissingRequest(digests=digests))
+    found = await client.link.stub.Missing(pb.MissingRequest(digests=digests))
     return bytes(found.nonce)
 
 
@@ -85,7 +86,7 @@ async def send(client: CoordinatorClient, source: pb.Source) -> pb.RegisterRespo
     from mx.wire.channel import translating
 
     with translating(client.remote):
-        answer: pb.RegisterResponse = await client._stub.Register(requests())
+        answer: pb.RegisterResponse = await client.link.stub.Register(requests())
     return answer
 
 
@@ -151,11 +152,16 @@ def test_nonces_end() -> None:
 
 
 def test_receipts_are_the_coordinators_own() -> None:
-    mine, again, other = (Proofs(key, lambda: 0.0) for key in (b"a" * 32, b"a" * 32, b"b" * 32))
+    def of(key: bytes, epoch: str) -> Proofs:
+        return Proofs(key, lambda: 0.0, lambda: epoch)
+
+    mine, again, other = of(b"a" * 32, "1"), of(b"a" * 32, "2"), of(b"b" * 32, "1")
     bound = Receipt(make_record(OLD).model, b"i" * 32, b"c" * 32, "", 0)
     given = mine.receipt(bound)
     found = again.read(given)
     assert found is not None and replace(found, issued_s=0.0) == bound and found.issued_s > 0
+    own = mine.read(given)
+    assert own is not None and own.this_life and not found.this_life
     assert other.read(given) is None and mine.read(b"") is None
     for at in range(len(given)):
         assert mine.read(given[:at] + bytes([given[at] ^ 1]) + given[at + 1 :]) is None
@@ -213,7 +219,7 @@ async def test_a_receipt_of_this_life_wins_against_nothing_that_is_bound() -> No
 
 def test_a_proof_is_good_for_the_endpoint_that_the_source_has() -> None:
     """A coordinator at which the source registers may pass a proof on, with another's nonce."""
-    proofs = Proofs(b"h" * 32, lambda: 0.0)
+    proofs = Proofs(b"h" * 32, lambda: 0.0, str)
     for replaces in ("", "main"):
         asked = registration(make_record(NEW), SECRET, replaces=replaces)
         made, proved = _proved(asked, KEY, nonce := proofs.nonce())

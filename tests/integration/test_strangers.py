@@ -178,7 +178,7 @@ async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
                     answer = f"{type(error).__name__}: {error.message}"
                 assert answer.startswith("ManifestError") and "decoded" in answer
                 digests = [digest for digest, _ in record.ref.documents]
-                missing = await client._stub.Missing(pb.MissingRequest(digests=digests))
+                missing = await client.link.stub.Missing(pb.MissingRequest(digests=digests))
                 assert set(missing.digests) == set(digests)
             assert await client.list_models() == []
             documents = make_documents("A")

@@ -16,7 +16,8 @@ from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError, UnknownModelError, UnknownSourceError
 from tests.support.owners import owned
 from tests.support.records import make_documents, make_record, register_source
-from tests.support.stores import FollowedRegistry, OverSqlite
+from tests.support.redis_server import needs_redis
+from tests.support.stores import FollowedRegistry, OverStores
 
 LEASE_S, GRACE_S = 5.0, 20.0
 SIZE = 3
@@ -208,12 +209,18 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-class SqliteMachine(OverSqlite, Machine):
-    pass
+class SqliteMachine(OverStores, Machine):
+    kind = "sqlite"
+
+
+class RedisMachine(OverStores, Machine):
+    kind = "redis"
 
 
 TestSqliteMachine = SqliteMachine.TestCase
 TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestRedisMachine = needs_redis(RedisMachine.TestCase)
+TestRedisMachine.settings = settings(max_examples=5, stateful_step_count=30, deadline=None)
 
 
 def test_the_updates_of_ranks_that_make_as_many_have_the_same_numbers() -> None:

@@ -28,6 +28,8 @@ VERBS = (
     "sources",
     "cache",
     "topo",
+    "web",
+    "doctor",
     "demo",
     "bench",
     "config show",

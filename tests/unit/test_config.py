@@ -46,6 +46,17 @@ def test_each_default_passes_its_own_check() -> None:
     assert load(flags) == defaults
 
 
+def test_several_coordinators(tmp_path: Path) -> None:
+    several = "a:1,[::1]:2"
+    assert load({"coordinator": " a:1, [::1]:2,a:1"}).coordinator == several
+    assert load(env={"MX_PEER_COORDINATOR": several}).coordinator == several
+    path = toml(tmp_path, 'coordinator = ["a:1", "[::1]:2"]')
+    assert load(file=path).coordinator == several
+    for wrong in ("a:1,", "a:1,nowhere", ",", 7600, [], ["a:1", 2]):
+        with pytest.raises(ConfigError, match="must be HOST:PORT, or several"):
+            load({"coordinator": wrong})
+
+
 def test_precedence_and_origins(tmp_path: Path) -> None:
     path = toml(
         tmp_path,

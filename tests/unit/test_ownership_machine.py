@@ -1,22 +1,28 @@
 """Owners, strangers and relays that come, go and restart in any order: what may never happen.
 
-The registry is driven with receipts as a coordinator gives them; a restart makes a new one.
+The registry is driven with receipts as a coordinator gives them; a restart makes a new one. Its
+state may come back older, or empty.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
 from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.errors import BindingError, MxError
 from tests.support.owners import commitment_of, owned
 from tests.support.records import make_documents, make_record, register_source
-from tests.support.stores import FollowedRegistry, OverSqlite
+from tests.support.redis_server import needs_redis
+from tests.support.stores import FollowedRegistry, OverStores
 
 LEASE_S, GRACE_S = 5.0, 20.0
 ALICE, BOB, RELAY = b"alice", b"bob", b""
@@ -44,6 +50,7 @@ class Machine(RuleBasedStateMachine):
         self.number = 0
         self.processes: list[Process] = []
         self.registry = self.anew()
+        self.backup: dict[str, Any] = {}
         # What the registry said, for as long as it says it.
         self.bound: dict[ModelKey, bytes] = {}
         self.owners: dict[str, bytes] = {}
@@ -184,6 +191,7 @@ class Machine(RuleBasedStateMachine):
     @rule(order=st.permutations(range(8)))
     def coordinator_restarts(self, order: list[int]) -> None:
         self.registry = self.anew()
+        self.backup = {}
         self.now += 1.0
         self.began_s = self.now
         self.left.clear()
@@ -191,6 +199,35 @@ class Machine(RuleBasedStateMachine):
             earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
             process.receipts = earlier
         for index in order:
+            if index < len(self.processes):
+                self.again(self.processes[index])
+                self.see()
+
+    @rule()
+    def back_up(self) -> None:
+        if type(self.registry.store) is MemoryStore:
+            self.backup = copy.deepcopy(self.registry.store.__dict__)
+
+    @rule(order=st.permutations(range(8)), empty=st.booleans(), early=st.integers(0, 8))
+    def state_is_lost(self, order: list[int], empty: bool, early: int) -> None:
+        """The state comes back older, or empty, and that is noticed. Some register again at once,
+        in the doubt, and the others send heartbeats later."""
+        store = self.registry.store
+        if type(store) is not MemoryStore:
+            return
+        kept = MemoryStore(store.clock).__dict__ if empty else copy.deepcopy(self.backup)
+        store.__dict__ |= kept or MemoryStore(store.clock).__dict__
+        asyncio.run(store.begin_epoch(store.epoch, self.now + LEASE_S))
+        self.registry.take_all_again()
+        self.began_s = self.now + LEASE_S
+        self.left.clear()
+        self.brought = None
+        self.bound = self.stands_for()
+        self.see()
+        for process in self.processes:
+            earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
+            process.receipts = earlier
+        for index in order[:early]:
             if index < len(self.processes):
                 self.again(self.processes[index])
                 self.see()
@@ -208,11 +245,18 @@ class Machine(RuleBasedStateMachine):
 
     # -- what may never happen --------------------------------------------------------------------
 
+    def stands_for(self) -> dict[ModelKey, bytes]:
+        return {m.model: m.ref.identity for m in self.registry.models() if not m.pin_only}
+
     @invariant()
     def see(self) -> None:
         self.registry.tick(self.now)
         self.registry.take_changes()
-        found = {m.model: m.ref.identity for m in self.registry.models() if not m.pin_only}
+        found = self.stands_for()
+        if self.now < self.registry.store.doubt_until_s:
+            told = None if self.brought is None else self.brought.key.name
+            news = [key for key in found if key not in self.bound and key.name != told]
+            assert not news, "bound without a receipt while the state is in doubt"
         sources = [s.record for s in self.registry.sources()]
         names = {key.name for key in found}
         owners = {
@@ -245,12 +289,18 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-class SqliteMachine(OverSqlite, Machine):
-    pass
+class SqliteMachine(OverStores, Machine):
+    kind = "sqlite"
+
+
+class RedisMachine(OverStores, Machine):
+    kind = "redis"
 
 
 TestSqliteMachine = SqliteMachine.TestCase
 TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestRedisMachine = needs_redis(RedisMachine.TestCase)
+TestRedisMachine.settings = settings(max_examples=5, stateful_step_count=30, deadline=None)
 
 
 def test_a_stranger_can_not_update_by_any_revision() -> None:

@@ -25,7 +25,8 @@ from mx.errors import (
 )
 from tests.support.owners import commitment_of, owned, plain
 from tests.support.records import make_documents, make_record, register_source
-from tests.support.stores import FollowedRegistry, OverSqlite
+from tests.support.redis_server import needs_redis
+from tests.support.stores import FollowedRegistry, OverStores
 
 LEASE_S = 5.0
 GRACE_S = 20.0
@@ -530,9 +531,15 @@ Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestMachine = Machine.TestCase
 
 
-class SqliteMachine(OverSqlite, Machine):
-    pass
+class SqliteMachine(OverStores, Machine):
+    kind = "sqlite"
+
+
+class RedisMachine(OverStores, Machine):
+    kind = "redis"
 
 
 TestSqliteMachine = SqliteMachine.TestCase
 TestSqliteMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestRedisMachine = needs_redis(RedisMachine.TestCase)
+TestRedisMachine.settings = settings(max_examples=5, stateful_step_count=30, deadline=None)

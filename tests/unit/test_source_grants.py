@@ -74,6 +74,8 @@ class Exposed:
 class Swarm:
     """A participant that counts leases, and coordinates from the second one on."""
 
+    slots = 0
+
     def __init__(self) -> None:
         self.leases = 0
 

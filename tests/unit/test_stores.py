@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mx.coordinator.state import State
+from mx.coordinator.state import State, open_state
+from mx.coordinator.stores.encoding import copied, decode, encode
+from mx.coordinator.stores.kept import KeptStore
+from mx.coordinator.stores.sqlite import SqliteStore
 from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
 from mx.core.changes import Change, ChangeKind, Meant, Tail
 from mx.core.memory_store import MemoryStore
-from mx.core.name_state import NameState
 from mx.core.registry import Registry
 from mx.core.store import Kind, Store
 from mx.core.types import ModelKey, SourceState
-from mx.errors import BindingError, UnknownModelError
+from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
 from tests.support.owners import owned
 from tests.support.records import (
     by_digest,
@@ -26,72 +32,136 @@ from tests.support.records import (
     register_source,
     registration,
 )
-from tests.support.sqlite_store import SqliteStore
+from tests.support.stores import FollowedRegistry, new_store
 
 DOCUMENTS = make_documents("A")
 SECRET = b"s" * 16
 RANKS = ("tp=0/2", "tp=1/2")
 
 
+@asynccontextmanager
+async def opened(store: Store) -> AsyncIterator[Store]:
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    return str(tmp_path / "state")
+    return str(tmp_path / "state.db")
 
 
-@pytest.fixture
-def store(path: str) -> Iterator[SqliteStore]:
-    with closing(SqliteStore(path)) as made:
-        yield made
+# -- every kind ------------------------------------------------------------------------------------
 
 
-async def test_steps_that_have_read_what_has_changed_run_again(store: SqliteStore) -> None:
-    """Compare and set: of two coordinators that bind a name at once, the second sees the first."""
-    registry, runs = Registry(store), list[int]()
+@pytest.mark.usefixtures("each_store")
+class TestConformance:
+    """What every kind of store promises."""
 
-    def bind_late() -> None:
-        runs.append(store.latest)
-        store.count(Kind.MODELS, "a", 1)
-        if len(runs) > 1:
-            raise BindingError("bound to other weights")
-        read = NameState("llama")  # nothing was bound
-        register_source(registry, 0, make_record(DOCUMENTS), SECRET)  # what the other one does
-        store.decide(read)
+    async def test_a_refusal_is_a_result_and_what_was_written_before_it_stays(self) -> None:
+        async with opened(new_store()) as store:
 
-    with pytest.raises(BindingError):
-        await store.atomically(bind_late)
-    # Nothing is left of the first run, and a refusal is no failure.
-    assert runs == [0, 0] and store.counted(Kind.MODELS, "a") == (1, 1)
-    assert store.name("llama") is None and not store.sources()
+            def refuse() -> None:
+                store.count(Kind.MODELS, "a", 1)
+                store.append(Meant("llama", "b", "main"))
+                raise BindingError("bound to other weights")
+
+            with pytest.raises(BindingError):
+                await store.atomically(refuse)
+            assert store.counted(Kind.MODELS, "a") == (1, 1) and store.latest == 1
+
+    async def test_steps_see_what_they_write_and_others_see_it_when_it_is_kept(self) -> None:
+        async with opened(new_store()) as store:
+            registry = Registry(store)
+            record = make_record(DOCUMENTS)
+            for digest, data in by_digest(DOCUMENTS).items():
+                store.put_document(digest, data)
+
+            def steps() -> int:
+                register_source(registry, 0, record, SECRET, address="a")
+                state = store.name("llama")
+                assert state is not None and state.bound is not None
+                assert [s.record.source_id for s in store.sources()] == [record.source_id]
+                assert [state.name for state in store.names()] == ["llama"]
+                return store.counted(Kind.SOURCES, "a")[0]
+
+            assert await store.atomically(steps) == 1
+            assert store.source(record.source_id) is not None
+            assert store.counted(Kind.SOURCES, "a") == (1, 1)
+            await store.atomically(lambda: registry.deregister(0, record.source_id, SECRET))
+            assert store.source(record.source_id) is None
+            assert store.gone(record.source_id) is not None
+            assert store.counted(Kind.SOURCES, "a") == (0, 0)
+
+    async def test_many_steps_at_once_all_take_effect(self) -> None:
+        async with opened(new_store()) as store:
+
+            async def count() -> None:
+                def steps() -> None:
+                    store.count(Kind.MODELS, "a", 1)
+                    store.append(Meant("llama", "b", str(store.counted(Kind.MODELS, "a")[1])))
+
+                await store.atomically(steps)
+
+            await asyncio.gather(*(count() for _ in range(200)))
+            assert store.counted(Kind.MODELS, "a") == (200, 200)
+            found = store.read(0)
+            assert found is not None
+            assert [e.revision for e in found if isinstance(e, Meant)] == [
+                str(n) for n in range(1, 201)
+            ]
+
+    async def test_an_epoch_begins_once(self) -> None:
+        async with opened(new_store()) as store:
+            first = store.epoch
+            await store.begin_epoch(first, store.clock() + 5)
+            second = store.epoch
+            assert second != first and store.doubt_until_s > store.clock()
+            await store.begin_epoch(first, 0.0)
+            assert store.epoch == second
+            await store.catch_up()
+            before = store.clock()
+            await asyncio.sleep(0.01)
+            assert before < store.clock() < before + 60
+
+    async def test_steps_that_fail_otherwise_leave_nothing(self) -> None:
+        store = new_store()
+        if isinstance(store, MemoryStore) and not isinstance(store, KeptStore):
+            pytest.skip("what is in memory only takes effect at once")
+        async with opened(store):
+
+            def break_off() -> None:
+                store.append(Meant("llama", "b", "main"))
+                raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                await store.atomically(break_off)
+            assert store.latest == 0 and store.read(0) == []
 
 
-async def test_two_coordinators_over_one_store_see_one_list(path: str, store: SqliteStore) -> None:
-    with closing(SqliteStore(path)) as second:
-        here, there = State(store), State(second)
-        record = owned(make_record(DOCUMENTS), b"owner")
-        await here.register(registration(record, SECRET), by_digest(DOCUMENTS))
-        found = await there.ask(lambda registry: registry.resolve("llama"))
-        assert [s.record.source_id for s in found.sources] == [record.source_id]
-        others = make_documents("B")
-        with pytest.raises(BindingError):
-            await there.register(registration(make_record(others), SECRET), by_digest(others))
-        await there.event(lambda registry, now: registry.deregister(now, record.source_id, SECRET))
-        with pytest.raises(UnknownModelError):
-            await here.ask(lambda registry: registry.resolve("llama"))
+# -- a file ----------------------------------------------------------------------------------------
 
 
 async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
     """After a restart each lease gets a full period, names keep their owners, documents stay."""
     record = owned(make_record(DOCUMENTS), b"owner")
-    with closing(SqliteStore(path)) as store:
-        first, epoch = State(store, lease_s=5.0), store.epoch
-        await first.register(registration(record, SECRET), by_digest(DOCUMENTS))
-    with closing(SqliteStore(path)) as store:
+    first = open_state(f"sqlite:{path}", lease_s=5.0)
+    await first.open()
+    epoch = first.epoch
+    await first.register(registration(record, SECRET), by_digest(DOCUMENTS))
+    await first.close()
+    assert os.listdir(os.path.dirname(path)) == ["state.db"]
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    async with opened(SqliteStore(path)) as store:
         later, seen = State(store, lease_s=5.0, grace_s=10.0), list[Tail]()
-        clock = later.now() + 1000
+        clock = later.now()
         later.now = lambda: clock
         later.follow(seen.append)
         assert store.epoch == epoch and seen[0].begins_again
         assert [change.record.source_id for change in seen[0].changes] == [record.source_id]
+        clock += 1000
         (listed,) = await later.ask(Registry.sources)
         assert listed.lease_until_s == clock + 15.0
         assert all(later.document(digest) for digest, _ in record.ref.documents)
@@ -108,12 +178,150 @@ async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
         assert later.document(record.ref.identity) is None
 
 
-@pytest.mark.parametrize("made", [lambda: MemoryStore(kept_entries=1), SqliteStore])
-async def test_watches_begin_again_where_the_stream_does(made: Callable[[], Store]) -> None:
-    with ExitStack() as closing_it:
-        store = made()
-        if isinstance(store, SqliteStore):
-            closing_it.callback(store.close)
+async def test_the_clock_of_a_file_stands_still_while_nothing_runs(path: str) -> None:
+    async with opened(SqliteStore(path)) as store:
+        await asyncio.sleep(0.05)
+        ended = store.clock()
+    async with opened(SqliteStore(path)) as store:
+        assert 0.05 <= ended <= store.clock() < ended + 30
+
+
+async def test_one_process_at_a_time_has_a_file(path: str) -> None:
+    async with opened(SqliteStore(path)):
+        with pytest.raises(ConfigError, match="another process uses"):
+            async with opened(SqliteStore(path)):
+                pass
+    async with opened(SqliteStore(path)):
+        pass
+
+
+def _foreign(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE theirs (x)")
+    db.close()
+
+
+def _newer(path: Path) -> None:
+    asyncio.run(_made(path))
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+
+
+def _cut(path: Path) -> None:
+    asyncio.run(_made(path))
+    os.truncate(path, 8192)
+
+
+def _other_values(path: Path) -> None:
+    asyncio.run(_made(path))
+    with sqlite3.connect(path) as db:
+        db.execute("""INSERT INTO names VALUES ('x', '{"c":"Path","f":{}}')""")
+    db.close()
+
+
+async def _made(path: Path) -> None:
+    async with opened(SqliteStore(str(path))):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda path: path.write_bytes(b"weights, not state" * 1000), "damaged"),
+        (lambda path: path.write_bytes(b"SQLite format 3\0" + b"x" * 9000), "damaged"),
+        (_foreign, "another program"),
+        (_newer, "later version"),
+        (_cut, "damaged"),
+        (_other_values, "not what mx writes"),
+        (lambda path: path.mkdir(), "cannot be used"),
+        (lambda path: (path.touch(), path.chmod(0o644)), "open to other users"),
+    ],
+)
+def test_files_that_are_no_state_are_refused_and_left_alone(
+    path: str, spoil: Callable[[Path], object], says: str
+) -> None:
+    file = Path(path)
+    spoil(file)
+    if file.is_file() and file.stat().st_mode & 0o777 == 0o644 and says != "open to other users":
+        file.chmod(0o600)
+    before = file.read_bytes() if file.is_file() else b""
+
+    async def begin() -> None:
+        async with opened(SqliteStore(path)):
+            pass
+
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(begin())
+    assert not file.is_file() or file.read_bytes() == before
+
+
+async def test_a_full_disk_refuses_what_is_new_and_goes_on(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = open_state(f"sqlite:{path}", lease_s=5.0)
+    await state.open()
+    store = state._store
+    assert isinstance(store, SqliteStore) and store._db is not None
+    record = make_record(DOCUMENTS)
+    await state.register(registration(record, SECRET), by_digest(DOCUMENTS))
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    many = make_documents("B", nbytes=1 << 20)
+    other = make_record(many, name="other")
+    for _ in range(3):
+        with pytest.raises(CapacityError, match="full"):
+            await state.register(registration(other, SECRET), by_digest(many))
+    assert await state.ask(Registry.models)
+    await state.event(
+        lambda registry, now: registry.heartbeat(now, record.source_id, SECRET, SourceState.SERVING)
+    )
+    assert sum("state.trouble" in line for line in caplog.messages) == 1
+    with pytest.raises(UnknownModelError):
+        await state.ask(lambda registry: registry.resolve("other"))
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    await state.register(registration(other, SECRET), by_digest(many))
+    assert (await state.ask(lambda registry: registry.resolve("other"))).sources
+    await state.close()
+    async with opened(SqliteStore(path)) as again:
+        assert len([*again.sources()]) == 2
+
+
+async def test_where_nothing_can_be_kept_time_ends_nothing(path: str) -> None:
+    state = open_state(f"sqlite:{path}", lease_s=0.1)
+    await state.open()
+    store = state._store
+    assert isinstance(store, SqliteStore) and store._db is not None
+    record = make_record(DOCUMENTS)
+    await state.register(registration(record, SECRET), by_digest(DOCUMENTS))
+    store._in_trouble(CapacityError("no space"))
+    keep_rest = store._keep_rest
+
+    async def fails() -> None:
+        raise CapacityError("no space")
+
+    store._keep_rest = fails  # type: ignore[method-assign]
+    until_s = time.monotonic() + 1.0
+    while time.monotonic() < until_s:
+        assert len(await state.ask(Registry.sources)) == 1
+        await asyncio.sleep(0.1)
+    store._keep_rest = keep_rest  # type: ignore[method-assign]
+    while await state.ask(Registry.sources):
+        await asyncio.sleep(0.05)
+    await state.close()
+
+
+# -- several coordinators, and watches -------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("each_store")
+async def test_watches_begin_again_where_the_stream_does() -> None:
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(opened(new_store()))
+        assert isinstance(store, MemoryStore)
+        store._kept_entries = 1
+        for digest, data in by_digest(DOCUMENTS).items():
+            store.put_document(digest, data)
         await begin_again(store)
 
 
@@ -132,9 +340,6 @@ async def begin_again(store: Store) -> None:
     one, two = (make_record(DOCUMENTS, variant=each) for each in RANKS)
     assert look() == (True, [], [])
     await store.atomically(lambda: register_source(registry, 0, one, SECRET))
-    assert position is not None
-    if isinstance(store, SqliteStore):
-        store.forget_entries()
     begins_again, changes, meant = look()
     assert begins_again and [change.kind for change in changes] == [ChangeKind.UP]
     assert meant == [Meant("llama", "tp=*/2", "main")]
@@ -145,8 +350,6 @@ async def begin_again(store: Store) -> None:
         registry.heartbeat(0, two.source_id, SECRET, SourceState.DRAINING)
 
     await store.atomically(replace_one)
-    if isinstance(store, SqliteStore):
-        store.forget_entries()
     begins_again, changes, meant = look()
     assert begins_again
     assert {change.record.source_id: change.kind for change in changes} == {
@@ -154,6 +357,36 @@ async def begin_again(store: Store) -> None:
         two.source_id: ChangeKind.UP,
     }
     assert changes[-1].record.state is SourceState.DRAINING
-    await store.atomically(lambda: registry.deregister(0, two.source_id, SECRET))
-    begins_again, changes, meant = look()
-    assert not begins_again and [change.kind for change in changes] == [ChangeKind.GONE]
+
+
+# -- encoding --------------------------------------------------------------------------------------
+
+
+def test_only_what_mx_keeps_is_read() -> None:
+    record = make_record(DOCUMENTS)
+    assert decode(encode(record)) == record
+    assert decode(encode((1, "a", b"\xff", None, 1.5, {"a": {"b"}}))) == (
+        1, "a", b"\xff", None, 1.5, {"a": {"b"}},
+    )  # fmt: skip
+    for text in (
+        '{"c":"Popen","f":{}}', '{"c":"ChangeKind","f":{}}', '{"c":"Listed","f":{"x":1}}',
+        '{"c":"Listed","e":1}', '{"z":[]}', '{"b":"zz"}', "[" * 100_000, "{", '{"l":1}', "\xff",
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="not what mx writes"):
+            decode(text)
+    with pytest.raises(TypeError):
+        encode(object())
+
+
+def test_a_copy_shares_nothing_that_changes() -> None:
+    registry = FollowedRegistry()
+    register_source(registry, 0, owned(make_record(DOCUMENTS), b"o"), SECRET)
+    state = registry.store.name("llama")
+    assert state is not None
+    before, copy = encode(state), copied(state)
+    assert encode(copy) == before
+    ((_, binding),) = copy.bound.revisions["main"].variants.items()
+    binding.sources["other"] = b""
+    copy.bound.revisions["x"] = copy.bound.revisions["main"]
+    copy.meant["x"] = "y"
+    assert encode(state) == before

@@ -22,9 +22,11 @@ from mx.errors import (
     PeerTimeoutError,
     SourceError,
 )
+from mx.source.endpoint import require_dialable
 from mx.transport import TlsFiles
 from mx.wire.address import (
     address_of_peer,
+    each_address,
     is_local,
     join_address,
     read_tls,
@@ -89,6 +91,15 @@ def test_only_loopback_goes_without_tls() -> None:
         with pytest.raises(ConfigError, match="`insecure`"):
             require_protection(remote, tls=None, insecure=False, verb="listen on")
         require_protection(remote, tls=None, insecure=True, verb="listen on")
+
+
+def test_several_addresses_are_here_if_each_of_them_is() -> None:
+    assert each_address("b:1, a:2,b:1") == ("b:1", "a:2")
+    assert each_address("unix:/tmp/a,b") == ("unix:/tmp/a,b",)
+    assert is_local("127.0.0.1:1,[::1]:2") and not is_local("127.0.0.1:1,10.0.0.1:1")
+    require_dialable("127.0.0.1:1", "127.0.0.1:7600,localhost:7600")
+    with pytest.raises(ConfigError, match="only this machine reaches"):
+        require_dialable("127.0.0.1:1", "127.0.0.1:7600,192.0.2.1:7600")
 
 
 def test_unreadable_pem_files_are_named(tmp_path: object) -> None:

@@ -23,6 +23,7 @@ from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
 from mx.engines.compiling import CompileCaches
 from mx.engines.replica import choice as choices
+from mx.engines.replica import metrics
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
 from mx.engines.replica.logs import logger_of
@@ -42,6 +43,7 @@ from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.storage.folder_hash import remember_in_background
 from mx.storage.own_weights import OwnWeights, stamps_in
+from mx.text import listed
 
 #: A model's tensors after the engine has processed them, and before.
 PROCESSED, LOADED = "processed", "loaded"
@@ -60,6 +62,8 @@ class Loading:
         self.loads: Counter[str] = Counter()
         #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
         self.identity = ""
+        #: Who gave what was taken from peers: "tcp from HOST:PORT, ...".
+        self.source = ""
         #: Whether the engine's updates are to keep linear weights as they are; see vLLM's loader.
         self.plain = False
         #: The compile caches from peers, if they were asked for.
@@ -79,6 +83,7 @@ class Loading:
             "lending": "off" if lender is None else lender.state,
             "revision": "" if source is None else source.model.revision,
             "identity": "" if source is None else source.identity_hex,
+            "source": self.source,
             "why": "" if lender is None else lender.why,
             "compile_caches": "off" if self.caches is None else self.caches.state,
         }
@@ -324,6 +329,7 @@ class Run:
     def _tell_taken(self) -> None:
         """Say in the engine's log which weights were taken."""
         assert self._taken is not None
+        self._note_source()
         identity = self.loading.identity = self._taken.ref.identity.hex()
         if self.choice.state == CHECKPOINT:
             digits = identity[: choices.CHECKPOINT_DIGITS]
@@ -338,6 +344,12 @@ class Run:
             rank=str(self.ranks),
             why=self.meant.how,
         )
+
+    def _note_source(self) -> None:
+        report = None if self._pull is None else self._pull.report
+        if report is not None:
+            ways = dict.fromkeys(f"{path.transport} from {path.source}" for path in report.paths)
+            self.loading.source = listed([*ways])
 
     def _take_over(self, why: str) -> None:
         if not self.falls_back:
@@ -437,14 +449,18 @@ class Run:
         What the ordinary loader has read from a folder is hashed in the background, so that the
         next engine knows what it is.
         """
-        event(
-            self._log,
-            "engine.loaded",
-            model=self.name,
-            rank=str(self.ranks),
-            state=self.choice.state or "ordinary",
-            seconds=round(time.monotonic() - self._began_s, 3),
-        )
+        taken = bool(self.choice.state)
+        labels: dict[str, Any] = {
+            "model": self.name,
+            "revision": self.choice.revision if taken else "",
+            "rank": str(self.ranks),
+            "state": self.choice.state or "ordinary",
+            "identity": self.loading.identity if taken else "",
+            "source": self.loading.source if taken else "",
+        }
+        seconds = round(time.monotonic() - self._began_s, 3)
+        event(self._log, "engine.loaded", **labels, seconds=seconds)
+        metrics.show(labels, seconds)
         if self.loading.lender is not None:
             self.loading.lender.processed()
         folder = self.meant.folder
@@ -457,6 +473,7 @@ class Run:
             self._own.close()
             self._own = None
         if self._pull is not None:
+            self._note_source()
             self._pull.close()
             self._pull = None
 

@@ -16,6 +16,7 @@ def register() -> None:
 
         if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
             return
+        from mx.engines.replica import metrics
         from mx.engines.vllm.compiled import forget_places
         from mx.engines.vllm.files import fetch_before_configuration
         from mx.engines.vllm.loader import MxPeerLoader
@@ -23,6 +24,7 @@ def register() -> None:
         model_loader.register_model_loader(LOAD_FORMAT)(MxPeerLoader)
         fetch_before_configuration()
         forget_places()
+        metrics.register()
     except Exception as error:  # noqa: BLE001 - the engine must start
         log.warning(
             "this version of vLLM has no place for mx: load format %s is missing (%s)",

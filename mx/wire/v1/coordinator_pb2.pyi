@@ -74,28 +74,32 @@ class Source(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("source", "page")
+    __slots__ = ("source", "page", "mark")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     source: Source
     page: _common_pb2.Page
-    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ...) -> None: ...
+    mark: bytes
+    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt", "mark")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
     model: _common_pb2.ModelKey
     pin_only: bool
     receipt: bytes
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ...) -> None: ...
+    mark: bytes
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class LayoutRequest(_message.Message):
     __slots__ = ("model",)
@@ -124,30 +128,34 @@ class MissingResponse(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("source_id", "readers", "gb_per_s", "state", "source_secret", "requests_port")
+    __slots__ = ("source_id", "readers", "gb_per_s", "state", "source_secret", "requests_port", "mark")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_SECRET_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     readers: int
     gb_per_s: float
     state: SourceState
     source_secret: bytes
     requests_port: int
-    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., source_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ...) -> None: ...
+    mark: bytes
+    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., source_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("lease_s", "coordinator_epoch", "pin_only")
+    __slots__ = ("lease_s", "coordinator_epoch", "pin_only", "mark")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     coordinator_epoch: str
     pin_only: bool
-    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ...) -> None: ...
+    mark: bytes
+    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class AdvertiseRequest(_message.Message):
     __slots__ = ("source_id", "generation", "held", "source_secret")

@@ -1,0 +1,124 @@
+"""The values of a state as text: JSON in which only the classes named here appear, and a copy of
+values that may be changed.
+
+A field that has its default is left out. What is read is built by the classes' constructors; text
+that has anything else in it is refused, never executed.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+from mx.core import answers, binding, bound_name, changes, name_state, store, topology, types
+from mx.errors import ConfigError
+
+#: Grows when what is written can no longer be read by the version before.
+VERSION = 1
+
+_VALUES: tuple[type[Any], ...] = (
+    answers.Listed, binding.Binding, binding._Files, bound_name.BoundName, bound_name.Revision,
+    changes.Answered, changes.Change, changes.Meant, name_state.Kept, name_state.NameState,
+    store.Gone, topology.Gpu, topology.GpuPeer, topology.Nic, topology.NumaNode, topology.Place,
+    types.AddressTable, types.ManifestRef, types.ModelKey, types.Region, types.SourceRecord,
+)  # fmt: skip
+_ENUMS: tuple[type[enum.Enum], ...] = (changes.ChangeKind, types.SourceRole, types.SourceState)
+_SCALARS = (str, int, float, bool, type(None))
+_CLASSES: Mapping[str, type[Any]] = {each.__name__: each for each in (*_VALUES, *_ENUMS)}
+_FIELDS: Mapping[type[Any], list[Field[Any]]] = {
+    each: [field for field in fields(each) if field.init] for each in _VALUES
+}
+_NO_DEFAULT = object()
+
+
+def encode(value: object) -> str:
+    """Return a value as text."""
+    return json.dumps(_plain(value), separators=(",", ":"), ensure_ascii=False)
+
+
+def decode(text: str | bytes) -> Any:
+    """Return the value that `encode` wrote.
+
+    Raises:
+        ConfigError: It is no such text.
+    """
+    try:
+        return _value(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"what is kept is not what mx writes: {type(error).__name__}: {str(error)[:200]}",
+            hint="it is damaged, or of a later version",
+        ) from None
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a value, in which all that may be changed is new."""
+    kind = type(value)
+    if kind is dict:
+        first = next(iter(value.values()), None)
+        if isinstance(first, str | bytes | int):
+            return value.copy()
+        return {key: copied(each) for key, each in value.items()}
+    if kind is list:
+        return [copied(each) for each in value]
+    if kind is set:
+        return value.copy()
+    if kind in _FIELDS and not kind.__dataclass_params__.frozen:
+        return kind(*[copied(getattr(value, field.name)) for field in _FIELDS[kind]])
+    return value
+
+
+def _default(field: Field[Any]) -> object:
+    """Return the default of a field that is the same in every release."""
+    if field.default_factory in (dict, list, set):
+        return field.default_factory()
+    return _NO_DEFAULT if field.default is MISSING else field.default
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is bytes:
+        return {"b": value.hex()}
+    if kind is tuple:
+        return [_plain(each) for each in value]
+    if kind is list:
+        return {"l": [_plain(each) for each in value]}
+    if kind is set:
+        return {"s": sorted(value)}
+    if kind is dict:
+        return {"d": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    if kind in _ENUMS:
+        return {"e": value.value, "c": kind.__name__}
+    if kind in _FIELDS:
+        said = {}
+        for field in _FIELDS[kind]:
+            each = getattr(value, field.name)
+            if each != _default(field):
+                said[field.name] = _plain(each)
+        return {"c": kind.__name__, "f": said}
+    raise TypeError(f"a {kind.__name__} is not kept")
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple([_value(each) for each in plain])
+    if not isinstance(plain, dict):
+        return plain
+    if "f" in plain:
+        found = _CLASSES[plain["c"]]
+        if not is_dataclass(found):
+            raise ValueError(f"{plain['c']} has no fields")
+        return found(**{name: _value(each) for name, each in plain["f"].items()})
+    if "e" in plain:
+        return _CLASSES[plain["c"]](plain["e"])
+    ((kind, content),) = plain.items()
+    if kind == "b":
+        return bytes.fromhex(content)
+    if kind == "d":
+        return {_value(key): _value(each) for key, each in content}
+    return {"l": list, "s": set}[kind](map(_value, content))

@@ -1,0 +1,98 @@
+"""What runs inside Redis, each script whole or not at all.
+
+`meta` has the epoch, until when it is in doubt, the number of the last commit and its token, and
+the number of the last entry. `versions` has the token of the commit that wrote each value last.
+"""
+
+#: Keep a commit if nothing that it read has changed. All writes come after all checks; where Redis
+#: is full it refuses the first one.
+COMMIT = """
+local meta, versions, stream, documents = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local hashes = {names = KEYS[5], sources = KEYS[6], gone = KEYS[7]}
+local at = 0
+local function take() at = at + 1; return ARGV[at] end
+local function times() return tonumber(take()) end
+local epoch, token, record, entries, kept, lease = take(), take(), take(), take(), take(), take()
+if redis.call('HGET', meta, 'epoch') ~= epoch then return {'changed'} end
+for _ = 1, times() do
+  local field, version = take(), take()
+  if (redis.call('HGET', versions, field) or '') ~= version then return {'changed'} end
+end
+for _ = 1, times() do
+  if redis.call('EXISTS', lease .. take()) == 1 then return {'alive'} end
+end
+local missing = {'missing'}
+for _ = 1, times() do
+  local digest = take()
+  if redis.call('HEXISTS', documents, digest) == 0 then missing[#missing + 1] = digest end
+end
+if #missing > 1 then return missing end
+local before = redis.call('HGET', meta, 'token') or ''
+local number = redis.call('HINCRBY', meta, 'commit', 1)
+redis.call('HINCRBY', meta, 'latest', entries)
+redis.call('HSET', meta, 'token', token)
+for _ = 1, times() do
+  local kind, key, value = take(), take(), take()
+  local field = kind .. ':' .. key
+  if value == '' then
+    redis.call('HDEL', hashes[kind], key)
+    redis.call('HDEL', versions, field)
+    if kind == 'sources' then redis.call('DEL', lease .. key) end
+  else
+    redis.call('HSET', hashes[kind], key, value)
+    redis.call('HSET', versions, field, token)
+  end
+end
+for _ = 1, times() do
+  local id, ttl_ms = take(), take()
+  redis.call('SET', lease .. id, '1', 'PX', ttl_ms)
+end
+local new_epoch, doubt = take(), take()
+if new_epoch ~= '' then redis.call('HSET', meta, 'epoch', new_epoch, 'doubt', doubt) end
+redis.call('XADD', stream, 'MAXLEN', '~', kept, number .. '-0',
+  'record', record, 'token', token, 'before', before)
+return {'kept', number}
+"""
+
+#: Renew leases, say so to other coordinators, ask which leases have ended, and tell the time. A
+#: full Redis still extends leases that are there.
+EXCHANGE = """
+local meta, beats = KEYS[1], KEYS[2]
+local at = 0
+local function take() at = at + 1; return ARGV[at] end
+local function times() return tonumber(take()) end
+local lease, who, said = take(), take(), take()
+local probe = redis.pcall('HSET', meta, 'probe', '1')
+local full = type(probe) == 'table' and 1 or 0
+for _ = 1, times() do
+  local id, ttl_ms, only_missing = take(), take(), take()
+  local key = lease .. id
+  if only_missing == '1' then
+    redis.pcall('SET', key, '1', 'PX', ttl_ms, 'NX')
+  elseif redis.call('PEXPIRE', key, ttl_ms) == 0 then
+    redis.pcall('SET', key, '1', 'PX', ttl_ms)
+  end
+end
+if said ~= '' then
+  redis.pcall('XADD', beats, 'MAXLEN', '~', '128', '*', 'who', who, 'said', said)
+end
+local left = {}
+for n = 1, times() do left[n] = redis.call('PTTL', lease .. take()) end
+local found = redis.call('HMGET', meta, 'epoch', 'commit', 'token')
+return {redis.call('TIME'), full, found, left}
+"""
+
+#: Begin a state where there is none. The probe of an exchange is no state.
+BEGIN = """
+if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'version', ARGV[2], 'doubt', ARGV[3], 'commit', '0', 'latest', '0',
+    'token', ARGV[1])
+end
+"""
+
+#: Keep documents no longer, if the coordinator has seen every commit: one may name them.
+FORGET = """
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 0 end
+for n = 2, #ARGV do redis.call('HDEL', KEYS[2], ARGV[n]) end
+return 1
+"""

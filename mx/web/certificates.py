@@ -1,0 +1,80 @@
+"""The page's certificates beyond this machine: both ends show one, and new files are taken up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import ssl
+from collections.abc import Sequence
+
+from cryptography import x509
+
+from mx.errors import MxError
+from mx.log import event
+from mx.transport import TlsFiles
+from mx.wire.address import WILDCARDS, read_tls
+from mx.wire.tls import check_server_files
+
+log = logging.getLogger(__name__)
+
+
+class Certificates:
+    """A TLS context for browsers with certificates of the same authority."""
+
+    def __init__(self, files: TlsFiles, host: str) -> None:
+        """
+        Args:
+            files: The certificate, its key, the authority.
+            host: Where the server listens; a wildcard for all addresses of this machine.
+
+        Raises:
+            ConfigError: A file cannot be read, or is not PEM.
+            NotAllowedError: No browser would accept the certificate.
+        """
+        self._files = files
+        self._host = "" if host in WILDCARDS else host
+        self._state = self._state_of()
+        self.context = self._read()
+        self.context.sni_callback = self._on_handshake  # called with and without a server's name
+        self._newest = self.context
+        #: The hosts that the certificate names.
+        self.names = _names(files)
+
+    def _read(self) -> ssl.SSLContext:
+        check_server_files(self._files, self._host)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(self._files.authority)
+        context.load_cert_chain(self._files.certificate, self._files.key)
+        return context
+
+    def _on_handshake(
+        self, browser: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        del name, context
+        state = self._state_of()
+        if state != self._state:
+            self._state = state
+            try:
+                self._newest = self._read()
+            except MxError as error:  # the old ones stay: files may be replaced one by one
+                event(log, "web.certificates", level=logging.WARNING, text=error.message)
+        if self._newest is not self.context:
+            browser.context = self._newest
+
+    def _state_of(self) -> Sequence[tuple[int, int, int]]:
+        found = []
+        for path in (self._files.certificate, self._files.key, self._files.authority):
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+        return found
+
+
+def _names(files: TlsFiles) -> list[str]:
+    certificate = x509.load_pem_x509_certificate(read_tls(files)[0])
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = [str(each) for each in found.get_values_for_type(x509.IPAddress)]
+    return [*found.get_values_for_type(x509.DNSName), *addresses]

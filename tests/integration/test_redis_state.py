@@ -1,0 +1,275 @@
+"""Coordinators over one real Redis, and what they do when it is stopped, full, empty or older."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from mx.coordinator.state import State, open_state
+from mx.coordinator.stores import redis as redis_module
+from mx.core.changes import ChangeKind, Tail
+from mx.core.registry import Registry
+from mx.core.types import SourceRecord, SourceState
+from mx.errors import BindingError, CapacityError, CoordinatorError, LocalError, MxError
+from tests.support.owners import owned
+from tests.support.records import by_digest, make_documents, make_record, registration
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
+
+pytestmark = [pytest.mark.integration, needs_redis]
+
+DOCUMENTS, OTHERS = make_documents("A"), make_documents("B")
+SECRET = b"s" * 16
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@asynccontextmanager
+async def states(
+    server: RedisServer, many: int = 2, *, lease_s: float = 5.0
+) -> AsyncIterator[list[State]]:
+    """As many coordinators' states over one Redis."""
+    async with AsyncExitStack() as stack:
+        made = [open_state(server.url, lease_s=lease_s) for _ in range(many)]
+        for state in made:
+            stack.push_async_callback(state.close)
+            await state.open()
+            await state.tick()
+        yield made
+
+
+async def register(
+    state: State, name: str = "llama", *, documents: list[bytes] = DOCUMENTS, owner: bytes = b"o"
+) -> SourceRecord:
+    record = owned(make_record(documents, name=name), owner)
+    answer = await state.register(registration(record, SECRET), by_digest(documents))
+    return answer.record
+
+
+async def beat(state: State, record: SourceRecord, readers: int = 0) -> None:
+    await state.event(
+        lambda registry, now: registry.heartbeat(
+            now, record.source_id, SECRET, SourceState.SERVING, readers=readers
+        )
+    )
+
+
+async def until(holds: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < give_up_s
+        await asyncio.sleep(0.02)
+
+
+async def ids(state: State) -> set[str]:
+    return {each.record.source_id for each in await state.ask(Registry.sources)}
+
+
+async def test_coordinators_see_one_state(server: RedisServer) -> None:
+    async with states(server) as (here, there):
+        seen: list[Tail] = []
+        there.follow(seen.append)
+        record = await register(here)
+        await until(lambda: there._store.source(record.source_id))
+        assert here.epoch == there.epoch
+        assert all(there.document(digest) for digest, _ in record.documents)
+        assert [c.kind for tail in seen for c in tail.changes] == [ChangeKind.UP]
+        assert not seen[-1].begins_again  # the stream goes on
+        await beat(here, record, readers=7)
+        await until(lambda: there._store.source(record.source_id).readers == 7)  # type: ignore[union-attr]
+        with pytest.raises(BindingError):
+            state = await there.ask(lambda registry: registry.resolve("llama"))
+            assert state.sources
+            await there.register(registration(make_record(OTHERS), SECRET), by_digest(OTHERS))
+        await there.event(lambda r, now: r.deregister(now, record.source_id, SECRET))
+        await until(lambda: here._store.source(record.source_id) is None)
+        assert here._store.gone(record.source_id) is not None
+
+
+async def test_of_two_that_bind_a_name_at_once_one_has_it(server: RedisServer) -> None:
+    async with states(server) as both:
+
+        async def bind(state: State, number: int, documents: list[bytes]) -> bool:
+            record = make_record(documents, name=f"n{number}")
+            try:
+                await state.register(registration(record, SECRET), by_digest(documents))
+            except BindingError:
+                return False
+            return True
+
+        tries = [
+            bind(state, number, documents)
+            for number in range(40)
+            for state, documents in zip(both, (DOCUMENTS, OTHERS), strict=True)
+        ]
+        won = await asyncio.gather(*tries)
+        assert all(a + b == 1 for a, b in zip(won[::2], won[1::2], strict=True))
+        for state in both:
+            await state._store.catch_up()
+            models = await state.ask(Registry.models)
+            assert len(models) == 40 and not any(each.pin_only for each in models)
+
+
+async def test_a_lease_is_where_its_heartbeats_are(server: RedisServer) -> None:
+    """A coordinator that hears no heartbeat asks Redis before it drops a source."""
+    async with states(server, lease_s=0.5) as (here, there):
+        there._store._hear = lambda records: None  # type: ignore[attr-defined]
+        record, mute = await register(here), await register(here, "mute")
+        until_s = time.monotonic() + 3.0
+        while time.monotonic() < until_s:
+            await beat(here, record)
+            await there.tick()
+            assert record.source_id in await ids(there)
+            await asyncio.sleep(0.1)
+        give_up_s = time.monotonic() + PATIENCE_S
+        while mute.source_id in await ids(there):
+            await beat(here, record)
+            assert time.monotonic() < give_up_s
+            await asyncio.sleep(0.1)
+        await here._store.catch_up()
+        assert mute.source_id not in await ids(here)
+
+
+async def test_a_stopped_redis_refuses_what_writes_and_ends_nothing(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with states(server, lease_s=0.5) as (here, there):
+        record = await register(here)
+        await until(lambda: there._store.source(record.source_id))
+        server.signal(signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(CoordinatorError, match="does not (answer|reach)"):
+                await register(here, "other")
+            assert time.monotonic() - began_s < PATIENCE_S
+            await until(lambda: here._store._trouble and there._store._trouble)  # type: ignore[attr-defined]
+            until_s = time.monotonic() + 3.0  # its lease would have ended
+            while time.monotonic() < until_s:
+                assert await ids(here) == await ids(there) == {record.source_id}
+                await asyncio.sleep(0.1)
+            # So that the source goes on to a coordinator that reaches Redis.
+            with pytest.raises(CoordinatorError):
+                await beat(here, record)
+        finally:
+            server.signal(signal.SIGCONT)
+        await until(lambda: not here._store._trouble and not there._store._trouble)  # type: ignore[attr-defined]
+        await beat(there, record)
+        # What was refused may have reached Redis: the source registers again in any case.
+        assert record.source_id in await ids(here)
+        await register(here, "other")
+        said = [line for line in caplog.messages if "state.trouble" in line]
+        assert len(said) <= 2 + 2 and "state.recovered" in caplog.text
+
+
+async def test_a_coordinator_that_is_cut_off_for_long_answers_no_more(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "READS_S", 1.5)
+    async with states(server, 1) as (here,):
+        await register(here)
+        server.kill()
+        give_up_s = time.monotonic() + PATIENCE_S
+        with pytest.raises(CoordinatorError, match="too old"):
+            while time.monotonic() < give_up_s:
+                assert await ids(here)
+                await asyncio.sleep(0.1)
+
+
+async def test_a_full_redis_refuses_what_is_new_and_leases_go_on(server: RedisServer) -> None:
+    async with states(server, lease_s=0.5) as (here, there):
+        record = await register(here)
+        await until(lambda: there._store.source(record.source_id))
+        assert server.ask("CONFIG", "SET", "maxmemory", "1") == "+OK"
+        with pytest.raises(CapacityError, match="full"):
+            await register(here, "other")
+        until_s = time.monotonic() + 3.0
+        while time.monotonic() < until_s:
+            await beat(here, record)
+            assert await ids(here) == await ids(there) == {record.source_id}
+            await asyncio.sleep(0.1)
+        assert server.ask("CONFIG", "SET", "maxmemory", "0") == "+OK"
+        other = await register(here, "other")
+        assert other.source_id in await ids(here)
+
+
+async def test_a_redis_that_comes_back_empty_is_in_doubt(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with states(server) as (here, there):
+        record, epoch = await register(here), here.epoch
+        await until(lambda: there._store.source(record.source_id))
+        server.kill()
+        server.start()
+        await until(lambda: here.epoch == there.epoch != epoch)
+        assert await ids(here) == await ids(there) == set()
+        for state in (here, there):
+            assert state._store.doubt_until_s > state.now()
+        assert "state.lost" in caplog.text
+        give_up_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                again = await register(here)
+                break
+            except MxError:
+                assert time.monotonic() < give_up_s
+                await asyncio.sleep(0.1)
+        await until(lambda: there._store.source(again.source_id))
+        assert all(there.document(digest) for digest, _ in again.documents)
+
+
+async def test_a_redis_that_comes_back_older_is_in_doubt(server: RedisServer) -> None:
+    async with states(server) as (here, there):
+        first, epoch = await register(here), here.epoch
+        assert server.ask("SAVE") == "+OK"
+        later = await register(there, "later")
+        await until(lambda: here._store.source(later.source_id))
+        server.kill()
+        server.start()
+        await until(lambda: here.epoch == there.epoch != epoch)
+        await until(lambda: here._store.source(later.source_id) is None)
+        assert await ids(here) == await ids(there) == {first.source_id}
+        assert here._store.doubt_until_s == there._store.doubt_until_s > here.now()
+
+
+async def test_a_coordinator_that_has_missed_commits_begins_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "_KEPT_COMMITS", 1)
+    async with states(server) as (here, there):
+        seen: list[Tail] = []
+        there.follow(seen.append)
+        async with there._store._following:  # type: ignore[attr-defined]
+            for number in range(3):
+                for _ in range(100):
+                    record = await register(here, f"n{number}")
+                    await here.event(
+                        lambda r, now, each=record: r.deregister(now, each.source_id, SECRET)
+                    )
+            last = await register(here, "last")
+            assert server.ask("XTRIM", "{mx}:stream", "MAXLEN", "1").startswith(":")
+        await until(lambda: there._store.source(last.source_id))
+        assert any(tail.begins_again for tail in seen[1:])
+        assert await ids(there) == await ids(here)
+
+
+async def test_no_redis_is_said_without_the_password(server: RedisServer) -> None:
+    assert server.ask("CONFIG", "SET", "requirepass", "geheim") == "+OK"
+    for password in ("geheim", "falsch"):
+        url = f"redis://:{password}@127.0.0.1:{server.port}/0"
+        state = open_state(url)
+        try:
+            await state.open()
+            assert password == "geheim"
+        except LocalError as error:
+            assert password == "falsch" and "falsch" not in str(error)
+        finally:
+            await state.close()

@@ -1,0 +1,118 @@
+"""What is in deploy/, read for tests: its files, and the commands that they run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+import mx.cli.app
+import mx.cli.coordinator
+from mx import config
+from mx.errors import ConfigError
+from tests.support.daemon import ROOT
+
+DEPLOY = ROOT / "deploy"
+#: The commands of mx in the image, by their first word.
+PROGRAMS = ("mx", "mx-coordinator")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """Return the documents of a YAML file."""
+    return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Return all Kubernetes manifests."""
+    return [
+        each
+        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+        if path.stem != "kustomization"
+        for each in documents(path)
+    ]
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the pod's template of each workload."""
+    for each in manifests():
+        if "template" in each.get("spec", {}):
+            yield each["metadata"]["name"], each["spec"]["template"]
+
+
+def units() -> list[Path]:
+    """Return the systemd units."""
+    return sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+def started(unit: Path) -> list[str]:
+    """Return the words of a unit's ExecStart, for the instance `one`."""
+    (line,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.M)
+    return shlex.split(line.replace("%i", "one"))
+
+
+def _takes(name: str, value: object) -> bool:
+    """Return True if a setting exists and takes a value."""
+    try:
+        config.load({name: value}, environ={}, file="/dev/null")
+    except (KeyError, ConfigError):
+        return False
+    return True
+
+
+def _drop(words: Sequence[str], flag: str) -> list[str]:
+    if flag not in words:
+        return list(words)
+    at = list(words).index(flag)
+    return [*words[:at], *words[at + 2 :]]
+
+
+def built(words: Sequence[str]) -> list[str]:
+    """Return a command without the settings that this mx does not have yet."""
+    found = list(words)
+    if not _takes("metrics", "127.0.0.1:0"):
+        found = _drop(found, "--metrics")
+    if not _takes("state", "redis://127.0.0.1:6379/0"):
+        found = _drop(found, "--state")
+    if not _takes("coordinator", "127.0.0.1:1,127.0.0.1:2"):
+        found = [re.sub(r"^([^\s,]+:\d+),\S+:\d+$", r"\1", word) for word in found]
+    return found
+
+
+def settings_of(words: Sequence[str]) -> config.Settings:
+    """Read a command line of `mx` or `mx-coordinator` as the command does, and run nothing.
+
+    Args:
+        words: The command, $(NAME) in them stands for an address.
+
+    Returns:
+        The settings.
+
+    Raises:
+        AssertionError: It is not understood.
+    """
+    program, *arguments = (re.sub(r"\$\([A-Z_]+\)", "127.0.0.1", word) for word in built(words))
+    command: Any = typer.main.get_command(
+        mx.cli.app.app if program == "mx" else mx.cli.coordinator.app
+    )
+    if program == "mx":
+        name, *arguments = arguments
+        command = command.commands[name]
+    try:
+        context = command.make_context(program, list(arguments))
+        given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
+        return config.load(given, environ={}, file="/dev/null", typed=True)
+    except (typer.TyperException, ConfigError) as error:
+        raise AssertionError(f"{' '.join(words)}: {error}") from error
+
+
+Change = Callable[[str], str]
+
+
+def changed(words: Sequence[str], change: Change) -> list[str]:
+    """Return a command of what is built, each word changed."""
+    return [change(word) for word in built(words)]

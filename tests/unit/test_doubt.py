@@ -1,0 +1,107 @@
+"""A state that has lost some of itself: what is bound until it is known again what names mean."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from mx.core.memory_store import MemoryStore
+from mx.core.types import SourceRecord, SourceRole, SourceState
+from mx.errors import BindingError, UnknownModelError
+from tests.support.owners import owned, receipt_of
+from tests.support.records import make_documents, make_record, register_source
+from tests.support.stores import FollowedRegistry
+
+LEASE_S, GRACE_S = 5.0, 20.0
+ALICE, BOB = b"alice", b"bob"
+A, B = make_documents("A"), make_documents("B")
+
+
+def in_doubt(now: float = 100.0) -> FollowedRegistry:
+    """Return a registry that has run for long, and whose state came back empty at `now`."""
+    store = MemoryStore(lambda: now)
+    registry = FollowedRegistry(store, lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    registry.tick(0)
+    asyncio.run(store.begin_epoch(store.epoch, now + LEASE_S))
+    return registry
+
+
+def keep(registry: FollowedRegistry, until_s: float, *sources: tuple[SourceRecord, bytes]) -> None:
+    now = 100.0
+    while now < until_s:
+        now = min(until_s, now + 1)
+        for record, secret in sources:
+            registry.heartbeat(now, record.source_id, secret, SourceState.SERVING)
+
+
+def test_a_newcomer_is_found_by_its_pin_and_has_its_name_when_the_doubt_ends() -> None:
+    registry = in_doubt()
+    new = owned(make_record(A), BOB)
+    assert register_source(registry, 100, new, BOB).record.pin_only
+    with pytest.raises(UnknownModelError):
+        registry.resolve("llama")
+    assert registry.resolve(f"llama@{new.ref.identity.hex()}").sources
+    keep(registry, 104.9, (new, BOB))
+    assert registry.source(new.source_id).record.pin_only
+    keep(registry, 105.0, (new, BOB))
+    found = registry.source(new.source_id).record
+    assert not found.pin_only and found.by_owner
+    assert registry.resolve("llama").ref == new.ref
+
+
+@pytest.mark.parametrize("role", list(SourceRole))
+@pytest.mark.parametrize("first", [True, False], ids=["receipt first", "stranger first"])
+def test_a_receipt_binds_and_the_stranger_does_not_have_the_name_after_it(
+    role: SourceRole, first: bool
+) -> None:
+    """A relay brings it as well as the owner."""
+    registry = in_doubt()
+    stranger = owned(make_record(B), BOB)
+    back = owned(make_record(A, role=role), ALICE)
+    for honest in (first, not first):
+        if honest:
+            was = receipt_of(back, ALICE)
+            given = register_source(registry, 100, back, ALICE, keeps_pin=True, receipt=was)
+            assert not given.record.pin_only and given.receipt is not None
+        else:
+            assert register_source(registry, 100, stranger, BOB).record.pin_only
+    keep(registry, 130.0, (stranger, BOB), (back, ALICE))
+    assert registry.source(stranger.source_id).record.pin_only
+    assert registry.resolve("llama").ref == back.ref
+
+
+def test_a_receipt_that_is_late_still_wins_in_the_grace_after_the_doubt() -> None:
+    registry = in_doubt()
+    stranger, back = owned(make_record(B), BOB), owned(make_record(A), ALICE)
+    register_source(registry, 100, stranger, BOB)
+    keep(registry, 110.0, (stranger, BOB))
+    assert registry.resolve("llama").ref == stranger.ref
+    was = receipt_of(back, ALICE)
+    register_source(registry, 110, back, ALICE, keeps_pin=True, receipt=was)
+    assert registry.resolve("llama").ref == back.ref
+    assert registry.source(stranger.source_id).record.pin_only
+
+
+def test_an_update_needs_the_receipt_of_what_it_replaces() -> None:
+    """The state may have lost the updates that came before it."""
+    registry = in_doubt()
+    update = owned(make_record(B), ALICE)
+    with pytest.raises(BindingError, match=r"by a receipt now .try again in a few seconds"):
+        register_source(registry, 100, update, ALICE, replaces="main")
+    was = receipt_of(replace(make_record(A), source_id=update.source_id), ALICE, newest=7)
+    given = register_source(registry, 100, update, ALICE, replaces="main", receipt=was)
+    assert given.record.model.revision == "main.8"
+
+
+def test_what_is_bound_in_the_older_state_stays_bound() -> None:
+    registry = in_doubt()
+    registry.store.doubt_until_s = float("-inf")
+    first, twin = owned(make_record(A), ALICE), owned(make_record(A), ALICE)
+    register_source(registry, 100, first, ALICE)
+    asyncio.run(registry.store.begin_epoch(registry.store.epoch, 105.0))
+    assert not register_source(registry, 100, twin, ALICE).record.pin_only
+    other = owned(make_record(B), ALICE)
+    assert register_source(registry, 100, other, ALICE).record.pin_only
+    assert registry.resolve("llama").ref == first.ref
