@@ -1,0 +1,141 @@
+"""A policy that changes under what it allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mx.core.policy import Right
+from mx.errors import ConfigError, NotAllowedError, PeerUntrustedError
+from mx.transport import TlsFiles
+from mx.wire.principals import Access
+
+PULL = (Right.PULL,)
+TLS = TlsFiles("cert.pem", "key.pem", "ca.pem")
+ALLOWS = "[[allow]]\nprincipal = 'spiffe://a/b'\nmay = 'pull'\nmodels = 'llama*'\n"
+OTHERS = ALLOWS.replace("a/b", "a/c")
+
+
+class Context:
+    """What gRPC shows of a call."""
+
+    def __init__(self, *uris: str) -> None:
+        self._uris = tuple(uri.encode() for uri in uris)
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:5000"
+
+    def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+        return {"x509_pem_cert": (b"",), "peer_uri": self._uris}
+
+
+async def until(found: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not found():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_new_policy_ends_what_it_does_not_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mx")
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    access = Access(str(path), TLS, error=PeerUntrustedError)
+    changes: list[int] = []
+    access.follow(lambda: changes.append(access.version))
+    ended: list[Exception] = []
+
+    async def hold(model: str) -> None:
+        try:
+            with access.standing(Context("spiffe://a/b"), PULL, model, pin="00"):
+                await asyncio.sleep(3600)
+        except PeerUntrustedError as error:
+            ended.append(error)
+
+    watching = asyncio.create_task(access.watch())
+    holding = asyncio.create_task(hold("llama-8b"))
+    try:
+        await asyncio.sleep(0)
+        for wrong in ("[[", "", ALLOWS.replace("pull", "fly")):
+            path.write_text(wrong)
+            bad = len([each for each in caplog.messages if "policy.bad" in each])
+            await until(lambda bad=bad: sum("policy.bad" in m for m in caplog.messages) > bad)  # type: ignore[misc]
+        assert not changes and not ended
+        access.require(Context("spiffe://a/b"), PULL, "llama-8b")
+        path.unlink()
+        await until(lambda: sum("No such file" in m for m in caplog.messages) > 0)
+        path.write_text(ALLOWS + "# the same\n")
+        await until(lambda: changes == [1])
+        assert not ended
+        path.write_text(OTHERS)
+        await until(lambda: bool(ended))
+        assert "spiffe://a/b may not pull 'llama-8b'" in str(ended[0])
+        assert not holding.cancelled() and changes == [1, 2]
+        with pytest.raises(PeerUntrustedError):
+            access.require(Context("spiffe://a/b"), PULL, "llama-8b")
+        access.require(Context("spiffe://a/c"), PULL, "llama-8b")
+        assert any("audit.refused principal=spiffe://a/b" in each for each in caplog.messages)
+    finally:
+        for task in (watching, holding):
+            task.cancel()
+        await asyncio.gather(watching, holding, return_exceptions=True)
+
+
+async def test_what_ends_otherwise_is_no_refusal(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    access = Access(str(path), TLS)
+
+    async def hold() -> None:
+        with access.standing(Context("spiffe://a/b"), PULL, "llama-8b"):
+            await asyncio.sleep(3600)
+
+    holding = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+
+
+def test_who_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mx")
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    access = Access(str(path), TLS)
+    for context, model, says in (
+        (Context("spiffe://a/c"), "llama-8b", "may not pull 'llama-8b'"),
+        (Context("spiffe://a/b"), "other", "may not pull 'other'"),
+        (Context("spiffe://a/c"), None, "may not pull any model"),
+        (Context("spiffe://a/b", "spiffe://a/c"), "llama-8b", "has 2 URIs"),
+        (Context(), "llama-8b", "has no subjectAltName"),
+        (Context("spiffe://a/b"), "llama" + "x" * (1 << 20), "may not pull 'llamax"),
+    ):
+        with pytest.raises(NotAllowedError, match=says) as error:
+            access.require(context, PULL, model)
+        assert len(error.value.message) < 1000
+    caplog.clear()
+    for _ in range(1000):  # a stranger fills no log
+        with pytest.raises(NotAllowedError):
+            access.require(Context("spiffe://a/d"), PULL, "llama-8b")
+    assert len(caplog.messages) == 1
+    assert Access().allows(access.caller(Context("spiffe://a/c")), PULL, "any")
+
+
+def test_a_policy_needs_certificates(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    with pytest.raises(ConfigError, match="names certificates"):
+        Access(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        Access(str(tmp_path / "none"), TLS)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        Access(str(path), TLS)
+    path.write_text("#" * (2 << 20))
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        Access(str(path), TLS)
