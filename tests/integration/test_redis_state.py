@@ -63,6 +63,10 @@ async def beat(state: State, record: SourceRecord, readers: int = 0) -> None:
     )
 
 
+async def end(state: State, record: SourceRecord) -> None:
+    await state.event(lambda registry, now: registry.deregister(now, record.source_id, SECRET))
+
+
 async def until(holds: Callable[[], object]) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
     while not holds():
@@ -90,7 +94,7 @@ async def test_coordinators_see_one_state(server: RedisServer) -> None:
             state = await there.ask(lambda registry: registry.resolve("llama"))
             assert state.sources
             await there.register(registration(make_record(OTHERS), SECRET), by_digest(OTHERS))
-        await there.event(lambda r, now: r.deregister(now, record.source_id, SECRET))
+        await end(there, record)
         await until(lambda: here._store.source(record.source_id) is None)
         assert here._store.gone(record.source_id) is not None
 
@@ -251,9 +255,7 @@ async def test_a_coordinator_that_has_missed_commits_begins_again(
             for number in range(3):
                 for _ in range(100):
                     record = await register(here, f"n{number}")
-                    await here.event(
-                        lambda r, now, each=record: r.deregister(now, each.source_id, SECRET)
-                    )
+                    await end(here, record)
             last = await register(here, "last")
             assert server.ask("XTRIM", "{mx}:stream", "MAXLEN", "1").startswith(":")
         await until(lambda: there._store.source(last.source_id))

@@ -21,11 +21,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import grpc
+
+from mx import codec
 from mx.core.revisions import update_number
 from mx.core.types import SourceRecord
 from mx.errors import BindingError, ConfigError, MxError, UnknownModelError
 from mx.namekey import NameKey
+from mx.wire.channel import Remote, Role, dial, translating
 from mx.wire.client import CoordinatorClient, Registered
+from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.support.commands import free_port
 from tests.support.records import by_digest, make_documents, make_record, register_at
@@ -35,6 +40,7 @@ _T = TypeVar("_T")
 
 _COORDINATOR = "import sys; from mx.cli import coordinator_main; sys.exit(coordinator_main())"
 _LEASE_S = 5.0
+_CALL_S = 5.0
 #: How long a call is tried again; a coordinator starts in a few seconds on a busy machine.
 _PATIENCE_S = 60.0
 
@@ -59,7 +65,11 @@ class Coordinator:
         self._spec, self._folder = spec, folder
         self.address = f"127.0.0.1:{free_port()}"
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = CoordinatorClient(self.address, timeout_s=5.0)
+        self.client = CoordinatorClient(self.address, timeout_s=_CALL_S)
+        self.remote = Remote(Role.COORDINATOR, self.address)
+        self._channel = dial(self.address)
+        service = pb.DESCRIPTOR.services_by_name["Coordinator"]
+        self.stub = Stub(self._channel, service, self.remote)
 
     def start(self) -> None:
         with (self._folder / "log").open("ab") as log:
@@ -77,6 +87,11 @@ class Coordinator:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    async def close(self) -> None:
+        self.kill()
+        await self.client.close()
+        await self._channel.close(None)
 
     async def answers(self) -> None:
         async def ask() -> None:
@@ -163,31 +178,33 @@ class Owner:
             self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
+        """Send heartbeats, to another coordinator when one fails."""
         while True:
-            client = self.client()
-            record = self._record
-            assert record is not None
-            with contextlib.suppress(MxError):
-                client._secrets[record.source_id] = self._secret
-                client._epochs[record.source_id] = await self._epoch(client)
-                await client._beat(
-                    self._current, lambda: 1, lambda: 0.0, asyncio.Event(), self._has_beaten
-                )
+            call = random.choice(self._coordinators).stub.Heartbeat()
+            try:
+                while True:
+                    record = self._record
+                    assert record is not None
+                    async with asyncio.timeout(_CALL_S):
+                        await call.write(
+                            pb.HeartbeatRequest(
+                                source_id=record.source_id,
+                                source_secret=self._secret,
+                                state=codec.state_to_wire(record.state),
+                            )
+                        )
+                        answer = await call.read()
+                    if not isinstance(answer, pb.HeartbeatResponse):
+                        break
+                    self._counts.did["heartbeats"] += 1
+                    if answer.pin_only:
+                        self._counts.wrong.append(f"{self.name} lost its name")
+                    await asyncio.sleep(_LEASE_S / 5)
+            except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError):
+                pass  # a kill
+            finally:
+                call.cancel()
             await asyncio.sleep(0.1)
-
-    async def _epoch(self, client: CoordinatorClient) -> str:
-        async for page in client.link.stub.ListSources(pb.ListSourcesRequest()):
-            return str(page.coordinator_epoch)
-        return ""
-
-    def _current(self) -> SourceRecord:
-        assert self._record is not None
-        return self._record
-
-    def _has_beaten(self, pin_only: bool) -> None:
-        self._counts.did["heartbeats"] += 1
-        if pin_only:
-            self._counts.wrong.append(f"{self.name} lost its name")
 
     async def deregister(self) -> None:
         if self._beating is not None:
@@ -198,9 +215,10 @@ class Owner:
         assert record is not None
 
         async def ask() -> None:
-            client = self.client()
-            client._secrets[record.source_id] = self._secret
-            await client.deregister(record.source_id)
+            asked = pb.DeregisterRequest(source_id=record.source_id, source_secret=self._secret)
+            coordinator = random.choice(self._coordinators)
+            with translating(coordinator.remote):
+                await coordinator.stub.Deregister(asked, timeout=_CALL_S)
 
         await patiently(ask)
         self._counts.did["deregistrations"] += 1
@@ -296,8 +314,8 @@ async def play(kind: str, kills: int, *, names: int = 12) -> Counts:
                 await asyncio.sleep(1)
                 ended.set()
                 await asyncio.wait(lives)
-                for each in rivals:
-                    each.cancel()
+                for task in rivals:
+                    task.cancel()
             for coordinator in coordinators:
                 for owner in owners:
                     await owner.check(coordinator.client)
@@ -306,8 +324,7 @@ async def play(kind: str, kills: int, *, names: int = 12) -> Counts:
             for owner in owners:
                 await owner.end()
             for each in coordinators:
-                each.kill()
-                await each.client.close()
+                await each.close()
             if counts.wrong:
                 print((folder / "log").read_text()[-4000:])
             shutil.rmtree(folder, ignore_errors=True)

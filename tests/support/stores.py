@@ -169,7 +169,8 @@ class FollowedRegistry(Registry):
             finally:
                 self._inside = False
 
-        return self._runner.run(self.store.atomically(inside))
+        found: _T = self._runner.run(self.store.atomically(inside))
+        return found
 
     def register(self, now: float, registration: Registration, **more: Any) -> Registered:
         event = super().register

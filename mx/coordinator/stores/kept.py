@@ -286,7 +286,10 @@ class KeptStore(MemoryStore):
             self.put_source(listed)
             if is_new:
                 said = draft.renewals.get(source_id) or Renewal(listed.lease_until_s, 0, 0.0, True)
-                self._renew_kept(source_id, said)
+                # No heartbeat: this lease has been kept with the commit.
+                MemoryStore.renew(
+                    self, source_id, said.until_s, said.readers, said.gb_per_s, first=said.first
+                )
         for source_id, gone in draft.gone.items():
             self._gone.pop(source_id, None)
             if gone is not None:

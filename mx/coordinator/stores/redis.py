@@ -439,7 +439,7 @@ class RedisStore(KeptStore):
                 continue
             now = self.clock()
             for source_id, ttl_ms, readers, gb_per_s, first in json.loads(fields[b"said"]):
-                if source_id in self._sources and source_id not in self._renewals:
+                if source_id in self._sources:
                     until_s = now + ttl_ms / 1000
                     MemoryStore.renew(
                         self, source_id, until_s, readers, gb_per_s, first=bool(first)
