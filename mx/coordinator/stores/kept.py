@@ -86,6 +86,7 @@ class KeptStore(MemoryStore):
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
+        self._period_s = PERIOD_S
         #: Why nothing can be kept now; None if it can.
         self._trouble: MxError | None = None
         #: When that was logged last, and whether the end of it is to be.
@@ -114,7 +115,7 @@ class KeptStore(MemoryStore):
 
     @abstractmethod
     async def _keep_rest(self) -> None:
-        """Keep what need not be kept at once. Called every `PERIOD_S`, also while there is trouble.
+        """Keep what need not be kept at once. Called every `_period_s`, also in trouble.
 
         Raises:
             MxError: It is not kept.
@@ -265,7 +266,7 @@ class KeptStore(MemoryStore):
 
     async def _periodically(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self._period_s)
             try:
                 await self._keep_rest()
             except Exception as error:  # noqa: BLE001 - it goes on whatever happens

@@ -21,7 +21,7 @@ from typing import Any
 
 from mx.coordinator.stores.draft import Draft, Renewal
 from mx.coordinator.stores.encoding import VERSION, decode, encode
-from mx.coordinator.stores.kept import KeptStore
+from mx.coordinator.stores.kept import PERIOD_S, KeptStore
 from mx.coordinator.stores.redis_link import ANSWER_S, WRITE_S, RedisLink
 from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET
 from mx.core.answers import Listed
@@ -82,6 +82,8 @@ class RedisStore(KeptStore):
             )
         }  # fmt: skip
         self._lease_s = lease_s
+        # Several times in the shortest lease: a third of this one.
+        self._period_s = min(PERIOD_S, lease_s / 12)
         self._who = uuid.uuid4().hex
         self._ahead_s = time.time() - time.monotonic()  # of this process's clock
         self._last_s = 0.0
