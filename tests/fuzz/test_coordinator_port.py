@@ -139,9 +139,12 @@ def valid_requests() -> dict[str, list[bytes]]:
 REQUESTS = valid_requests()
 #: Nothing that a client can send is our fault.
 NEVER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED}
+#: What grpc.aio may say, with INTERNAL, instead of the status that it was sent: the call has ended
+#: while it still writes. Then the call is made again.
+OWN_ERROR = "Internal error from Core"
 
 
-async def call(channel: Any, method: str, messages: list[bytes]) -> grpc.StatusCode:
+async def call(channel: Any, method: str, messages: list[bytes], tries: int = 5) -> grpc.StatusCode:
     descriptor = SERVICE.methods_by_name[method]
     path = f"/{SERVICE.full_name}/{method}"
 
@@ -165,6 +168,8 @@ async def call(channel: Any, method: str, messages: list[bytes]) -> grpc.StatusC
         else:
             await answer
     except grpc.aio.AioRpcError as error:
+        if error.details() == OWN_ERROR and tries > 1:
+            return await call(channel, method, messages, tries - 1)
         code: grpc.StatusCode = error.code()
         return code
     return grpc.StatusCode.OK

@@ -30,6 +30,7 @@ _HOGS = """
 import tempfile
 from mx.cuda.driver import load
 from mx.testing.certificates import certificates
+from mx.testing.harness import PEER
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Piece, Read
 from mx_transports.tcp import TcpTransport
@@ -62,7 +63,7 @@ class Sink:
 
 def grant(name):
     return Grant(
-        name, exposure.grant(name), 1, (NBYTES,), "peer", tls=tls, stall_timeout_s=20.0, streams=1
+        name, exposure.grant(name), 1, (NBYTES,), PEER, tls=tls, stall_timeout_s=20.0, streams=1
     )
 
 def read(sink):
