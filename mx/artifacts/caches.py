@@ -276,8 +276,12 @@ def _write_and_rename(
     """Return False if another process was faster."""
     temporary = _temporary(root)
     temporary.mkdir(mode=0o700)
-    # A process that can lock such a folder may remove it: the one that made it is gone.
-    fd = os.open(temporary, _FOLDER)
+    # A process that can lock such a folder may remove it: the one that made it is gone, or has not
+    # locked it yet.
+    try:
+        fd = os.open(temporary, _FOLDER)
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if not _is_at(fd, temporary):

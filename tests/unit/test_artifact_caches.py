@@ -12,6 +12,7 @@ import threading
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -340,6 +341,26 @@ def test_of_two_that_lay_out_the_same_one_wins(place: Path) -> None:
     assert sorted(results) == [False, True]
     assert contents(place / "set") == CONTENTS
     assert os.listdir(place) == ["set"]
+
+
+def test_a_folder_that_another_process_removed_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made and not locked yet: the other process took it for what a dead one had left."""
+    opened: list[Path] = []
+    really = os.open
+
+    def late(path: str | Path, *arguments: Any, **more: Any) -> int:
+        if isinstance(path, Path) and path.name.startswith(".set."):
+            if not opened:
+                path.rmdir()
+            opened.append(path)
+        return really(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", late)
+    assert caches.lay_out([CacheFile("a/b", 3, False)], lambda n: b"abc", place / "set")
+    assert (place / "set/a/b").read_bytes() == b"abc"
+    assert len(opened) == 2 and opened[0] != opened[1]
 
 
 def test_many_processes_lay_out_the_same(place: Path) -> None:
