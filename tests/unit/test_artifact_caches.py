@@ -358,8 +358,8 @@ def test_a_folder_that_another_process_removed_is_made_again(
         return really(path, *arguments, **more)
 
     monkeypatch.setattr(os, "open", late)
-    assert caches.lay_out([CacheFile("a/b", 3, False)], lambda n: b"abc", place / "set")
-    assert (place / "set/a/b").read_bytes() == b"abc"
+    assert caches.lay_out([CacheFile("triton/a", 3, False)], lambda n: b"abc", place / "set")
+    assert (place / "set/triton/a").read_bytes() == b"abc"
     assert len(opened) == 2 and opened[0] != opened[1]
 
 
