@@ -164,7 +164,9 @@ def _globals_of_libraries() -> None:
     asyncio.run(once())
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[pytest.param(k, marks=[pytest.mark.long] if k == "redis" else []) for k in KINDS]
+)
 def each_store(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the test with `new_store` of each kind."""
     timeless = request.node.get_closest_marker("integration") is None

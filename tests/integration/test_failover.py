@@ -157,6 +157,7 @@ def test_sources_and_watches_go_on_at_the_next_coordinator(
 
 
 @needs_redis
+@pytest.mark.long
 def test_a_pull_goes_on_and_reports_to_the_next_coordinator(
     run: Run, redis: RedisServer, checkpoint: Path, tmp_path: Path
 ) -> None:
