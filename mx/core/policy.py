@@ -199,7 +199,7 @@ def read_policy(text: str) -> Policy:
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a TOMLDecodeError, or that of a number with too many digits
         raise ConfigError(f"it is not TOML: {error}") from None
     except RecursionError:
         raise ConfigError("it is not TOML that can be read: it is nested too deeply") from None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mx.core.holdings import Holdings
 from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRecord, SourceRole
-from mx.errors import MxError
+from mx.errors import MxError, NotAllowedError
 from mx.memory.live import Memory
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 DRAIN_S = 2.0
 #: Pause between reports of new layers to the coordinator.
 ADVERTISE_S = 1.0
+#: The longest pause after the coordinator has refused that.
+REFUSED_S = 60.0
 
 
 class Relay:
@@ -95,7 +97,7 @@ class Relay:
         if self._coordinator is None:
             return
         reported: tuple[tuple[int, int], ...] | None = None
-        whole = False
+        whole, pause_s = False, ADVERTISE_S
         while not whole:
             self._landed.clear()
             whole, held = holdings.whole, holdings.layers()
@@ -108,11 +110,15 @@ class Relay:
                 elif held != reported:
                     await self._server.advertise()
                 reported = held
-            except MxError:  # tried again below, and reading does not depend on it
+                pause_s = ADVERTISE_S
+            except MxError as error:  # tried again below, and reading does not depend on it
                 whole = False
                 self._landed.set()
+                # Without the right to serve it is refused each time, until there is a new policy.
+                refused = isinstance(error, NotAllowedError)
+                pause_s = min(2 * pause_s, REFUSED_S) if refused else ADVERTISE_S
             if not whole:
-                await asyncio.sleep(ADVERTISE_S)  # a report follows after no less than this
+                await asyncio.sleep(pause_s)  # a report follows after no less than this
                 await self._landed.wait()
 
     async def _get_side_files(self, sources: Sequence[SourceRecord]) -> None:

@@ -389,6 +389,12 @@ def test_states_that_are_not_there(spec: str) -> None:
         open_state(spec)
 
 
+def test_no_part_of_a_password_is_in_the_error() -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_state("redis://:S3cret/xyz@h:6379/0")
+    assert "S3cret" not in str(refused.value) and "xyz" not in str(refused.value)
+
+
 def test_a_capacity_error_is_not_this_machines() -> None:
     assert not issubclass(CoordinatorError, CapacityError) and issubclass(CapacityError, MxError)
 

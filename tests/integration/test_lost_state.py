@@ -20,7 +20,9 @@ pytestmark = pytest.mark.integration
 Kept = tuple[str, Callable[[], None], Callable[[], None]]
 
 
-@pytest.fixture(params=["sqlite restored", pytest.param("redis emptied", marks=[needs_redis, pytest.mark.long])])
+@pytest.fixture(
+    params=["sqlite restored", pytest.param("redis emptied", marks=[needs_redis, pytest.mark.long])]
+)
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
     """The state's name, and what backs it up and loses what came after that."""
     if request.param == "sqlite restored":

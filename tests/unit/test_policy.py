@@ -170,3 +170,8 @@ def test_a_policy_as_it_is_written() -> None:
     )
     rights = frozenset([Right.SERVE, Right.TAKE_REQUESTS])
     assert policy == Policy((Rule(("a", "*.b"), rights, ("llama*",)),))
+
+
+def test_a_number_with_too_many_digits_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_policy(f"x = {'9' * 5000}")

@@ -433,6 +433,9 @@ class RedisStore(KeptStore):
             await self._begin_again(lost=lost)
         except MxError:
             await asyncio.sleep(_RETRY_S)
+        except Exception as error:  # noqa: BLE001 - it follows whatever happens
+            self._in_trouble(unexpected(error))
+            await asyncio.sleep(_RETRY_S)
 
     def _hear(self, records: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         for number, fields in records:

@@ -45,7 +45,7 @@ class RedisLink:
             # HOST:PORT/DB for messages: never the password.
             self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
             if not parts.hostname or (not prefix.isidentifier() and prefix):
-                raise ValueError("it names no host, or a prefix that is no identifier")
+                raise ValueError
             bare = urlunsplit(parts._replace(query=urlencode(query)))
             self.client: Any = redis.Redis.from_url(
                 bare,
@@ -54,11 +54,12 @@ class RedisLink:
                 retry=Retry(NoBackoff(), 0),
                 max_connections=_CONNECTIONS,
             )
-        except (ValueError, TypeError, AttributeError) as error:
-            said = str(error) if "@" not in str(error) else "it does not parse"
+        except (ValueError, TypeError, AttributeError):
+            # What the error says may have a part of the password.
             raise ConfigError(
-                f"`state` is no address of a Redis: {said}",
-                hint="write redis://HOST:PORT/DB, or rediss:// for TLS",
+                "`state` is no address of a Redis, or its prefix is no identifier",
+                hint="write redis://HOST:PORT/DB, or rediss:// for TLS; a password in it is "
+                "percent-encoded",
             ) from None
         self._tag = f"{{mx:{prefix}}}" if prefix else "{mx}"
 
