@@ -177,18 +177,24 @@ class State:
             if len(data) != nbytes:
                 raise PeerProtocolError(f"document {digest[:8].hex()} has {len(data)} bytes")
         fresh = [d for d in documents if self._documents.get(d) is None]
-        listed: Registered | None = None
+        named = {digest for digest, _ in registration.record.documents}
+        refused = False
+        self._documents.claim(named)
         try:
             for digest in fresh:
                 self._documents.put(self.now(), digest, documents[digest], address)
-            listed = await self.event(
+            return await self.event(
                 lambda registry, now: registry.register(
                     now, registration, receipt=receipt, address=address
                 )
             )
-            return listed
+        except MxError:
+            refused = True
+            raise
         finally:
-            if listed is None:
+            # A caller that is cancelled ends nothing: what it asked for may yet be kept.
+            self._documents.unclaim(self.now(), named)
+            if refused:
                 self._documents.discard(fresh)
 
     async def close(self) -> None:

@@ -46,6 +46,7 @@ class Documents:
         self._holders: dict[bytes, Counter[str]] = {}
         self._drop_at: dict[bytes, float] = {}  # only documents without a holder
         self._due = math.inf
+        self._claimed: Counter[bytes] = Counter()  # by registrations that are under way
 
     def begin(self, now: float) -> None:
         """Begin with the documents that the store has, without a holder. Reservations stay."""
@@ -83,7 +84,7 @@ class Documents:
         It then stays for at least `grace_s`, and `address` pays for it if nothing holds it; unless
         that would exceed the share of `address`.
         """
-        if digest not in self._nbytes:
+        if digest not in self._nbytes or self._store.document(digest) is None:
             return False
         if digest in self._drop_at and self._pays_for(digest, address):
             self._drop_at[digest] = now + self.grace_s
@@ -129,11 +130,26 @@ class Documents:
             self._store.put_document(digest, data)
             self._nbytes[digest], self._payers[digest] = len(data), address
             self._schedule(now, digest)
+        elif self._store.document(digest) is None:
+            self._store.put_document(digest, data)
+
+    def claim(self, digests: Iterable[bytes]) -> None:
+        """Drop none of these documents until `unclaim`."""
+        self._claimed.update(digests)
+
+    def unclaim(self, now: float, digests: Iterable[bytes]) -> None:
+        """End `claim`. Those that nothing holds stay for `grace_s`."""
+        for digest in digests:
+            self._claimed[digest] -= 1
+            if not self._claimed[digest]:
+                del self._claimed[digest]
+            if digest in self._drop_at:
+                self._schedule(now, digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
         """Drop those of these documents at once that nothing names."""
         for digest in digests:
-            if digest in self._drop_at:
+            if digest in self._drop_at and digest not in self._claimed:
                 self._drop(digest)
 
     def hold(self, digests: Iterable[bytes], address: str = "") -> None:
@@ -159,7 +175,9 @@ class Documents:
         """Drop the documents that had no holder for `grace_s`. Cheap while nothing is due."""
         if now < self._due:
             return
-        for digest in [d for d, at in self._drop_at.items() if at <= now]:
+        for digest in [
+            d for d, at in self._drop_at.items() if at <= now and d not in self._claimed
+        ]:
             self._drop(digest)
         self._due = min(self._drop_at.values(), default=math.inf)
 

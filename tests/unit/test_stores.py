@@ -390,3 +390,26 @@ def test_a_copy_shares_nothing_that_changes() -> None:
     copy.bound.revisions["x"] = copy.bound.revisions["main"]
     copy.meant["x"] = "y"
     assert encode(state) == before
+
+
+async def test_a_registration_whose_caller_is_cancelled_keeps_its_documents(path: str) -> None:
+    """What is queued takes effect all the same, and can be registered again."""
+    state = open_state(f"sqlite:{path}")
+    await state.open()
+    try:
+        asked = registration(make_record(DOCUMENTS), SECRET)
+        registering = asyncio.create_task(state.register(asked, by_digest(DOCUMENTS)))
+        assert isinstance(state.store, KeptStore)
+        while not state.store._queue:
+            assert not registering.done()
+            await asyncio.sleep(0)
+        registering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await registering
+        while not [*state.store.sources()]:
+            await asyncio.sleep(0.01)
+        assert all(state.document(digest) for digest in by_digest(DOCUMENTS))
+        assert await state.missing([*by_digest(DOCUMENTS)]) == []
+        await state.register(asked, {})
+    finally:
+        await state.close()

@@ -255,6 +255,8 @@ class KeptStore(MemoryStore):
                 if not await self._keep(draft):
                     return False
             except UnknownSourceError:
+                if len(batch) > 1:
+                    return False  # it is of one of them, which is found as it runs alone
                 raise
             except MxError as error:
                 self._in_trouble(error)
