@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from blake3 import blake3
 
@@ -85,6 +86,22 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
     text = f"names are not known again after a restart of this coordinator: {why}; name a file"
     event(log, "coordinator.receipts", level=level, text=f"{text} with `receipt_key`")
     return None
+
+
+def shared_state(spec: str) -> str:
+    """Return what tells the state of several coordinators from others; "" if it is of one alone.
+
+    Those that share it believe each other, as far as they have the same key file, and not those of
+    another database or prefix.
+    """
+    try:
+        parts = urlsplit(spec)
+    except ValueError:  # `open_state` says so
+        return ""
+    if parts.scheme not in ("redis", "rediss"):
+        return ""
+    prefix = dict(parse_qsl(parts.query)).get("prefix", "")
+    return f"a shared state {parts.path.strip('/') or '0'} {prefix}"
 
 
 def _host() -> str:
@@ -228,8 +245,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # Coordinators that share a state believe each other, as far as they have the same key file.
-    where = "a shared state" if options.state.startswith("redis") else options.listen
+    where = shared_state(options.state) or options.listen
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     access = Access(options.policy, options.tls, what="coordinator")
     coordinator = Coordinator(

@@ -86,6 +86,8 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
             "has no subjectAltName, by which processes are known",
             hint="docs/tls.md shows how certificates are made",
         )
+    if any("/" in host for host in hosts):  # it would be taken for a URI
+        raise NotAllowedError("has a host with a slash in its subjectAltName")
     if any(has_control(name) or len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
         raise NotAllowedError("has a name that is no text, or very long, in its subjectAltName")
     return Subject(names[0], names, hosts)

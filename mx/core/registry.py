@@ -83,6 +83,7 @@ class Registry:
         self.limits = limits or Limits()
         self._store = store
         self._now = self._began_s = -math.inf
+        self._restores_s = -math.inf  # since when receipts of an earlier life count
         self._settled_s = -math.inf  # the end of the last doubt after which names were settled
         self._quota = Quota(
             store,
@@ -138,7 +139,7 @@ class Registry:
             self._quota.check(address)
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
-        late_s = max(self._began_s, self._store.doubt_until_s) + self.binding_grace_s
+        late_s = max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
         claim = Claim(commitment, intent, receipt, self._now < late_s, self._bindings.in_doubt)
         admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
@@ -245,6 +246,8 @@ class Registry:
         self._now = now = max(self._now, now)
         if self._began_s == -math.inf:
             self._began_s = now
+            if not self._store.outlives or not any(True for _ in self._store.names()):
+                self._restores_s = now
             self._begin()
         self._bindings.in_doubt = now < self._store.doubt_until_s
         for source_id in self._store.due_sources(now):
@@ -263,6 +266,8 @@ class Registry:
 
     def _begin(self) -> None:
         """Give each source that the store has from before a full lease: none could be renewed."""
+        if self._store.keeps_leases:
+            return
         for listed in list(self._store.sources()):
             self._renew(listed, listed.readers, listed.gb_per_s, first=True)
 

@@ -49,6 +49,8 @@ class Store(ABC):
     epoch: str
     #: True if it goes on when its coordinators end. What then comes back may be older, or empty.
     outlives: bool = True
+    #: True if leases go on while this coordinator does not: others may renew them.
+    keeps_leases: bool = False
     #: Until when names bind by receipt only, since the state may have lost some; -inf: no doubt.
     doubt_until_s: float = -math.inf
 

@@ -320,3 +320,13 @@ def test_a_coordinators_receipts_are_its_hosts_unless_the_user_names_the_key(
             found[host, named] = key
     assert len({key for (_, named), key in found.items() if named}) == 1
     assert len({*found.values()}) == 4
+
+
+def test_coordinators_of_one_state_believe_each_other_and_no_others() -> None:
+    shared = daemon.shared_state("redis://10.0.0.9:6379/0")
+    assert shared == daemon.shared_state("rediss://user:secret@other.example:6379/")
+    assert "secret" not in shared
+    others = ["redis://10.0.0.9:6379/1", "redis://10.0.0.9:6379/0?prefix=staging"]
+    assert len({shared, *map(daemon.shared_state, others)}) == 3
+    for alone in ("memory", "sqlite:/var/lib/mx/state.db", "redis://[::1"):
+        assert daemon.shared_state(alone) == ""

@@ -175,3 +175,8 @@ def test_a_policy_as_it_is_written() -> None:
 def test_a_number_with_too_many_digits_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="not TOML"):
         read_policy(f"x = {'9' * 5000}")
+
+
+def test_a_host_is_no_uri() -> None:
+    with pytest.raises(NotAllowedError, match="slash"):
+        subject_of([], ["spiffe://example.com/ns/prod/sa/trainer"], [])

@@ -63,6 +63,8 @@ class _Missed(Exception):
 class RedisStore(KeptStore):
     """State in Redis."""
 
+    keeps_leases = True
+
     def __init__(self, url: str, *, lease_s: float) -> None:
         """
         Args:
@@ -88,6 +90,7 @@ class RedisStore(KeptStore):
         self._ahead_s = time.time() - time.monotonic()  # of this process's clock
         self._last_s = 0.0
         self._reached_s = time.monotonic()
+        self._began = False  # no exchange yet: leases that ended meanwhile get a full period
         self._number = 0
         self._token = ""
         self._versions: dict[str, str] = {}
@@ -400,7 +403,7 @@ class RedisStore(KeptStore):
                 f"{self._lease_s:g} s names bind only to those who had them",
             )  # fmt: skip
         self._wake(begins_again=True)
-        if lost and self.epoch == expected:
+        if lost and (self.epoch == expected or self.doubt_until_s <= self.clock()):
             await self._send(Draft(epoch=(uuid.uuid4().hex, self.clock() + self._lease_s)))
 
     async def _follow(self) -> None:
@@ -487,20 +490,23 @@ class RedisStore(KeptStore):
         link, now = self._link, self.clock()
         renewals, self._renewals = self._renewals, {}
         overdue = [each for each in MemoryStore.due_sources(self, now) if each not in self._ended]
-        silent = self._trouble is not None
+        # What was heard before that is old: sources may have gone on elsewhere since then.
+        late = self._silent_s() > ANSWER_S
+        silent = self._trouble is not None or late or not self._began
         arguments: list[Any] = [link.key("lease:"), self._who]
         said = [
             (each, self._left_ms(r, now), r.readers, r.gb_per_s, int(r.first))
             for each, r in renewals.items()
-            if each in self._sources
+            if each in self._sources and not (late and r.until_s <= now)
         ]
-        arguments += [json.dumps(said) if said else "", len(said) + len(self._sources) * silent]
+        arguments.append(json.dumps(said) if said and not late else "")
+        arguments.append(len(said) + len(self._sources) * silent)
         for source_id, ttl_ms, *_ in said:
-            arguments += [source_id, ttl_ms, 0]
+            arguments += [source_id, ttl_ms, "late" if late else ""]
         if silent:
             # Leases could not be renewed: each one that has ended meanwhile gets a full period.
             for source_id in self._sources:
-                arguments += [source_id, int(self._lease_s * 1000), 1]
+                arguments += [source_id, int(self._lease_s * 1000), "missing"]
         arguments += [len(overdue), *overdue]
         sent_s = time.monotonic()
         try:
@@ -512,7 +518,7 @@ class RedisStore(KeptStore):
             self._renewals = renewals | self._renewals
             raise
         (seconds, micros), full, meta, left_ms = answer
-        self._reached_s = time.monotonic()
+        self._reached_s, self._began = time.monotonic(), True
         ahead_s = int(seconds) + int(micros) / 1e6 - (sent_s + self._reached_s) / 2
         # Where the clock of Redis goes back, this one goes on, a little slower.
         self._ahead_s = max(ahead_s, self._ahead_s - _SLEW_S)

@@ -65,10 +65,12 @@ local lease, who, said = take(), take(), take()
 local probe = redis.pcall('HSET', meta, 'probe', '1')
 local full = type(probe) == 'table' and 1 or 0
 for _ = 1, times() do
-  local id, ttl_ms, only_missing = take(), take(), take()
+  local id, ttl_ms, how = take(), take(), take()
   local key = lease .. id
-  if only_missing == '1' then
+  if how == 'missing' then
     redis.pcall('SET', key, '1', 'PX', ttl_ms, 'NX')
+  elseif how == 'late' and redis.call('PTTL', key) >= tonumber(ttl_ms) then
+    -- another coordinator has heard of the source since then
   elseif redis.call('PEXPIRE', key, ttl_ms) == 0 then
     redis.pcall('SET', key, '1', 'PX', ttl_ms)
   end
