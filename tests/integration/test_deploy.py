@@ -27,7 +27,6 @@ from tests.support.daemon import ROOT
 from tests.support.deployed import (
     DEPLOY,
     PROGRAMS,
-    built,
     changed,
     documents,
     manifests,
@@ -36,6 +35,7 @@ from tests.support.deployed import (
     started,
     units,
 )
+from tests.support.redis_server import needs_redis
 
 pytestmark = pytest.mark.integration
 
@@ -303,12 +303,10 @@ def redis_running(command: list[str], port: int) -> Iterator[None]:
         server.wait()
 
 
+@needs_redis
 def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """The commands of the compose file, on loopback."""
     services, where = COMPOSE["services"], f"127.0.0.1:{free_port()}"
-    with_redis = "--state" in built(services["coordinator"]["command"])
-    if with_redis and not shutil.which("redis-server"):
-        pytest.skip("redis-server is not installed")
     redis_port = free_port()
 
     def changes(service: str) -> Any:
@@ -334,9 +332,8 @@ def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path
         return run(*words, *more, daemon=program == "mx-coordinator")
 
     with contextlib.ExitStack() as ending:
-        if with_redis:
-            own = ("--port", str(redis_port), "--bind", "127.0.0.1", "--dir", str(tmp_path))
-            ending.enter_context(redis_running([*services["redis"]["command"], *own], redis_port))
+        own = ("--port", str(redis_port), "--bind", "127.0.0.1", "--dir", str(tmp_path))
+        ending.enter_context(redis_running([*services["redis"]["command"], *own], redis_port))
         coordinator = start("coordinator")
         coordinator.until(lambda: "listens on" in coordinator.err, "the coordinator")
         assert healthy(where)

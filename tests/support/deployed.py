@@ -55,34 +55,6 @@ def started(unit: Path) -> list[str]:
     return shlex.split(line.replace("%i", "one"))
 
 
-def _takes(name: str, value: object) -> bool:
-    """Return True if a setting exists and takes a value."""
-    try:
-        config.load({name: value}, environ={}, file="/dev/null")
-    except (KeyError, ConfigError):
-        return False
-    return True
-
-
-def _drop(words: Sequence[str], flag: str) -> list[str]:
-    if flag not in words:
-        return list(words)
-    at = list(words).index(flag)
-    return [*words[:at], *words[at + 2 :]]
-
-
-def built(words: Sequence[str]) -> list[str]:
-    """Return a command without the settings that this mx does not have yet."""
-    found = list(words)
-    if not _takes("metrics", "127.0.0.1:0"):
-        found = _drop(found, "--metrics")
-    if not _takes("state", "redis://127.0.0.1:6379/0"):
-        found = _drop(found, "--state")
-    if not _takes("coordinator", "127.0.0.1:1,127.0.0.1:2"):
-        found = [re.sub(r"^([^\s,]+:\d+),\S+:\d+$", r"\1", word) for word in found]
-    return found
-
-
 def settings_of(words: Sequence[str]) -> config.Settings:
     """Read a command line of `mx` or `mx-coordinator` as the command does, and run nothing.
 
@@ -95,7 +67,7 @@ def settings_of(words: Sequence[str]) -> config.Settings:
     Raises:
         AssertionError: It is not understood.
     """
-    program, *arguments = (re.sub(r"\$\([A-Z_]+\)", "127.0.0.1", word) for word in built(words))
+    program, *arguments = (re.sub(r"\$\([A-Z_]+\)", "127.0.0.1", word) for word in words)
     command: Any = typer.main.get_command(
         mx.cli.app.app if program == "mx" else mx.cli.coordinator.app
     )
@@ -114,5 +86,5 @@ Change = Callable[[str], str]
 
 
 def changed(words: Sequence[str], change: Change) -> list[str]:
-    """Return a command of what is built, each word changed."""
-    return [change(word) for word in built(words)]
+    """Return a command, each word changed."""
+    return [change(word) for word in words]
