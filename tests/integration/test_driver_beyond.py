@@ -405,7 +405,8 @@ def test_gpus_give_each_other(major: int, tmp_path: Path, hosts: Hosts, transpor
     """Two pulls into GPUs at the same time: each gives from its GPU what it has."""
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint", mib=48)
     names = ("origin", "one", "other")
-    links = hosts.star(names, up_mbit_per_s=200, down_mbit_per_s=200)
+    # Slow enough that a second between their starts is little beside the pull.
+    links = hosts.star(names, up_mbit_per_s=60, down_mbit_per_s=60)
     origin, *targets = (
         _Host(hosts, name, links[name].address(name), major, tmp_path) for name in names
     )
