@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ BARE = Path(__file__).with_name("coordinator_bare.py")
 _WAYS = {"spread": "spread over the second", "once": "all at once"}
 
 
-def measure(address: str, pid: int, *, seconds: float = 10.0, **load: int) -> Mapping[str, Any]:
+def measure(
+    address: str, pid: int, *, seconds: float = 10.0, tls: Sequence[str] = (), **load: int
+) -> Mapping[str, Any]:
     """Run the load generator as a process.
 
     Args:
         address: The server to load.
         pid: Its process.
         seconds: How long calls are timed with heartbeats spread, and all at once.
+        tls: The client's certificate, key and authority; empty for plain text.
         load: Options of the load generator.
 
     Returns:
@@ -43,7 +46,7 @@ def measure(address: str, pid: int, *, seconds: float = 10.0, **load: int) -> Ma
         LocalError: The load generator fails.
     """
     options = [f"--{name}={value}" for name, value in {**load, "seconds": seconds}.items()]
-    command = [sys.executable, str(LOAD), address, *options]
+    command = [sys.executable, str(LOAD), address, *options, *(["--tls", *tls] if tls else [])]
     used_s: defaultdict[str, float] = defaultdict(float)
     found: Mapping[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -40,6 +40,8 @@ from mx.core.types import (
     SourceState,
 )
 from mx.errors import MxError
+from mx.transport import TlsFiles
+from mx.wire.address import host_of
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.rpc import Stub
@@ -83,8 +85,9 @@ def manifest_of(model: int) -> Manifest:
     return encode(plan_layout(specs), packaging, roots)
 
 
-def record_of(number: int) -> SourceRecord:
-    """Return the record of a source as a server with two interfaces registers it."""
+def record_of(number: int, host: str = "") -> SourceRecord:
+    """Return the record of a source as a server with two interfaces registers it, at an address
+    of its own, or at the host that its certificate names."""
     model = number % MODELS
     ref = manifest_of(model).ref
     nics = tuple(
@@ -96,7 +99,7 @@ def record_of(number: int) -> SourceRecord:
         hostname=f"host-{number}",
         uid=1000,
         pid=number + 1,
-        addresses=tuple(nic.addresses[0].partition("/")[0] for nic in nics),
+        addresses=(host,) if host else tuple(nic.addresses[0].partition("/")[0] for nic in nics),
         nics=nics,
         numa_nodes=(NumaNode(0, "0-63", 256 << 30, (10, 21)), NumaNode(1, "64-127", 256 << 30)),
     )
@@ -105,7 +108,7 @@ def record_of(number: int) -> SourceRecord:
         source_id=str(uuid.uuid4()),
         model=ModelKey(f"model-{model}"),
         ref=ref,
-        endpoint=f"10.0.{number >> 8 & 255}.{number & 255}:7601",
+        endpoint=f"{host or f'10.0.{number >> 8 & 255}.{number & 255}'}:7601",
         place=place,
         generation=1,
         table=AddressTable(ref.layout, (region,), held=((0, LAYERS),)),
@@ -116,8 +119,8 @@ def record_of(number: int) -> SourceRecord:
 class Load:
     """All sources, watchers and resolvers, in one event loop."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        self._address, self._tls = address, tls
         self._remote = Remote(Role.COORDINATOR, address)
         self._ending = asyncio.Event()
         self._storm_over = False
@@ -140,9 +143,9 @@ class Load:
 
     async def source(self, number: int, registered: asyncio.Queue[int]) -> None:
         """Register a source and send its heartbeats until the end."""
-        record = record_of(number)
-        client = CoordinatorClient(self._address, timeout_s=60.0)
-        channel = dial(self._address)
+        record = record_of(number, host_of(self._address) if self._tls else "")
+        client = CoordinatorClient(self._address, tls=self._tls, timeout_s=60.0)
+        channel = dial(self._address, tls=self._tls)
         try:
             async with asyncio.timeout(_REGISTER_TIMEOUT_S):
                 while True:
@@ -203,7 +206,7 @@ class Load:
 
     async def watcher(self) -> None:
         """Watch everything until the end. Changes are counted, not decoded."""
-        channel = dial(self._address)
+        channel = dial(self._address, tls=self._tls)
         call = self._stub(channel).Watch(pb.WatchRequest(batches=True))
         try:
             async for message in call:
@@ -216,7 +219,7 @@ class Load:
 
     async def resolver(self, per_s: float) -> None:
         """Resolve some model `per_s` times a second, without waiting for answers."""
-        channels = [dial(self._address) for _ in range(MODELS)]
+        channels = [dial(self._address, tls=self._tls) for _ in range(MODELS)]
         stubs = [self._stub(channel) for channel in channels]
         try:
             async with asyncio.TaskGroup() as calls:
@@ -303,10 +306,11 @@ def main() -> None:
     parser.add_argument("--watchers", type=int, default=50)
     parser.add_argument("--resolves", type=float, default=50, help="per second")
     parser.add_argument("--seconds", type=float, default=10, help="of each way to send heartbeats")
+    parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"))
     given = parser.parse_args()
 
     async def run() -> Any:
-        load = Load(given.coordinator)
+        load = Load(given.coordinator, TlsFiles(*given.tls) if given.tls else None)
         return await load.run(given.sources, given.watchers, given.resolves, given.seconds)
 
     print(json.dumps(asyncio.run(run())), flush=True)

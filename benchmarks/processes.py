@@ -96,6 +96,7 @@ class Cluster:
         address: Where the coordinator and the sources listen; without TLS if it is not loopback.
         prefix: What their commands begin with, such as `Hosts.prefix`.
         stderr: Where the errors of all processes go; to this process's by default.
+        options: What the coordinator is started with besides.
     """
 
     def __init__(
@@ -103,13 +104,14 @@ class Cluster:
         address: str = LOOPBACK,
         prefix: Sequence[str] = (),
         stderr: int | IO[bytes] | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         self._prefix, self._stderr = prefix, stderr
         self._insecure = () if address == LOOPBACK else ("--insecure",)
         self._listen = () if address == LOOPBACK else ("--listen", f"{address}:0")
         self._children: list[Child] = []
         listen = ("--listen", f"{address}:0", *self._insecure)
-        coordinator = self.start("-c", _COORDINATOR, *listen, "--json")
+        coordinator = self.start("-c", _COORDINATOR, *listen, *options, "--json")
         self.coordinator_pid = coordinator.pid
         self.coordinator: str = json.loads(coordinator.hear())["listen"]
 
