@@ -12,6 +12,7 @@ import pytest
 
 from mx.coordinator.state import State, open_state
 from mx.coordinator.stores import redis as redis_module
+from mx.coordinator.stores import redis_leases
 from mx.core.changes import ChangeKind, Tail
 from mx.core.registry import Registry
 from mx.core.types import SourceRecord, SourceState
@@ -177,7 +178,7 @@ async def test_a_stopped_redis_refuses_what_writes_and_ends_nothing(
 async def test_a_coordinator_that_is_cut_off_for_long_answers_no_more(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_module, "READS_S", 1.5)
+    monkeypatch.setattr(redis_leases, "READS_S", 1.5)
     async with states(server, 1) as (here,):
         await register(here)
         server.kill()
