@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,68 +14,29 @@ from mx.coordinator.stores import redis as redis_module
 from mx.coordinator.stores import redis_leases
 from mx.core.changes import ChangeKind, Tail
 from mx.core.registry import Registry
-from mx.core.types import SourceRecord, SourceState
 from mx.errors import BindingError, CapacityError, CoordinatorError, LocalError, MxError
-from tests.support.owners import owned
-from tests.support.records import by_digest, make_documents, make_record, registration
+from tests.support.records import by_digest, make_record, registration
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.redis_states import (
+    DOCUMENTS,
+    OTHERS,
+    PATIENCE_S,
+    SECRET,
+    beat,
+    end,
+    ids,
+    register,
+    states,
+    until,
+)
 
 pytestmark = [pytest.mark.integration, needs_redis]
-
-DOCUMENTS, OTHERS = make_documents("A"), make_documents("B")
-SECRET = b"s" * 16
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
     with redis_server() as running:
         yield running
-
-
-@asynccontextmanager
-async def states(
-    server: RedisServer, many: int = 2, *, lease_s: float = 5.0
-) -> AsyncIterator[list[State]]:
-    """As many coordinators' states over one Redis."""
-    async with AsyncExitStack() as stack:
-        made = [open_state(server.url, lease_s=lease_s) for _ in range(many)]
-        for state in made:
-            stack.push_async_callback(state.close)
-            await state.open()
-            await state.tick()
-        yield made
-
-
-async def register(
-    state: State, name: str = "llama", *, documents: list[bytes] = DOCUMENTS, owner: bytes = b"o"
-) -> SourceRecord:
-    record = owned(make_record(documents, name=name), owner)
-    answer = await state.register(registration(record, SECRET), by_digest(documents))
-    return answer.record
-
-
-async def beat(state: State, record: SourceRecord, readers: int = 0) -> None:
-    await state.event(
-        lambda registry, now: registry.heartbeat(
-            now, record.source_id, SECRET, SourceState.SERVING, readers=readers
-        )
-    )
-
-
-async def end(state: State, record: SourceRecord) -> None:
-    await state.event(lambda registry, now: registry.deregister(now, record.source_id, SECRET))
-
-
-async def until(holds: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        await asyncio.sleep(0.02)
-
-
-async def ids(state: State) -> set[str]:
-    return {each.record.source_id for each in await state.ask(Registry.sources)}
 
 
 async def test_coordinators_see_one_state(server: RedisServer) -> None:

@@ -44,6 +44,7 @@ from mx.tasks import in_thread, unexpected
 log = logging.getLogger(__name__)
 
 _HASHES = ("names", "sources", "gone")
+_COMMITTED = ("meta", "versions", "stream", "documents", "spared", *_HASHES)
 #: The commits that the stream keeps, about.
 _KEPT_COMMITS = 512
 _PAGE = 64
@@ -87,7 +88,6 @@ class RedisStore(LeasedStore):
             return
         try:
             async with self._link.answering():
-                await self._begin_clock()
                 said = await self._link.persistence()
             await super().open()
         except CoordinatorError as error:
@@ -97,7 +97,10 @@ class RedisStore(LeasedStore):
         self._tasks.append(asyncio.create_task(self._follow(), name="mx-state-follow"))
 
     async def _load(self) -> None:
+        await self._exchange()  # what time is it?
+        await self._hear_from_here()
         await self._read_all()
+        await self._exchange()  # how long do the leases last?
 
     async def _unload(self) -> None:
         await self._link.close()
@@ -138,7 +141,7 @@ class RedisStore(LeasedStore):
         for listed_s, listed in sorted(found[1], key=lambda each: each[0]):
             source_id = listed.record.source_id
             self._sources[source_id], self._listed_s[source_id] = listed, listed_s
-            lease = leases.get(source_id, (now + self._lease_s, 0, 0.0))
+            lease = leases.get(source_id, (now, 0, 0.0))  # the next exchange says it
             MemoryStore.renew(self, source_id, *lease, first=source_id not in leases)
         for source_id, each in sorted(found[2].items(), key=lambda each: each[1].until_s):
             self._gone[source_id] = each
@@ -181,10 +184,7 @@ class RedisStore(LeasedStore):
                         pipe.hset(link.key("documents"), digest, data)
                     await pipe.execute()
                 answer = await self._script["commit"](
-                    keys=[
-                        link.key(name)
-                        for name in ("meta", "versions", "stream", "documents", *_HASHES)
-                    ],
+                    keys=[link.key(name) for name in _COMMITTED],
                     args=arguments,
                 )
         except MxError:

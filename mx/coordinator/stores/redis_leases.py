@@ -1,12 +1,13 @@
 """Leases in Redis, and its clock.
 
 A lease is a key with a time to live, which heartbeats renew in batches: a source is gone when Redis
-says so, whatever clocks and coordinators do. The clock is that of Redis.
+says so, whatever coordinators do. The clock is that of Redis; where that is set, it goes on.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,9 @@ from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET
 from mx.core.memory_store import MemoryStore
 from mx.errors import CoordinatorError, MxError
 
+#: Where no coordinator has reached Redis for longer, leases could not be renewed; for short ones
+#: it is a part of a lease.
+_OUTAGE_S, _OUTAGE_PART = 1.0, 6
 #: By how much the clock may be put back in one exchange.
 _SLEW_S = 0.01
 #: How long questions are answered without Redis.
@@ -51,11 +55,12 @@ class LeasedStore(KeptStore):
         self._lease_s = lease_s
         # Several times in the shortest lease: a third of this one.
         self._period_s = min(PERIOD_S, lease_s / 12)
+        self._outage_s = min(_OUTAGE_S, lease_s / _OUTAGE_PART)
         self._who = uuid.uuid4().hex
-        self._ahead_s = time.time() - time.monotonic()  # of this process's clock
+        self._ahead_s = -math.inf  # of this process's clock
         self._last_s = 0.0
         self._reached_s = time.monotonic()
-        self._began = False  # no exchange yet: leases that ended meanwhile get a full period
+        self._exchanged_s: float | None = None  # when Redis was asked last, and could write
         self._renewals: dict[str, Renewal] = {}
         self._ended: set[str] = set()  # sources whose leases have ended in Redis
         self._beats_read = "0-0"
@@ -64,13 +69,10 @@ class LeasedStore(KeptStore):
         self._last_s = max(self._last_s, time.monotonic() + self._ahead_s)
         return self._last_s
 
-    async def _begin_clock(self) -> None:
-        """Take the clock of Redis, and what other coordinators say from here on."""
-        redis = self._link.client
-        seconds, micros = await redis.time()
-        self._ahead_s = seconds + micros / 1e6 - time.monotonic()
-        self._last_s = 0.0
-        beats = await redis.xrevrange(self._link.key("beats"), count=1)
+    async def _hear_from_here(self) -> None:
+        """Heed what other coordinators say from here on."""
+        async with self._link.answering():
+            beats = await self._link.client.xrevrange(self._link.key("beats"), count=1)
         self._beats_read = beats[0][0].decode() if beats else "0-0"
 
     def _silent_s(self) -> float:
@@ -132,37 +134,41 @@ class LeasedStore(KeptStore):
         overdue = [each for each in MemoryStore.due_sources(self, now) if each not in self._ended]
         # What was heard before that is old: sources may have gone on elsewhere since then.
         late = self._silent_s() > ANSWER_S
-        silent = self._trouble is not None or late or not self._began
-        arguments: list[Any] = [link.key("lease:"), self._who]
         said = [
             (each, self._left_ms(r, now), r.readers, r.gb_per_s, int(r.first))
             for each, r in renewals.items()
             if each in self._sources and not (late and r.until_s <= now)
         ]
-        arguments.append(json.dumps(said) if said and not late else "")
-        arguments.append(len(said) + len(self._sources) * silent)
+        sent_s = time.monotonic()
+        since_ms = -1
+        if self._exchanged_s is not None:
+            since_ms = int((sent_s - self._exchanged_s) * 1000) + 1
+        arguments: list[Any] = [
+            link.key("lease:"), self._who, json.dumps(said) if said and not late else "",
+            int(self._lease_s * 1000), since_ms, int(self._outage_s * 1000), len(said),
+        ]  # fmt: skip
         for source_id, ttl_ms, *_ in said:
             arguments += [source_id, ttl_ms, "late" if late else ""]
-        if silent:
-            # Leases could not be renewed: each one that has ended meanwhile gets a full period.
-            for source_id in self._sources:
-                arguments += [source_id, int(self._lease_s * 1000), "missing"]
         arguments += [len(overdue), *overdue]
-        sent_s = time.monotonic()
         try:
             async with link.answering():
                 answer = await self._script["exchange"](
-                    keys=[link.key("meta"), link.key("beats")], args=arguments
+                    keys=[link.key(name) for name in ("meta", "beats", "sources", "spared")],
+                    args=arguments,
                 )
         except MxError:
             self._renewals = renewals | self._renewals
             raise
-        (seconds, micros), full, meta, left_ms = answer
-        self._reached_s, self._began = time.monotonic(), True
-        ahead_s = int(seconds) + int(micros) / 1e6 - (sent_s + self._reached_s) / 2
-        # Where the clock of Redis goes back, this one goes on, a little slower.
+        clock_ms, full, meta, left_ms = answer
+        self._reached_s = time.monotonic()
+        if not full:
+            self._exchanged_s = sent_s
+        ahead_s = clock_ms / 1000 - (sent_s + self._reached_s) / 2
+        # An answer that took long seems to go back: this clock goes on, a little slower.
         self._ahead_s = max(ahead_s, self._ahead_s - _SLEW_S)
-        for source_id, ttl_ms in zip(overdue, left_ms, strict=True):
+        for source_id, ttl_ms in sorted(
+            zip(overdue, left_ms, strict=True), key=lambda each: int(each[1])
+        ):
             listed = self._sources.get(source_id)
             if ttl_ms == -2:
                 self._ended.add(source_id)
