@@ -6,12 +6,15 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mx.coordinator.state import State, open_state
 from mx.coordinator.stores import redis as redis_module
 from mx.coordinator.stores import redis_leases
+from mx.coordinator.stores.redis_records import Commit, commit_of
 from mx.core.changes import ChangeKind, Tail
 from mx.core.registry import Registry
 from mx.errors import BindingError, CapacityError, CoordinatorError, LocalError, MxError
@@ -172,6 +175,7 @@ async def test_a_redis_that_comes_back_empty_is_in_doubt(
     async with states(server) as (here, there):
         record, epoch = await register(here), here.epoch
         await until(lambda: there._store.source(record.source_id))
+        there._store._beats_read = f"{1 << 60}-0"  # type: ignore[attr-defined]  # its clock was ahead
         server.kill()
         server.start()
         await until(lambda: here.epoch == there.epoch != epoch)
@@ -189,6 +193,8 @@ async def test_a_redis_that_comes_back_empty_is_in_doubt(
                 await asyncio.sleep(0.1)
         await until(lambda: there._store.source(again.source_id))
         assert all(there.document(digest) for digest, _ in again.documents)
+        await beat(here, again, readers=7)
+        await until(lambda: there._store.source(again.source_id).readers == 7)  # type: ignore[union-attr]
 
 
 async def test_a_redis_that_comes_back_older_is_in_doubt(server: RedisServer) -> None:
@@ -222,6 +228,39 @@ async def test_a_coordinator_that_has_missed_commits_begins_again(
         await until(lambda: there._store.source(last.source_id))
         assert any(tail.begins_again for tail in seen[1:])
         assert await ids(there) == await ids(here)
+
+
+async def test_a_coordinator_that_cannot_read_what_a_later_release_writes_says_so(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis_module, "_STUCK_S", 1.0)
+    monkeypatch.setattr(redis_leases, "READS_S", 1.0)
+
+    def later(*arguments: Any) -> Commit:
+        made = commit_of(*arguments)
+        known = '"c":"NameState","f":{'
+        writes = [
+            (kind, key, text.replace(known, known + '"later":1,'))
+            for kind, key, text in made.writes
+        ]
+        return replace(made, writes=writes)
+
+    async with states(server) as (here, there):
+        monkeypatch.setattr(redis_module, "commit_of", later)
+        record = await register(there)
+        monkeypatch.setattr(redis_module, "commit_of", commit_of)
+        give_up_s = time.monotonic() + PATIENCE_S
+        with pytest.raises(CoordinatorError, match="too old"):
+            while time.monotonic() < give_up_s:
+                assert await ids(here) == set()
+                await asyncio.sleep(0.1)
+        with pytest.raises(CoordinatorError, match="cannot follow"):
+            await register(here, "other")
+        assert "cannot follow its state" in caplog.text
+        await end(there, record)  # and with it what cannot be read
+        await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
+        assert await ids(here) == set()
+        await register(here, "other")
 
 
 async def test_no_redis_is_said_without_the_password(server: RedisServer) -> None:

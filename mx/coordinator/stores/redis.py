@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _HASHES = ("names", "sources", "gone")
 _COMMITTED = ("meta", "versions", "stream", "documents", "spared", *_HASHES)
+#: How long commits of others wait here before all is read anew.
+_STUCK_S = 2 * WRITE_S
 #: The commits that the stream keeps, about.
 _KEPT_COMMITS = 512
 _PAGE = 64
@@ -78,6 +82,7 @@ class RedisStore(LeasedStore):
         self._versions: dict[str, str] = {}
         self._listed_s: dict[str, float] = {}
         self._following = asyncio.Lock()
+        self._followed_s = self._read_anew_s = -math.inf  # the last commit, and the last try
         #: The commits of this coordinator that are under way, by token.
         self._own: dict[str, Commit] = {}
 
@@ -101,6 +106,7 @@ class RedisStore(LeasedStore):
         await self._hear_from_here()
         await self._read_all()
         await self._exchange()  # how long do the leases last?
+        self._reached_s = time.monotonic()
 
     async def _unload(self) -> None:
         await self._link.close()
@@ -147,6 +153,7 @@ class RedisStore(LeasedStore):
             self._gone[source_id] = each
         self._versions = {field.decode(): token.decode() for field, token in versions.items()}
         self._number, self._token = int(meta[b"commit"]), meta[b"token"].decode()
+        self._followed_s = time.monotonic()
         self._latest = int(meta[b"latest"])
         self.epoch, self.doubt_until_s = meta[b"epoch"].decode(), float(meta[b"doubt"])
         self._count_anew()
@@ -258,16 +265,25 @@ class RedisStore(LeasedStore):
                 else:
                     self._listed_s.pop(key, None)
                     self._renewals.pop(key, None)
-        self._number, self._token = number, token
+        self._number, self._token, self._followed_s = number, token, time.monotonic()
         self._apply(commit.draft)
 
     # -- what other coordinators do ----------------------------------------------------------------
 
     async def catch_up(self) -> None:
         try:
-            await self._catch_up()
-        except _Missed as missed:
-            await self._begin_again(lost=missed.lost)
+            try:
+                await self._catch_up()
+            except _Missed as missed:
+                await self._begin_again(lost=missed.lost)
+            except ConfigError:
+                await self._begin_again(lost=False)
+        except ConfigError as error:
+            raise CoordinatorError(
+                f"the coordinator cannot follow its state at {self._link.name}: {error.message}",
+                hint="another coordinator of this state may answer; if that is of a later release, "
+                "use it here, too",
+            ) from None
 
     async def _catch_up(self) -> None:
         link = self._link
@@ -311,6 +327,8 @@ class RedisStore(LeasedStore):
     async def _begin_again(self, *, lost: bool) -> None:
         """Begin again with all that is in Redis. If that has `lost` some, in doubt."""
         expected = self.epoch
+        if lost:
+            await self._hear_from_here()  # what others say is numbered anew
         async with self._following:
             doubt_until_s = self.clock() + self._lease_s if lost else None
             await self._read_all(doubt_until_s=doubt_until_s)
@@ -363,12 +381,30 @@ class RedisStore(LeasedStore):
     async def _keep_rest(self) -> None:
         """Exchange leases with Redis, and see whether it still has what it had."""
         meta, full = await self._exchange()
-        if not self._knows(meta) and self._is_lost(meta) and not self._following.locked():
-            await self.catch_up()
+        await self._check_followed(meta)
+        self._reached_s = time.monotonic()
         if self._dropped:
             await self._forget_documents()
         if full:
             raise self._link.full()
+
+    async def _check_followed(self, meta: Sequence[bytes | None]) -> None:
+        """Catch up if Redis has lost some, or if commits wait here for long.
+
+        Raises:
+            MxError: What they are cannot be read.
+        """
+        now = time.monotonic()
+        if self._knows(meta):
+            self._followed_s = now
+        elif self._is_lost(meta):
+            if not self._following.locked():
+                await self.catch_up()
+        elif now > self._followed_s + _STUCK_S:
+            if self._trouble is not None and now < self._read_anew_s + _STUCK_S:
+                raise another(self._trouble)
+            self._read_anew_s = now
+            await self.catch_up()
 
     async def _forget_documents(self) -> None:
         dropped = [digest for digest in self._dropped if digest not in self._documents]

@@ -76,15 +76,15 @@ class LeasedStore(KeptStore):
         self._beats_read = beats[0][0].decode() if beats else "0-0"
 
     def _silent_s(self) -> float:
-        """Return for how long Redis has not answered."""
+        """Return for how long Redis has not answered, or could not be followed."""
         return time.monotonic() - self._reached_s
 
     def check(self) -> None:
         silent_s = self._silent_s()
         if self._tasks and silent_s > READS_S:
             raise CoordinatorError(
-                f"the coordinator has not reached its state for {silent_s:.0f} s: what it knows is "
-                "too old",
+                f"the coordinator has not followed its state for {silent_s:.0f} s: what it knows "
+                "is too old",
                 hint="another coordinator of this state may answer",
             )
 
@@ -140,12 +140,13 @@ class LeasedStore(KeptStore):
             if each in self._sources and not (late and r.until_s <= now)
         ]
         sent_s = time.monotonic()
-        since_ms = -1
+        since_ms = here_ms = -1
         if self._exchanged_s is not None:
             since_ms = int((sent_s - self._exchanged_s) * 1000) + 1
+            here_ms = int(now * 1000)
         arguments: list[Any] = [
             link.key("lease:"), self._who, json.dumps(said) if said and not late else "",
-            int(self._lease_s * 1000), since_ms, int(self._outage_s * 1000), len(said),
+            int(self._lease_s * 1000), since_ms, here_ms, int(self._outage_s * 1000), len(said),
         ]  # fmt: skip
         for source_id, ttl_ms, *_ in said:
             arguments += [source_id, ttl_ms, "late" if late else ""]
@@ -160,10 +161,9 @@ class LeasedStore(KeptStore):
             self._renewals = renewals | self._renewals
             raise
         clock_ms, full, meta, left_ms = answer
-        self._reached_s = time.monotonic()
+        ahead_s = clock_ms / 1000 - (sent_s + time.monotonic()) / 2
         if not full:
             self._exchanged_s = sent_s
-        ahead_s = clock_ms / 1000 - (sent_s + self._reached_s) / 2
         # An answer that took long seems to go back: this clock goes on, a little slower.
         self._ahead_s = max(ahead_s, self._ahead_s - _SLEW_S)
         for source_id, ttl_ms in sorted(

@@ -12,6 +12,7 @@ from mx.coordinator.stores.encoding import decode, encode
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.store import Kind
+from mx.errors import ConfigError
 
 #: A kind of values, the key, and the value as text; "" for none.
 Write = tuple[str, str, str]
@@ -75,7 +76,21 @@ def record_of(commit: Commit, leases: Sequence[tuple[str, int]]) -> str:
 
 
 def commit_in(record: bytes, now: float) -> Commit:
-    """Return the commit that `record_of` wrote, of another coordinator."""
+    """Return the commit that `record_of` wrote, of another coordinator.
+
+    Raises:
+        ConfigError: It is of a later release, or damaged.
+    """
+    try:
+        return _commit_in(record, now)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"a commit is not what mx writes: {type(error).__name__}: {str(error)[:200]}",
+            hint="it is damaged, or of a later version",
+        ) from None
+
+
+def _commit_in(record: bytes, now: float) -> Commit:
     writes, entries, counts, leases, epoch = json.loads(record)
     draft = Draft(now=now, entries=[*decode(entries)])
     listed_s = {}

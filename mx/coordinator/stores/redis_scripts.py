@@ -62,22 +62,23 @@ return {'kept', number}
 #:
 #: `reached` is when a coordinator was here last, by the clock of Redis, and `clock` what was told
 #: then: it never goes back, and goes no faster than the clock of the one who asks, if that was here
-#: before. Where no coordinator was here for long, or that clock was set, each lease gets a full
-#: period, once: `spared` has until when, and what goes on without a coordinator does not count,
-#: until the source is heard of.
+#: before; if Redis has lost it, it is where that one's is. Where no coordinator was here for long,
+#: or the clock of Redis was set, each lease gets a full period, once: `spared` has until when, and
+#: what goes on without a coordinator does not count, until the source is heard of.
 EXCHANGE = """
 local meta, beats, sources, spared = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local at = 0
 local function take() at = at + 1; return ARGV[at] end
 local function times() return tonumber(take()) end
 local lease, who, said = take(), take(), take()
-local lease_ms, since_ms, most_ms = times(), times(), times()
+local lease_ms, since_ms, here_ms, most_ms = times(), times(), times(), times()
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local gap_ms = now_ms - (redis.call('HGET', meta, 'reached') or now_ms)
 local step_ms = math.max(gap_ms, 0)
 if since_ms >= 0 then step_ms = math.min(step_ms, since_ms) end
 local clock_ms = (redis.call('HGET', meta, 'clock') or now_ms) + step_ms
+if here_ms > clock_ms + 2000 then clock_ms = here_ms end
 local probe = redis.pcall('HSET', meta, 'reached', now_ms, 'clock', clock_ms)
 local full = type(probe) == 'table' and 1 or 0
 local function spare(id)
