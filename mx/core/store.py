@@ -100,12 +100,13 @@ class Store(ABC):
         """
 
     @abstractmethod
-    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+    async def begin_epoch(self, expected: str, doubt_until_s: float, latest: int = 0) -> None:
         """Begin a new epoch, with doubt. Does nothing if the epoch is not `expected` any more.
 
         Args:
             expected: The epoch that is to end.
             doubt_until_s: See `doubt_until_s`.
+            latest: The number of an entry that was lost: the next ones have higher numbers.
 
         Raises:
             MxError: The state cannot be written.

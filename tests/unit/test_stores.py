@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from mx.coordinator.marks import Marks
+from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import State, open_state
 from mx.coordinator.stores.encoding import copied, decode, encode
 from mx.coordinator.stores.kept import KeptStore
 from mx.coordinator.stores.sqlite import SqliteStore
 from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
 from mx.core.changes import Change, ChangeKind, Meant, Tail
+from mx.core.marks import Mark
 from mx.core.memory_store import MemoryStore
 from mx.core.registry import Registry
 from mx.core.store import Kind, Store
@@ -121,6 +124,10 @@ class TestConformance:
             assert second != first and store.doubt_until_s > store.clock()
             await store.begin_epoch(first, 0.0)
             assert store.epoch == second
+            await store.begin_epoch(second, store.clock() + 5, 1000)
+            assert store.epoch != second and store.latest == 1000 and store.read(0) is None
+            await store.atomically(lambda: store.append(Meant("llama", "b", "main")))
+            assert store.latest == 1001 and store.read(1000) == [Meant("llama", "b", "main")]
             await store.catch_up()
             before = store.clock()
             await asyncio.sleep(0.01)
@@ -309,6 +316,17 @@ async def test_where_nothing_can_be_kept_time_ends_nothing(path: str) -> None:
     while await state.ask(Registry.sources):
         await asyncio.sleep(0.05)
     await state.close()
+
+
+async def test_a_mark_of_a_lost_life_makes_doubt_once_and_not_after_each_start(path: str) -> None:
+    async def live() -> set[str]:
+        async with opened(SqliteStore(path)) as store:
+            proofs, begun = Proofs(b"k" * 32, store.clock, lambda: store.epoch), store.epoch
+            await Marks(store, proofs, 0.01).heed(proofs.mark(Mark("lost", 5000)))
+            await asyncio.sleep(0.02)  # the doubt ends
+            return {begun, store.epoch}
+
+    assert len(await live() | await live() | await live()) == 2
 
 
 # -- several coordinators, and watches -------------------------------------------------------------

@@ -238,7 +238,7 @@ class DraftedStore(MemoryStore):
         for entry in draft.entries:
             self.append(entry)
         if draft.epoch is not None:
-            self.epoch, self.doubt_until_s = draft.epoch
+            self._begin_epoch(*draft.epoch)
         self._wake()
         while len(self._entries) > self._kept_entries:
             self._entries.popleft()

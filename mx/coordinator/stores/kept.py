@@ -267,10 +267,10 @@ class KeptStore(DraftedStore):
     async def catch_up(self) -> None:
         pass  # one process writes
 
-    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+    async def begin_epoch(self, expected: str, doubt_until_s: float, latest: int = 0) -> None:
         def begin() -> None:
             assert self._draft is not None
-            if (self._draft.epoch or (self.epoch, 0.0))[0] == expected:
-                self._draft.epoch = uuid.uuid4().hex, doubt_until_s
+            if (self._draft.epoch or (self.epoch,))[0] == expected:
+                self._draft.epoch = uuid.uuid4().hex, doubt_until_s, latest
 
         await self.atomically(begin)

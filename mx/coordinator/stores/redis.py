@@ -117,7 +117,7 @@ class RedisStore(LeasedStore):
         doubt = repr(float("-inf") if doubt_until_s is None else doubt_until_s)
         async with link.answering(WRITE_S):
             await self._script["begin"](
-                keys=[link.key("meta")], args=[uuid.uuid4().hex, VERSION, doubt]
+                keys=[link.key("meta")], args=[uuid.uuid4().hex, VERSION, doubt, self._latest]
             )
             pipe = redis.pipeline(transaction=True)
             for name in ("meta", *_HASHES, "versions"):
@@ -244,8 +244,8 @@ class RedisStore(LeasedStore):
             flat.append(len(each))
             for values in each:
                 flat += values
-        epoch, doubt = draft.epoch or ("", 0.0)
-        return [*flat, epoch, repr(doubt)]
+        epoch, doubt, latest = draft.epoch or ("", 0.0, 0)
+        return [*flat, epoch, repr(doubt), latest]
 
     def _named(self, draft: Draft) -> set[bytes]:
         return named(draft)
@@ -326,7 +326,7 @@ class RedisStore(LeasedStore):
 
     async def _begin_again(self, *, lost: bool) -> None:
         """Begin again with all that is in Redis. If that has `lost` some, in doubt."""
-        expected = self.epoch
+        expected, latest = self.epoch, self._latest
         if lost:
             await self._hear_from_here()  # what others say is numbered anew
         async with self._following:
@@ -340,7 +340,8 @@ class RedisStore(LeasedStore):
             )  # fmt: skip
         self._wake(begins_again=True)
         if lost and (self.epoch == expected or self.doubt_until_s <= self.clock()):
-            await self._send(Draft(epoch=(uuid.uuid4().hex, self.clock() + self._lease_s)))
+            doubt_until_s = self.clock() + self._lease_s
+            await self._send(Draft(epoch=(uuid.uuid4().hex, doubt_until_s, latest)))
 
     async def _follow(self) -> None:
         """Follow the commits and the heartbeats of other coordinators."""

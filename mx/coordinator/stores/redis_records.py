@@ -110,7 +110,8 @@ def _commit_in(record: bytes, now: float) -> Commit:
         draft.counts[Kind(each), address] = by
     for source_id, ttl_ms in leases:
         draft.renewals[source_id] = Renewal(now + ttl_ms / 1000, 0, 0.0, True)
-    draft.epoch = None if epoch is None else (epoch[0], float(epoch[1]))
+    if epoch is not None:
+        draft.epoch = epoch[0], float(epoch[1]), int(epoch[2])
     return Commit(draft, [(kind, key, text) for kind, key, text in writes], listed_s)
 
 

@@ -50,8 +50,13 @@ for _ = 1, times() do
   local id, ttl_ms = take(), take()
   redis.call('SET', lease .. id, '1', 'PX', ttl_ms)
 end
-local new_epoch, doubt = take(), take()
-if new_epoch ~= '' then redis.call('HSET', meta, 'epoch', new_epoch, 'doubt', doubt) end
+local new_epoch, doubt, lowest = take(), take(), take()
+if new_epoch ~= '' then
+  redis.call('HSET', meta, 'epoch', new_epoch, 'doubt', doubt)
+  if tonumber(redis.call('HGET', meta, 'latest')) < tonumber(lowest) then
+    redis.call('HSET', meta, 'latest', lowest)
+  end
+end
 redis.call('XADD', stream, 'MAXLEN', '~', kept, number .. '-0',
   'record', record, 'token', token, 'before', before)
 return {'kept', number}
@@ -120,8 +125,8 @@ return {clock_ms, full, found, left}
 #: Begin a state where there is none. The probe of an exchange is no state.
 BEGIN = """
 if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
-  redis.call('HSET', KEYS[1], 'version', ARGV[2], 'doubt', ARGV[3], 'commit', '0', 'latest', '0',
-    'token', ARGV[1])
+  redis.call('HSET', KEYS[1], 'version', ARGV[2], 'doubt', ARGV[3], 'commit', '0', 'latest',
+    ARGV[4], 'token', ARGV[1])
 end
 """
 

@@ -191,9 +191,9 @@ class SqliteStore(KeptStore):
     async def _write(self, draft: Draft) -> None:
         fresh, self._fresh = self._fresh, {}
         dropped, self._dropped = self._dropped, set()
-        latest = self._latest + len(draft.entries)
         clock_s = self.clock()
-        epoch, doubt_until_s = draft.epoch or (self.epoch, self.doubt_until_s)
+        epoch, doubt_until_s, lowest = draft.epoch or (self.epoch, self.doubt_until_s, 0)
+        latest = max(self._latest + len(draft.entries), lowest)
         state = (epoch, doubt_until_s, latest, clock_s)
         try:
             await self._in_thread(lambda: self._commit_all(draft, fresh, dropped, state))
