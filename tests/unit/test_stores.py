@@ -185,6 +185,32 @@ async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
         assert later.document(record.ref.identity) is None
 
 
+async def test_restarts_do_not_keep_a_source_that_is_not_heard_of(path: str) -> None:
+    """One that is heard of has a full period after each."""
+    alive, dead = (owned(make_record(DOCUMENTS), owner) for owner in (b"alive", b"dead"))
+    state = open_state(f"sqlite:{path}", lease_s=1.0)
+    await state.open()
+    for each in (alive, dead):
+        record = replace(each, model=ModelKey(each.source_id))
+        await state.register(registration(record, SECRET), by_digest(DOCUMENTS))
+    await state.close()
+    seen: list[set[str]] = []
+    until_s = time.monotonic() + 60
+    while not seen or seen[-1] != {alive.source_id}:
+        assert time.monotonic() < until_s
+        state = open_state(f"sqlite:{path}", lease_s=1.0)
+        await state.open()
+        seen.append({each.record.source_id for each in await state.ask(Registry.sources)})
+        await asyncio.sleep(0.6)
+        await state.event(
+            lambda registry, now: registry.heartbeat(
+                now, alive.source_id, SECRET, SourceState.SERVING
+            )
+        )
+        await state.close()
+    assert len(seen) > 2 and seen[0] == {alive.source_id, dead.source_id}
+
+
 async def test_the_clock_of_a_file_stands_still_while_nothing_runs(path: str) -> None:
     async with opened(SqliteStore(path)) as store:
         await asyncio.sleep(0.05)

@@ -32,8 +32,6 @@ READS_S = 60.0
 class LeasedStore(KeptStore):
     """The part of a store in Redis that has the leases and the clock."""
 
-    keeps_leases = True
-
     def __init__(self, url: str, *, lease_s: float) -> None:
         """
         Args:
@@ -96,6 +94,9 @@ class LeasedStore(KeptStore):
             self._draft.refused = True
         else:
             super().renew(source_id, until_s, readers, gb_per_s, first=first)
+
+    def resume(self, until_s: float) -> None:
+        pass  # others may have renewed them; else the first exchange has extended them
 
     def _renew_kept(self, source_id: str, said: Renewal) -> None:
         super()._renew_kept(source_id, said)
