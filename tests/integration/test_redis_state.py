@@ -7,18 +7,20 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mx.coordinator.state import State, open_state
 from mx.coordinator.stores import redis as redis_module
-from mx.coordinator.stores import redis_leases
+from mx.coordinator.stores import redis_leases, redis_records
+from mx.coordinator.stores.redis import RedisStore
 from mx.coordinator.stores.redis_records import Commit, commit_of
 from mx.core.changes import ChangeKind, Tail
 from mx.core.registry import Registry
 from mx.errors import BindingError, CapacityError, CoordinatorError, LocalError, MxError
-from tests.support.records import by_digest, make_record, registration
+from tests.support.records import by_digest, make_documents, make_record, registration
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.redis_states import (
     DOCUMENTS,
@@ -261,6 +263,61 @@ async def test_a_coordinator_that_cannot_read_what_a_later_release_writes_says_s
         await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
         assert await ids(here) == set()
         await register(here, "other")
+
+
+async def test_a_redis_that_refuses_to_write_is_not_called_full(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It becomes a replica, or has nowhere to save."""
+
+    async def refuses(state: State, said: str) -> None:
+        await until(lambda: said in str(state._store._trouble))  # type: ignore[attr-defined]
+        with pytest.raises(CoordinatorError, match=said):
+            await register(state)
+
+    async with states(server, 1) as (here,):
+        assert server.ask("REPLICAOF", "127.0.0.1", "1") == "+OK"
+        await refuses(here, "is a replica")
+        with pytest.raises(LocalError, match="is a replica"):
+            await open_state(server.url).open()
+        assert server.ask("REPLICAOF", "NO", "ONE") == "+OK"
+        await register(here)
+        folder = Path(server.folder)
+        folder.rmdir()
+        assert server.ask("CONFIG", "SET", "save", "3600 1") == "+OK"
+        server.ask("BGSAVE")
+        await refuses(here, "cannot save")
+        folder.mkdir()
+        assert server.ask("CONFIG", "SET", "save", "") == "+OK"
+        await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
+        assert "full" not in caplog.text
+
+
+async def test_documents_go_in_parts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_records, "_PAGE_BYTES", 1 << 10)
+    many = make_documents("M", nbytes=1 << 16)
+    async with states(server) as (here, there):
+        record = await register(here, documents=many)
+        await until(lambda: there._store.source(record.source_id))
+        assert all(there.document(digest) for digest, _ in record.documents)
+
+
+async def test_a_commit_that_is_kept_and_not_followed_leaves_nothing(server: RedisServer) -> None:
+    async with states(server, 1) as (here,):
+        store = here._store
+        assert isinstance(store, RedisStore)
+        catch_up, take = store._catch_up, store._take
+
+        async def fails() -> None:
+            raise CoordinatorError("cut off")
+
+        store._catch_up, store._take = fails, lambda *_: None  # type: ignore[method-assign]
+        with pytest.raises(CoordinatorError, match="cut off"):
+            await register(here)
+        assert not store._own
+        store._catch_up, store._take = catch_up, take  # type: ignore[method-assign]
+        await store.catch_up()
+        assert len(await ids(here)) == 1
 
 
 async def test_no_redis_is_said_without_the_password(server: RedisServer) -> None:

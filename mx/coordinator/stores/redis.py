@@ -28,6 +28,7 @@ from mx.coordinator.stores.redis_records import (
     commit_of,
     decode_all,
     named,
+    pages_of,
     read_of,
     record_of,
 )
@@ -97,7 +98,9 @@ class RedisStore(LeasedStore):
             await super().open()
         except CoordinatorError as error:
             await self.close()
-            raise LocalError(error.message, hint="start Redis, or correct `state`") from None
+            raise LocalError(
+                error.message, hint="start Redis, or name it (a primary) with `state`"
+            ) from None
         event(log, "state.redis", at=self._link.name, text=said)
         self._tasks.append(asyncio.create_task(self._follow(), name="mx-state-follow"))
 
@@ -180,37 +183,23 @@ class RedisStore(LeasedStore):
         commit = commit_of(draft, self._listed_s, self.clock())
         token = f"{self._who[:8]}.{uuid.uuid4().hex[:16]}"
         arguments = self._arguments(commit, token)
-        link = self._link
-        fresh, self._fresh = self._fresh, {}
-        self._own[token] = commit
+        self._own[token] = commit  # if it is kept after all, it comes with the stream
         try:
-            async with link.answering(WRITE_S):
-                if fresh:
-                    pipe = link.client.pipeline(transaction=False)
-                    for digest, data in fresh.items():
-                        pipe.hset(link.key("documents"), digest, data)
-                    await pipe.execute()
+            await self._send_documents()
+            async with self._link.answering(WRITE_S):
                 answer = await self._script["commit"](
-                    keys=[link.key(name) for name in _COMMITTED],
-                    args=arguments,
+                    keys=[self._link.key(name) for name in _COMMITTED], args=arguments
                 )
-        except MxError:
-            # What came meanwhile is newer.
-            self._fresh = {
-                d: data for d, data in fresh.items() if d in self._documents
-            } | self._fresh
-            del self._own[token]  # if it is kept after all, it comes with the stream
-            raise
-        said = answer[0].decode()
-        if said == "kept":
-            async with self._following:
-                if answer[1] == self._number + 1:
-                    self._take(answer[1], token, commit)
-            if self._number < answer[1]:
-                await self.catch_up()
+            said = answer[0].decode()
+            if said == "kept":
+                async with self._following:
+                    if answer[1] == self._number + 1:
+                        self._take(answer[1], token, commit)
+                if self._number < answer[1]:
+                    await self.catch_up()
+                return True
+        finally:
             del self._own[token]
-            return True
-        del self._own[token]
         if said == "missing":
             # Another coordinator has dropped what it found nothing to name.
             for digest in answer[1:]:
@@ -222,6 +211,23 @@ class RedisStore(LeasedStore):
             self._ended -= draft.expired
         await self.catch_up()
         return False
+
+    async def _send_documents(self) -> None:
+        """Keep the documents that are new, in pages, which may take long each."""
+        fresh, self._fresh = self._fresh, {}
+        try:
+            for page in pages_of(fresh):
+                async with self._link.answering(WRITE_S):
+                    pipe = self._link.client.pipeline(transaction=False)
+                    for digest, data in page.items():
+                        pipe.hset(self._link.key("documents"), digest, data)
+                    await pipe.execute()
+        except BaseException:
+            # What came meanwhile is newer.
+            self._fresh = {
+                d: data for d, data in fresh.items() if d in self._documents
+            } | self._fresh
+            raise
 
     def _arguments(self, commit: Commit, token: str) -> list[Any]:
         """Return the arguments of the script."""
@@ -381,13 +387,13 @@ class RedisStore(LeasedStore):
 
     async def _keep_rest(self) -> None:
         """Exchange leases with Redis, and see whether it still has what it had."""
-        meta, full = await self._exchange()
+        meta, refused = await self._exchange()
         await self._check_followed(meta)
         self._reached_s = time.monotonic()
         if self._dropped:
             await self._forget_documents()
-        if full:
-            raise self._link.full()
+        if refused:
+            raise self._link.refused(refused)
 
     async def _check_followed(self, meta: Sequence[bytes | None]) -> None:
         """Catch up if Redis has lost some, or if commits wait here for long.

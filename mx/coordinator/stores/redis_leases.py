@@ -124,11 +124,12 @@ class LeasedStore(KeptStore):
                         self, source_id, until_s, readers, gb_per_s, first=bool(first)
                     )
 
-    async def _exchange(self) -> tuple[Sequence[bytes | None], bool]:
+    async def _exchange(self) -> tuple[Sequence[bytes | None], str]:
         """Exchange leases with Redis, and learn its time.
 
         Returns:
-            The epoch, the number and the token of its last commit; and whether it is full.
+            The epoch, the number and the token of its last commit; and why it cannot be written,
+            "" if it can.
         """
         link, now = self._link, self.clock()
         renewals, self._renewals = self._renewals, {}
@@ -161,9 +162,9 @@ class LeasedStore(KeptStore):
         except MxError:
             self._renewals = renewals | self._renewals
             raise
-        clock_ms, full, meta, left_ms = answer
+        clock_ms, refused, meta, left_ms = answer
         ahead_s = clock_ms / 1000 - (sent_s + time.monotonic()) / 2
-        if not full:
+        if not refused:
             self._exchanged_s = sent_s
         # An answer that took long seems to go back: this clock goes on, a little slower.
         self._ahead_s = max(ahead_s, self._ahead_s - _SLEW_S)
@@ -177,4 +178,4 @@ class LeasedStore(KeptStore):
                 until_s = self.clock() + ttl_ms / 1000
                 MemoryStore.renew(self, source_id, until_s, listed.readers, listed.gb_per_s)
         self._ended &= self._sources.keys()
-        return meta, bool(full)
+        return meta, refused.decode(errors="replace")

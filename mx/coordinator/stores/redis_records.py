@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,10 @@ from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.store import Kind
 from mx.errors import ConfigError
+from mx.units import MIB
 
+#: What is sent at a time, also over a slow link.
+_PAGE_BYTES = 4 * MIB
 #: A kind of values, the key, and the value as text; "" for none.
 Write = tuple[str, str, str]
 
@@ -113,6 +116,20 @@ def _commit_in(record: bytes, now: float) -> Commit:
     if epoch is not None:
         draft.epoch = epoch[0], float(epoch[1]), int(epoch[2])
     return Commit(draft, [(kind, key, text) for kind, key, text in writes], listed_s)
+
+
+def pages_of(documents: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:
+    """Yield documents in parts of about `_PAGE_BYTES`."""
+    page: dict[bytes, bytes] = {}
+    left = _PAGE_BYTES
+    for digest, data in documents.items():
+        page[digest] = data
+        left -= len(data)
+        if left <= 0:
+            yield page
+            page, left = {}, _PAGE_BYTES
+    if page:
+        yield page
 
 
 def decode_all(

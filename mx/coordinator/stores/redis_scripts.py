@@ -85,7 +85,7 @@ if since_ms >= 0 then step_ms = math.min(step_ms, since_ms) end
 local clock_ms = (redis.call('HGET', meta, 'clock') or now_ms) + step_ms
 if here_ms > clock_ms + 2000 then clock_ms = here_ms end
 local probe = redis.pcall('HSET', meta, 'reached', now_ms, 'clock', clock_ms)
-local full = type(probe) == 'table' and 1 or 0
+local refused = type(probe) == 'table' and probe.err or ''
 local function spare(id)
   local key, until_ms = lease .. id, redis.call('HGET', spared, id)
   local left_ms = redis.call('PTTL', key)
@@ -119,7 +119,7 @@ end
 local left = {}
 for n = 1, times() do left[n] = redis.call('PTTL', lease .. take()) end
 local found = redis.call('HMGET', meta, 'epoch', 'commit', 'token')
-return {clock_ms, full, found, left}
+return {clock_ms, refused, found, left}
 """
 
 #: Begin a state where there is none. The probe of an exchange is no state.
