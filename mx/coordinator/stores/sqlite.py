@@ -227,11 +227,13 @@ class SqliteStore(KeptStore):
         clock_s = self.clock()
         epoch, doubt_until_s, lowest = draft.epoch or (self.epoch, self.doubt_until_s, 0)
         latest = max(self._latest + len(draft.entries), lowest)
-        state = (epoch, doubt_until_s, latest, clock_s)
+        state = (epoch, doubt_until_s, latest)
         waiting = [*self._waiting.items()] if waits and not self._waiting_kept else None
         self._waiting_kept |= waits
         try:
-            await self._in_thread(lambda: self._commit_all(draft, fresh, dropped, state, waiting))
+            await self._in_thread(
+                lambda: self._commit_all(draft, fresh, dropped, clock_s, state, waiting)
+            )
         except MxError:
             self._waiting_kept &= waiting is None
             # What came meanwhile is newer.
@@ -247,6 +249,7 @@ class SqliteStore(KeptStore):
         draft: Draft,
         fresh: dict[bytes, bytes],
         dropped: set[bytes],
+        clock_s: float,
         state: tuple[Any, ...],
         waiting: list[tuple[str, float]] | None,
     ) -> None:
@@ -278,9 +281,9 @@ class SqliteStore(KeptStore):
             )
             _delete(db, "documents", "digest", list(dropped))
             db.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?)", list(fresh.items()))
-            db.execute(
-                "UPDATE state SET epoch = ?, doubt_until_s = ?, latest = ?, clock_s = ?", state
-            )
+            db.execute("UPDATE state SET clock_s = ?", (clock_s,))
+            if draft.writes:  # else a commit that is under way knows better
+                db.execute("UPDATE state SET epoch = ?, doubt_until_s = ?, latest = ?", state)
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
