@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from mx.coordinator.state import State, open_state
+from mx.errors import CoordinatorError
+from tests.support.held_link import held_link
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.redis_states import PATIENCE_S, beat, ids, register, states, until
 
@@ -110,3 +113,37 @@ async def test_a_source_that_outlives_an_outage_of_all_coordinators_stays(
             await beat(here, record)  # it was not dropped
     async with states(server, 1, lease_s=0.5) as (here,):
         await tick_until(here, record.source_id)
+
+
+@pytest.mark.parametrize("silent_s", [1.5, 6.0], ids=["a late exchange", "missing exchanges"])
+async def test_a_coordinator_that_comes_back_does_not_shorten_leases(
+    server: RedisServer, silent_s: float
+) -> None:
+    """It holds heartbeats that are older than what others have heard since."""
+    async with held_link(server.port) as link, states(server, 1, lease_s=2.0) as (there,):
+        here = open_state(f"redis://127.0.0.1:{link.port}/0", lease_s=2.0)
+        await here.open()
+        try:
+            record = await register(here)
+            await there._store.catch_up()
+            await beat(here, record)
+            link.hold()
+            with contextlib.suppress(CoordinatorError):
+                await beat(here, record)
+            until_s = time.monotonic() + silent_s
+            while time.monotonic() < until_s:
+                await beat(there, record)
+                await asyncio.sleep(0.1)
+            link.let_go()
+            until_s = time.monotonic() + 3.0
+            while time.monotonic() < until_s:
+                await beat(there, record)
+                left_ms = int(server.ask("PTTL", f"{{mx}}:lease:{record.source_id}")[1:])
+                assert left_ms > 500, "shortened"
+                assert record.source_id in await ids(there)
+                await asyncio.sleep(0.1)
+            await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
+            assert record.source_id in await ids(here)
+            await beat(here, record)
+        finally:
+            await here.close()
