@@ -14,7 +14,12 @@ log = logging.getLogger(__name__)
 
 def log_changes(tail: Tail) -> None:
     """Log each registration, change of state and end, and what names have come to mean for bundles;
-    not changes of layers, nor heartbeats."""
+    not changes of layers, nor heartbeats. Of what is there as the stream begins again, how much it
+    is."""
+    if tail.begins_again:
+        if tail.changes:
+            event(log, "source.listed", sources=len(tail.changes))
+        return
     for change in tail.changes:
         record, before = change.record, change.before
         who: dict[str, Any] = {

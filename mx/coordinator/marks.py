@@ -96,7 +96,9 @@ class Marks:
             if not self._shows_loss(mark):
                 return
             lost, store = Mark(self._store.epoch, self._store.latest), self._store
-            await store.begin_epoch(lost.epoch, store.clock() + self._lease_s)
+            # With a number that is not lower, its marks show no loss to later coordinators either.
+            until_s = store.clock() + self._lease_s
+            await store.begin_epoch(lost.epoch, until_s, mark.sequence)
             self._epoch = store.epoch
             self._losses.note(lost.epoch)
             self._losses.note(mark.epoch)

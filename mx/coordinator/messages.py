@@ -60,6 +60,10 @@ class SourceMessages:
                 self._events.popitem(last=False)
         return event
 
+    def forget_all(self) -> None:
+        """Drop the messages of all sources; those that are still listed are made anew."""
+        self._sources.clear()
+
     def forget(self, source_id: str) -> None:
         """Drop the message of a source that is gone."""
         self._sources.pop(source_id, None)

@@ -416,6 +416,8 @@ class CoordinatorServicer(ListingServicer):
     def _on_changes(self, tail: Tail) -> None:
         self._log.push(tail.changes, begins_again=tail.begins_again)
         self._names.push(tail.meant, begins_again=tail.begins_again)
+        if tail.begins_again:
+            self._messages.forget_all()
         names = {"", *(each.name for each in tail.meant)}
         for change in tail.changes:
             names.add(change.record.model.name)

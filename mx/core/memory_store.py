@@ -55,9 +55,15 @@ class MemoryStore(Store):
     async def catch_up(self) -> None:
         pass  # nothing else writes
 
-    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+    async def begin_epoch(self, expected: str, doubt_until_s: float, latest: int = 0) -> None:
         if self.epoch == expected:
-            self.epoch, self.doubt_until_s = uuid.uuid4().hex, doubt_until_s
+            self._begin_epoch(uuid.uuid4().hex, doubt_until_s, latest)
+
+    def _begin_epoch(self, epoch: str, doubt_until_s: float, latest: int) -> None:
+        self.epoch, self.doubt_until_s = epoch, doubt_until_s
+        if latest > self._latest:
+            self._latest = latest
+            self._entries.clear()  # they had other numbers
 
     async def atomically(self, steps: Callable[[], _T]) -> _T:
         try:

@@ -248,7 +248,7 @@ class Registry:
             self._began_s = now
             if not self._store.outlives or not any(True for _ in self._store.names()):
                 self._restores_s = now
-            self._begin()
+            self._store.resume(now + self.first_lease_s)
         self._bindings.in_doubt = now < self._store.doubt_until_s
         for source_id in self._store.due_sources(now):
             self._drop(source_id, "lease expired")
@@ -263,13 +263,6 @@ class Registry:
         # Again until nothing is left: these steps may have no effect.
         if self._settled_s < until_s <= self._now and not self._bindings.settle():
             self._settled_s = until_s
-
-    def _begin(self) -> None:
-        """Give each source that the store has from before a full lease: none could be renewed."""
-        if self._store.keeps_leases:
-            return
-        for listed in list(self._store.sources()):
-            self._renew(listed, listed.readers, listed.gb_per_s, first=True)
 
     # -- questions (call `tick` first) ------------------------------------------------------------
 

@@ -49,8 +49,6 @@ class Store(ABC):
     epoch: str
     #: True if it goes on when its coordinators end. What then comes back may be older, or empty.
     outlives: bool = True
-    #: True if leases go on while this coordinator does not: others may renew them.
-    keeps_leases: bool = False
     #: Until when names bind by receipt only, since the state may have lost some; -inf: no doubt.
     doubt_until_s: float = -math.inf
 
@@ -100,12 +98,13 @@ class Store(ABC):
         """
 
     @abstractmethod
-    async def begin_epoch(self, expected: str, doubt_until_s: float) -> None:
+    async def begin_epoch(self, expected: str, doubt_until_s: float, latest: int = 0) -> None:
         """Begin a new epoch, with doubt. Does nothing if the epoch is not `expected` any more.
 
         Args:
             expected: The epoch that is to end.
             doubt_until_s: See `doubt_until_s`.
+            latest: The number of an entry that was lost: the next ones have higher numbers.
 
         Raises:
             MxError: The state cannot be written.
@@ -164,6 +163,14 @@ class Store(ABC):
         Renewals may be kept later than `atomically` returns, many in one batch: what is lost of
         them, heartbeats repeat. `first` says that the source has not sent a heartbeat yet.
         """
+
+    def resume(self, until_s: float) -> None:
+        """Extend the leases of the sources that are there as a coordinator begins: none could be
+        renewed. One whose source has not been heard of since an earlier beginning is not extended
+        again."""
+        for listed in list(self.sources()):
+            source_id = listed.record.source_id
+            self.renew(source_id, until_s, listed.readers, listed.gb_per_s, first=True)
 
     @abstractmethod
     def due_sources(self, now: float) -> Sequence[str]:

@@ -5,77 +5,43 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mx.coordinator.state import State, open_state
 from mx.coordinator.stores import redis as redis_module
+from mx.coordinator.stores import redis_leases, redis_records
+from mx.coordinator.stores.redis import RedisStore
+from mx.coordinator.stores.redis_records import Commit, commit_of
 from mx.core.changes import ChangeKind, Tail
 from mx.core.registry import Registry
-from mx.core.types import SourceRecord, SourceState
 from mx.errors import BindingError, CapacityError, CoordinatorError, LocalError, MxError
-from tests.support.owners import owned
 from tests.support.records import by_digest, make_documents, make_record, registration
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.redis_states import (
+    DOCUMENTS,
+    OTHERS,
+    PATIENCE_S,
+    SECRET,
+    beat,
+    end,
+    ids,
+    register,
+    states,
+    until,
+)
 
 pytestmark = [pytest.mark.integration, needs_redis]
-
-DOCUMENTS, OTHERS = make_documents("A"), make_documents("B")
-SECRET = b"s" * 16
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
     with redis_server() as running:
         yield running
-
-
-@asynccontextmanager
-async def states(
-    server: RedisServer, many: int = 2, *, lease_s: float = 5.0
-) -> AsyncIterator[list[State]]:
-    """As many coordinators' states over one Redis."""
-    async with AsyncExitStack() as stack:
-        made = [open_state(server.url, lease_s=lease_s) for _ in range(many)]
-        for state in made:
-            stack.push_async_callback(state.close)
-            await state.open()
-            await state.tick()
-        yield made
-
-
-async def register(
-    state: State, name: str = "llama", *, documents: list[bytes] = DOCUMENTS, owner: bytes = b"o"
-) -> SourceRecord:
-    record = owned(make_record(documents, name=name), owner)
-    answer = await state.register(registration(record, SECRET), by_digest(documents))
-    return answer.record
-
-
-async def beat(state: State, record: SourceRecord, readers: int = 0) -> None:
-    await state.event(
-        lambda registry, now: registry.heartbeat(
-            now, record.source_id, SECRET, SourceState.SERVING, readers=readers
-        )
-    )
-
-
-async def end(state: State, record: SourceRecord) -> None:
-    await state.event(lambda registry, now: registry.deregister(now, record.source_id, SECRET))
-
-
-async def until(holds: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        await asyncio.sleep(0.02)
-
-
-async def ids(state: State) -> set[str]:
-    return {each.record.source_id for each in await state.ask(Registry.sources)}
 
 
 async def test_coordinators_see_one_state(server: RedisServer) -> None:
@@ -177,7 +143,7 @@ async def test_a_stopped_redis_refuses_what_writes_and_ends_nothing(
 async def test_a_coordinator_that_is_cut_off_for_long_answers_no_more(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_module, "READS_S", 1.5)
+    monkeypatch.setattr(redis_leases, "READS_S", 1.5)
     async with states(server, 1) as (here,):
         await register(here)
         server.kill()
@@ -211,6 +177,7 @@ async def test_a_redis_that_comes_back_empty_is_in_doubt(
     async with states(server) as (here, there):
         record, epoch = await register(here), here.epoch
         await until(lambda: there._store.source(record.source_id))
+        there._store._beats_read = f"{1 << 60}-0"  # type: ignore[attr-defined]  # its clock was ahead
         server.kill()
         server.start()
         await until(lambda: here.epoch == there.epoch != epoch)
@@ -228,6 +195,8 @@ async def test_a_redis_that_comes_back_empty_is_in_doubt(
                 await asyncio.sleep(0.1)
         await until(lambda: there._store.source(again.source_id))
         assert all(there.document(digest) for digest, _ in again.documents)
+        await beat(here, again, readers=7)
+        await until(lambda: there._store.source(again.source_id).readers == 7)  # type: ignore[union-attr]
 
 
 async def test_a_redis_that_comes_back_older_is_in_doubt(server: RedisServer) -> None:
@@ -261,6 +230,94 @@ async def test_a_coordinator_that_has_missed_commits_begins_again(
         await until(lambda: there._store.source(last.source_id))
         assert any(tail.begins_again for tail in seen[1:])
         assert await ids(there) == await ids(here)
+
+
+async def test_a_coordinator_that_cannot_read_what_a_later_release_writes_says_so(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis_module, "_STUCK_S", 1.0)
+    monkeypatch.setattr(redis_leases, "READS_S", 1.0)
+
+    def later(*arguments: Any) -> Commit:
+        made = commit_of(*arguments)
+        known = '"c":"NameState","f":{'
+        writes = [
+            (kind, key, text.replace(known, known + '"later":1,'))
+            for kind, key, text in made.writes
+        ]
+        return replace(made, writes=writes)
+
+    async with states(server) as (here, there):
+        monkeypatch.setattr(redis_module, "commit_of", later)
+        record = await register(there)
+        monkeypatch.setattr(redis_module, "commit_of", commit_of)
+        give_up_s = time.monotonic() + PATIENCE_S
+        with pytest.raises(CoordinatorError, match="too old"):
+            while time.monotonic() < give_up_s:
+                assert await ids(here) == set()
+                await asyncio.sleep(0.1)
+        with pytest.raises(CoordinatorError, match="cannot follow"):
+            await register(here, "other")
+        assert "cannot follow its state" in caplog.text
+        await end(there, record)  # and with it what cannot be read
+        await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
+        assert await ids(here) == set()
+        await register(here, "other")
+
+
+async def test_a_redis_that_refuses_to_write_is_not_called_full(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It becomes a replica, or has nowhere to save."""
+
+    async def refuses(state: State, said: str) -> None:
+        await until(lambda: said in str(state._store._trouble))  # type: ignore[attr-defined]
+        with pytest.raises(CoordinatorError, match=said):
+            await register(state)
+
+    async with states(server, 1) as (here,):
+        assert server.ask("REPLICAOF", "127.0.0.1", "1") == "+OK"
+        await refuses(here, "is a replica")
+        with pytest.raises(LocalError, match="is a replica"):
+            await open_state(server.url).open()
+        assert server.ask("REPLICAOF", "NO", "ONE") == "+OK"
+        await register(here)
+        folder = Path(server.folder)
+        folder.rmdir()
+        assert server.ask("CONFIG", "SET", "save", "3600 1") == "+OK"
+        server.ask("BGSAVE")
+        await refuses(here, "cannot save")
+        folder.mkdir()
+        assert server.ask("CONFIG", "SET", "save", "") == "+OK"
+        await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
+        assert "full" not in caplog.text
+
+
+async def test_documents_go_in_parts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_records, "_PAGE_BYTES", 1 << 10)
+    many = make_documents("M", nbytes=1 << 16)
+    async with states(server) as (here, there):
+        record = await register(here, documents=many)
+        await until(lambda: there._store.source(record.source_id))
+        assert all(there.document(digest) for digest, _ in record.documents)
+
+
+async def test_a_commit_that_is_kept_and_not_followed_leaves_nothing(server: RedisServer) -> None:
+    async with states(server, 1) as (here,):
+        store = here._store
+        assert isinstance(store, RedisStore)
+        catch_up, take = store._catch_up, store._take
+
+        async def fails() -> None:
+            raise CoordinatorError("cut off")
+
+        store._catch_up, store._take = fails, lambda *_: None  # type: ignore[method-assign]
+        with pytest.raises(CoordinatorError, match="cut off"):
+            await register(here)
+        assert not store._own
+        store._catch_up, store._take = catch_up, take  # type: ignore[method-assign]
+        await store.catch_up()
+        assert len(await ids(here)) == 1
 
 
 async def test_no_redis_is_said_without_the_password(server: RedisServer) -> None:

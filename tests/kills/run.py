@@ -38,6 +38,7 @@ from tests.support.redis_server import redis_server
 
 _T = TypeVar("_T")
 
+_CLOCK = "import time; now = time.time; time.time = lambda: now() + {}; "
 _COORDINATOR = "import sys; from mx.cli import coordinator_main; sys.exit(coordinator_main())"
 _LEASE_S = 5.0
 _CALL_S = 5.0
@@ -61,8 +62,15 @@ class Counts:
 class Coordinator:
     """One process, started again at the same port after each kill."""
 
-    def __init__(self, spec: str, folder: Path) -> None:
-        self._spec, self._folder = spec, folder
+    def __init__(self, spec: str, folder: Path, *, clock_s: float = 0.0) -> None:
+        """
+        Args:
+            spec: Its state.
+            folder: Where its log and its receipt key are.
+            clock_s: By how much its machine's clock is wrong.
+        """
+        self._spec, self._folder, self._clock_s = spec, folder, clock_s
+        self.is_split = False  # from the state: it answers with what it knew
         self.address = f"127.0.0.1:{free_port()}"
         self.process: subprocess.Popen[bytes] | None = None
         self.client = CoordinatorClient(self.address, timeout_s=_CALL_S)
@@ -75,8 +83,8 @@ class Coordinator:
         with (self._folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-c", _COORDINATOR, "--listen", self.address, "--state",
-                    self._spec, "--lease-s", str(_LEASE_S), "--receipt-key",
+                    sys.executable, "-c", _CLOCK.format(self._clock_s) + _COORDINATOR, "--listen",
+                    self.address, "--state", self._spec, "--lease-s", str(_LEASE_S), "--receipt-key",
                     str(self._folder / "receipts"), "--log-level", "warning",
                 ],
                 stderr=log, stdout=log, stdin=subprocess.DEVNULL,
@@ -128,8 +136,10 @@ class Owner:
         self._record: SourceRecord | None = None
         self._beating: asyncio.Task[None] | None = None
 
-    def client(self) -> CoordinatorClient:
-        return random.choice(self._coordinators).client
+    def client(self, *, current: bool = False) -> CoordinatorClient:
+        return random.choice(
+            [each for each in self._coordinators if not (current and each.is_split)]
+        ).client
 
     async def live(self, ended: asyncio.Event) -> None:
         """Register, update and deregister until the end."""
@@ -230,7 +240,9 @@ class Owner:
         give_up_s = time.monotonic() + 5.0
         while True:
             try:
-                found = await patiently(lambda: (client or self.client()).resolve(self.name))
+                found = await patiently(
+                    lambda: (client or self.client(current=True)).resolve(self.name)
+                )
                 said = f"{found.model} {found.ref.identity.hex()[:8]}"
                 if (found.model, found.ref.identity) == (record.model, record.ref.identity):
                     self._counts.did["names checked"] += 1
@@ -288,46 +300,62 @@ async def play(kind: str, kills: int, *, names: int = 12) -> Counts:
         kills: How often.
         names: How many names there are.
     """
-    counts = Counts()
     folder = Path(tempfile.mkdtemp(prefix="mx-kills-"))
-    with _state(kind, folder) as (spec, many):
-        coordinators = [Coordinator(spec, folder) for _ in range(many)]
-        owners = [Owner(f"name{n}", coordinators, counts) for n in range(names)]
-        try:
-            for each in coordinators:
-                each.start()
-                await each.answers()
-            await asyncio.gather(*(owner.register() for owner in owners))
-            async with asyncio.TaskGroup() as tasks:
-                ended = asyncio.Event()
-                lives = [tasks.create_task(owner.live(ended)) for owner in owners]
-                rivals = [tasks.create_task(rival(owner, counts)) for owner in owners]
-                for counts.kills in range(1, kills + 1):
-                    await asyncio.sleep(random.uniform(0.1, 1.5))
-                    victim = random.choice(coordinators)
-                    victim.kill()
-                    await asyncio.sleep(random.choice((0.0, 0.5)))
-                    victim.start()
-                    await victim.answers()
-                    if counts.kills % 10 == 0:
-                        print(counts, flush=True)
-                await asyncio.sleep(1)
-                ended.set()
-                await asyncio.wait(lives)
-                for task in rivals:
-                    task.cancel()
-            for coordinator in coordinators:
-                for owner in owners:
-                    await owner.check(coordinator.client)
-                await _none_doubled(coordinator, counts)
-        finally:
+
+    async def kill(coordinators: list[Coordinator], counts: Counts) -> None:
+        for counts.kills in range(1, kills + 1):
+            await asyncio.sleep(random.uniform(0.1, 1.5))
+            victim = random.choice(coordinators)
+            victim.kill()
+            await asyncio.sleep(random.choice((0.0, 0.5)))
+            victim.start()
+            await victim.answers()
+            if counts.kills % 10 == 0:
+                print(counts, flush=True)
+
+    try:
+        with _state(kind, folder) as (spec, many):
+            counts = await play_on([Coordinator(spec, folder) for _ in range(many)], kill, names)
+        if counts.wrong:
+            print((folder / "log").read_text()[-4000:])
+        return counts
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def play_on(
+    coordinators: list[Coordinator],
+    disturb: Callable[[list[Coordinator], Counts], Awaitable[None]],
+    names: int,
+) -> Counts:
+    """Have owners and rivals live on coordinators while something disturbs these, and return what
+    was seen."""
+    counts = Counts()
+    owners = [Owner(f"name{n}", coordinators, counts) for n in range(names)]
+    try:
+        for each in coordinators:
+            each.start()
+            await each.answers()
+        await asyncio.gather(*(owner.register() for owner in owners))
+        async with asyncio.TaskGroup() as tasks:
+            ended = asyncio.Event()
+            lives = [tasks.create_task(owner.live(ended)) for owner in owners]
+            rivals = [tasks.create_task(rival(owner, counts)) for owner in owners]
+            await disturb(coordinators, counts)
+            await asyncio.sleep(1)
+            ended.set()
+            await asyncio.wait(lives)
+            for task in rivals:
+                task.cancel()
+        for coordinator in coordinators:
             for owner in owners:
-                await owner.end()
-            for each in coordinators:
-                await each.close()
-            if counts.wrong:
-                print((folder / "log").read_text()[-4000:])
-            shutil.rmtree(folder, ignore_errors=True)
+                await owner.check(coordinator.client)
+            await _none_doubled(coordinator, counts)
+    finally:
+        for owner in owners:
+            await owner.end()
+        for each in coordinators:
+            await each.close()
     return counts
 
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mx.coordinator.marks import Marks
+from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import State, open_state
+from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import copied, decode, encode
 from mx.coordinator.stores.kept import KeptStore
 from mx.coordinator.stores.sqlite import SqliteStore
 from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
 from mx.core.changes import Change, ChangeKind, Meant, Tail
+from mx.core.marks import Mark
 from mx.core.memory_store import MemoryStore
-from mx.core.registry import Registry
+from mx.core.ownership import Receipt
+from mx.core.registry import Registered, Registry
 from mx.core.store import Kind, Store
 from mx.core.types import ModelKey, SourceState
 from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
@@ -121,6 +128,10 @@ class TestConformance:
             assert second != first and store.doubt_until_s > store.clock()
             await store.begin_epoch(first, 0.0)
             assert store.epoch == second
+            await store.begin_epoch(second, store.clock() + 5, 1000)
+            assert store.epoch != second and store.latest == 1000 and store.read(0) is None
+            await store.atomically(lambda: store.append(Meant("llama", "b", "main")))
+            assert store.latest == 1001 and store.read(1000) == [Meant("llama", "b", "main")]
             await store.catch_up()
             before = store.clock()
             await asyncio.sleep(0.01)
@@ -176,6 +187,91 @@ async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
         clock += 10.0
         await later.tick()
         assert later.document(record.ref.identity) is None
+
+
+async def test_a_receipt_of_an_earlier_epoch_does_not_count_after_a_restart(path: str) -> None:
+    """Nothing was lost since: who has the name by now keeps it."""
+    others = make_documents("B")
+
+    async def live(receipt: Receipt | None = None) -> tuple[Registered, list[bool]]:
+        store = SqliteStore(path)
+        state = State(store, lease_s=5.0, grace_s=0.2)
+        await state.open()
+        try:
+            record = owned(make_record(others), b"alice")
+            if receipt is None:
+                alice = await state.register(registration(record, SECRET), by_digest(others))
+                await store.begin_epoch(store.epoch, 0.0)  # long ago
+                await state.event(
+                    lambda registry, now: registry.deregister(now, record.source_id, SECRET)
+                )
+                await asyncio.sleep(0.3)
+                bob = owned(make_record(DOCUMENTS), b"bob")
+                given = await state.register(registration(bob, SECRET), by_digest(DOCUMENTS))
+                assert not given.record.pin_only
+                return alice, []
+            asked = registration(record, SECRET)
+            given = await state.register(asked, by_digest(others), receipt=receipt)
+            models = await state.ask(Registry.models)
+            return given, [each.pin_only for each in models if each.ref == record.ref]
+        finally:
+            await state.close()
+
+    alice, _ = await live()
+    assert alice.receipt is not None
+    given, alices = await live(replace(alice.receipt, this_life=False))
+    assert given.record.pin_only and alices == [True]
+
+
+async def test_restarts_do_not_keep_a_source_that_is_not_heard_of(path: str) -> None:
+    """One that is heard of has a full period after each."""
+    alive, dead = (owned(make_record(DOCUMENTS), owner) for owner in (b"alive", b"dead"))
+    state = open_state(f"sqlite:{path}", lease_s=1.0)
+    await state.open()
+    for each in (alive, dead):
+        record = replace(each, model=ModelKey(each.source_id))
+        await state.register(registration(record, SECRET), by_digest(DOCUMENTS))
+    await state.close()
+    seen: list[set[str]] = []
+    until_s = time.monotonic() + 60
+    while not seen or seen[-1] != {alive.source_id}:
+        assert time.monotonic() < until_s
+        state = open_state(f"sqlite:{path}", lease_s=1.0)
+        await state.open()
+        seen.append({each.record.source_id for each in await state.ask(Registry.sources)})
+        await asyncio.sleep(0.6)
+        await state.event(
+            lambda registry, now: registry.heartbeat(
+                now, alive.source_id, SECRET, SourceState.SERVING
+            )
+        )
+        await state.close()
+    assert len(seen) > 2 and seen[0] == {alive.source_id, dead.source_id}
+
+
+async def test_what_is_kept_beside_a_commit_puts_nothing_back(path: str) -> None:
+    store = SqliteStore(path)
+    async with opened(store):
+        commit_all, begun, goes_on = store._commit_all, threading.Event(), threading.Event()
+
+        def slowly(draft: Draft, *others: Any) -> None:
+            if draft.writes:
+                begun.set()
+                assert goes_on.wait(60)
+            commit_all(draft, *others)
+
+        store._commit_all = slowly  # type: ignore[assignment, method-assign]
+        appending = asyncio.create_task(
+            store.atomically(lambda: store.append(Meant("llama", "b", "main")))
+        )
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        beside = asyncio.create_task(store._write(Draft()))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(appending, beside)
+        assert store._db is not None
+        assert store._db.execute("SELECT latest FROM state").fetchone() == (1,)
 
 
 async def test_the_clock_of_a_file_stands_still_while_nothing_runs(path: str) -> None:
@@ -309,6 +405,17 @@ async def test_where_nothing_can_be_kept_time_ends_nothing(path: str) -> None:
     while await state.ask(Registry.sources):
         await asyncio.sleep(0.05)
     await state.close()
+
+
+async def test_a_mark_of_a_lost_life_makes_doubt_once_and_not_after_each_start(path: str) -> None:
+    async def live() -> set[str]:
+        async with opened(SqliteStore(path)) as store:
+            proofs, begun = Proofs(b"k" * 32, store.clock, lambda: store.epoch), store.epoch
+            await Marks(store, proofs, 0.01).heed(proofs.mark(Mark("lost", 5000)))
+            await asyncio.sleep(0.02)  # the doubt ends
+            return {begun, store.epoch}
+
+    assert len(await live() | await live() | await live()) == 2
 
 
 # -- several coordinators, and watches -------------------------------------------------------------

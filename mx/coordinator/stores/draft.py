@@ -28,8 +28,8 @@ class Draft:
     `names` and `sources` are copies that the steps may change, also of what they only read;
     `decided` and `put` say which ones they wrote. A dropped source and a forgotten tombstone are
     None. `expired` are the dropped sources whose leases had ended. `renewals` are of sources that
-    are listed here first. `epoch` is a new one, and until when it is in doubt. `refused`: the steps
-    need what cannot be had now.
+    are listed here first. `epoch` is a new one, until when it is in doubt, and the lowest number
+    of its last entry. `refused`: the steps need what cannot be had now.
     """
 
     now: float = 0.0
@@ -44,7 +44,7 @@ class Draft:
     renewals: dict[str, Renewal] = field(default_factory=dict)
     counts: Counter[tuple[Kind, str]] = field(default_factory=Counter)
     entries: list[Entry] = field(default_factory=list)
-    epoch: tuple[str, float] | None = None
+    epoch: tuple[str, float, int] | None = None
     refused: bool = False
 
     @property

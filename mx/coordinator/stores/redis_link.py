@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from mx.errors import CapacityError, ConfigError, CoordinatorError
+from mx.errors import CapacityError, ConfigError, CoordinatorError, MxError
 
 #: The longest that Redis takes to answer; a coordinator that waits longer takes it for gone.
 ANSWER_S = 1.0
@@ -72,8 +72,7 @@ class RedisLink:
         """Raise what Redis or the connection does wrong in the block as an error of mx.
 
         Raises:
-            CapacityError: Redis is full.
-            CoordinatorError: It does not answer in time, or refuses.
+            MxError: As `refused`; or it does not answer in time.
         """
         errors = self._errors
         try:
@@ -86,17 +85,27 @@ class RedisLink:
         except OSError as error:
             raise self._unreached(error.strerror or str(error)) from None
         except errors.RedisError as error:
-            if "when used memory" in str(error):  # also within a script's error
-                raise self.full() from None
-            raise CoordinatorError(
-                f"the coordinator cannot use its state at {self.name}: {str(error)[:200]}"
-            ) from None
+            raise self.refused(str(error)) from None
 
-    def full(self) -> CapacityError:
-        """Return the error for a Redis that takes no more."""
-        return CapacityError(
-            f"the coordinator cannot write its state: {self.name} is full",
-            hint="what is listed goes on; raise its maxmemory",
+    def refused(self, said: str) -> MxError:
+        """Return the error for what Redis says as it refuses, maybe within a script's error."""
+        if "when used memory" in said:
+            return CapacityError(
+                f"the coordinator cannot write its state: {self.name} is full",
+                hint="what is listed goes on; raise its maxmemory",
+            )
+        if "read only replica" in said:
+            return CoordinatorError(
+                f"the coordinator cannot write its state: {self.name} is a replica",
+                hint="name the primary with `state`; after a failover, what leads there now",
+            )
+        if "MISCONF" in said or "unable to persist" in said:
+            return CoordinatorError(
+                f"the coordinator cannot write its state: {self.name} cannot save what it has",
+                hint="what is listed goes on; see its log: its disk may be full or its folder gone",
+            )
+        return CoordinatorError(
+            f"the coordinator cannot use its state at {self.name}: {said[:200]}"
         )
 
     def _unreached(self, why: str) -> CoordinatorError:

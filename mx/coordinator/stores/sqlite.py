@@ -1,8 +1,9 @@
 """The state in one file of SQLite, for one coordinator at a time.
 
 Steps end when a commit is on disk. Leases are not kept: after a restart each one gets a full
-period. The clock is kept and stands still while no coordinator runs, so that names which wait for
-their owners wait as long as ever, whatever the wall clock does.
+period, and until it is renewed, further restarts do not extend it. The clock is kept and stands
+still while no coordinator runs, so that names which wait for their owners wait as long as ever,
+whatever the wall clock does.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mx.coordinator.stores.draft import Draft
+from mx.coordinator.stores.draft import Draft, Renewal
 from mx.coordinator.stores.encoding import VERSION, decode, encode
 from mx.coordinator.stores.kept import KeptStore
 from mx.core.digest import document_digest
+from mx.core.memory_store import MemoryStore
 from mx.errors import CapacityError, ConfigError, LocalError, MxError
 from mx.threads import Threads
 
@@ -38,6 +40,8 @@ CREATE TABLE state (
     one INTEGER PRIMARY KEY CHECK (one = 1), epoch TEXT NOT NULL, doubt_until_s REAL NOT NULL,
     latest INTEGER NOT NULL, clock_s REAL NOT NULL);
 """
+#: Sources that have not been heard of since a restart, and until when they are waited for.
+_WAITING = "CREATE TABLE IF NOT EXISTS waiting (id TEXT PRIMARY KEY, until_s REAL NOT NULL)"
 _ANOTHER = "name another file with `state`, or move this one away"
 #: How often the clock is kept while nothing else is.
 _CLOCK_S = 5.0
@@ -57,6 +61,8 @@ class SqliteStore(KeptStore):
         self._began_s = time.monotonic()
         self._before_s = 0.0  # what the clock said when this life began
         self._clock_kept_s = -math.inf
+        self._waiting: dict[str, float] = {}
+        self._waiting_kept = True  # as it is now
         self._db: sqlite3.Connection | None = None
 
     def _time(self) -> float:
@@ -148,6 +154,7 @@ class SqliteStore(KeptStore):
             db.execute(f"PRAGMA application_id = {_APPLICATION}")
             db.execute(f"PRAGMA user_version = {VERSION}")
             db.execute("INSERT INTO state VALUES (1, ?, ?, 0, 0)", (uuid.uuid4().hex, -math.inf))
+        db.execute(_WAITING)
         db.execute("COMMIT")
         (said,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if said != "ok":
@@ -163,6 +170,8 @@ class SqliteStore(KeptStore):
             self._sources[listed.record.source_id] = listed
         for source_id, data in db.execute("SELECT id, data FROM gone ORDER BY number"):
             self._gone[source_id] = decode(data)
+        waiting = db.execute("SELECT id, until_s FROM waiting").fetchall()
+        self._waiting = {each: until_s for each, until_s in waiting if each in self._sources}
         for digest, data in db.execute("SELECT digest, data FROM documents"):
             if document_digest(data) != digest:
                 raise ConfigError(
@@ -176,6 +185,29 @@ class SqliteStore(KeptStore):
             await asyncio.wrap_future(self._thread.submit(db.close))
         self._thread.shutdown()
 
+    # -- leases ------------------------------------------------------------------------------------
+
+    def resume(self, until_s: float) -> None:
+        for listed in self._sources.values():
+            self._waiting.setdefault(listed.record.source_id, until_s)
+        for source_id, each_s in sorted(self._waiting.items(), key=lambda each: each[1]):
+            listed = self._sources[source_id]
+            MemoryStore.renew(self, source_id, each_s, listed.readers, listed.gb_per_s, first=True)
+        self._waiting_kept = False
+
+    def _renew_kept(self, source_id: str, said: Renewal) -> None:
+        super()._renew_kept(source_id, said)
+        self._wait_no_longer(source_id)
+
+    def drop(self, source_id: str) -> None:
+        super().drop(source_id)
+        if self._draft is None:
+            self._wait_no_longer(source_id)
+
+    def _wait_no_longer(self, source_id: str) -> None:
+        if self._waiting.pop(source_id, None) is not None:
+            self._waiting_kept = False
+
     # -- commits -----------------------------------------------------------------------------------
 
     async def _keep(self, draft: Draft) -> bool:
@@ -185,19 +217,25 @@ class SqliteStore(KeptStore):
 
     async def _keep_rest(self) -> None:
         late = self.clock() >= self._clock_kept_s + _CLOCK_S
-        if late or self._fresh or self._dropped or self._trouble or self._closed:
-            await self._write(Draft())
+        waits = bool(self._waiting) or not self._waiting_kept
+        if late or waits or self._fresh or self._dropped or self._trouble or self._closed:
+            await self._write(Draft(), waits=waits)
 
-    async def _write(self, draft: Draft) -> None:
+    async def _write(self, draft: Draft, *, waits: bool = False) -> None:
         fresh, self._fresh = self._fresh, {}
         dropped, self._dropped = self._dropped, set()
-        latest = self._latest + len(draft.entries)
         clock_s = self.clock()
-        epoch, doubt_until_s = draft.epoch or (self.epoch, self.doubt_until_s)
-        state = (epoch, doubt_until_s, latest, clock_s)
+        epoch, doubt_until_s, lowest = draft.epoch or (self.epoch, self.doubt_until_s, 0)
+        latest = max(self._latest + len(draft.entries), lowest)
+        state = (epoch, doubt_until_s, latest)
+        waiting = [*self._waiting.items()] if waits and not self._waiting_kept else None
+        self._waiting_kept |= waits
         try:
-            await self._in_thread(lambda: self._commit_all(draft, fresh, dropped, state))
+            await self._in_thread(
+                lambda: self._commit_all(draft, fresh, dropped, clock_s, state, waiting)
+            )
         except MxError:
+            self._waiting_kept &= waiting is None
             # What came meanwhile is newer.
             self._fresh = {
                 d: data for d, data in fresh.items() if d in self._documents
@@ -207,7 +245,13 @@ class SqliteStore(KeptStore):
         self._clock_kept_s = clock_s
 
     def _commit_all(
-        self, draft: Draft, fresh: dict[bytes, bytes], dropped: set[bytes], state: tuple[Any, ...]
+        self,
+        draft: Draft,
+        fresh: dict[bytes, bytes],
+        dropped: set[bytes],
+        clock_s: float,
+        state: tuple[Any, ...],
+        waiting: list[tuple[str, float]] | None,
     ) -> None:
         db = self._db
         assert db is not None
@@ -226,6 +270,10 @@ class SqliteStore(KeptStore):
                 "ON CONFLICT (id) DO UPDATE SET data = excluded.data",
                 [(each, encode(listed)) for each, listed in sources.items() if listed],
             )
+            if waiting is not None:
+                db.execute("DELETE FROM waiting")
+                db.executemany("INSERT INTO waiting VALUES (?, ?)", waiting)
+            _delete(db, "waiting", "id", list(sources))
             _delete(db, "gone", "id", list(draft.gone))
             db.executemany(
                 "INSERT INTO gone (id, data) VALUES (?, ?)",
@@ -233,9 +281,9 @@ class SqliteStore(KeptStore):
             )
             _delete(db, "documents", "digest", list(dropped))
             db.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?)", list(fresh.items()))
-            db.execute(
-                "UPDATE state SET epoch = ?, doubt_until_s = ?, latest = ?, clock_s = ?", state
-            )
+            db.execute("UPDATE state SET clock_s = ?", (clock_s,))
+            if draft.writes:  # else a commit that is under way knows better
+                db.execute("UPDATE state SET epoch = ?, doubt_until_s = ?, latest = ?", state)
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
