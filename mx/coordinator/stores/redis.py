@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import VERSION
 from mx.coordinator.stores.redis_leases import LeasedStore
 from mx.coordinator.stores.redis_link import ANSWER_S, WRITE_S
+from mx.coordinator.stores.redis_pulls import SharedPulls
 from mx.coordinator.stores.redis_records import (
     Commit,
     commit_in,
@@ -30,6 +31,7 @@ from mx.coordinator.stores.redis_records import (
     record_of,
 )
 from mx.core.memory_store import MemoryStore
+from mx.core.progress_board import ProgressBoard
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -79,6 +81,10 @@ class RedisStore(LeasedStore):
         self._following = asyncio.Lock()
         #: The commits of this coordinator that are under way, by token.
         self._own: dict[str, Commit] = {}
+        self._pulls: SharedPulls | None = None
+
+    def share_pulls(self, board: ProgressBoard, changed: Callable[[], None]) -> None:
+        self._pulls = SharedPulls(self._link, self.clock, board, changed)
 
     # -- the beginning and the end -----------------------------------------------------------------
 
@@ -95,6 +101,8 @@ class RedisStore(LeasedStore):
             raise LocalError(error.message, hint="start Redis, or correct `state`") from None
         event(log, "state.redis", at=self._link.name, text=said)
         self._tasks.append(asyncio.create_task(self._follow(), name="mx-state-follow"))
+        if self._pulls is not None:
+            self._tasks.append(asyncio.create_task(self._pulls.run(), name="mx-state-pulls"))
 
     async def _load(self) -> None:
         await self._read_all()
