@@ -80,9 +80,7 @@ class PullsServicer:
                     self._board.report(self._now(), reporter, status, caller.name)
                     self._pulls_have_changed()
             finally:
-                # Where the coordinator stops, the pull goes on, and reports to the next one.
-                if not self._stopped.is_set():
-                    self._board.end(self._now(), reporter)
+                self._board.end(self._now(), reporter)
                 self._pulls_have_changed()
         return pb.ProgressResponse()
 

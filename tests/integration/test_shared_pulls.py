@@ -91,15 +91,14 @@ async def until(asks: Callable[[], Awaitable[object]]) -> None:
 @asynccontextmanager
 async def coordinators(
     server: RedisServer, tls: TlsFiles | None = None, policy: str = ""
-) -> AsyncIterator[list[str]]:
-    """The addresses of two coordinators."""
+) -> AsyncIterator[list[Coordinator]]:
+    """Two coordinators."""
     async with AsyncExitStack() as stack:
-        addresses = []
-        for _ in range(2):
-            made = Coordinator(state=server.url, access=Access(policy, tls))
-            stack.push_async_callback(made.stop)
-            addresses.append(await made.start("127.0.0.1:0", tls=tls))
-        yield addresses
+        made = [Coordinator(state=server.url, access=Access(policy, tls)) for _ in range(2)]
+        for each in made:
+            stack.push_async_callback(each.stop)
+            await each.start("127.0.0.1:0", tls=tls)
+        yield made
 
 
 class Board(ProgressBoard):
@@ -132,8 +131,8 @@ async def boards(server: RedisServer) -> AsyncIterator[list[Board]]:
 async def test_a_pull_is_seen_at_the_other_coordinator_and_ends_there(server: RedisServer) -> None:
     async with (
         coordinators(server) as (here, there),
-        client_of(here) as reports,
-        client_of(there) as looks,
+        client_of(here.address) as reports,
+        client_of(there.address) as looks,
     ):
         seen: list[list[int]] = []
         begun = asyncio.Event()
@@ -185,8 +184,10 @@ async def test_a_policy_holds_for_pulls_that_report_elsewhere(
             files = authority.certificate(name, said)
             return await stack.enter_async_context(client_of(address, tls=files))
 
-        reader = await client(here, "reader", READER)
-        watcher, everyone = [await client(there, who, said) for who, said in WATCHERS.items()]
+        reader = await client(here.address, "reader", READER)
+        watcher, everyone = [
+            await client(there.address, who, said) for who, said in WATCHERS.items()
+        ]
         reported: list[Callable[[], Awaitable[None]]] = []
         for number, name in enumerate(("closed-1", "open-1"), 1):
             report = await stack.enter_async_context(reader.reporting())
@@ -279,8 +280,8 @@ async def test_a_bad_entry_spoils_no_other(
 async def test_a_stopped_redis_hides_no_pull_from_its_coordinator(server: RedisServer) -> None:
     async with (
         coordinators(server) as (here, there),
-        client_of(here) as reports,
-        client_of(there) as looks,
+        client_of(here.address) as reports,
+        client_of(there.address) as looks,
         reports.reporting() as report,
     ):
         await report(pull(ready=0))
