@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mx.core.pull_changes import PullChanges
@@ -190,6 +191,13 @@ class ProgressBoard:
                 age_s, left_s = now - row.at_s, row.until_s - now
                 return SharedPull(row.status, row.principal, row.claim, age_s, left_s)
         return None
+
+    def not_told(self, pull_ids: Iterable[str]) -> None:
+        """Let `next_untold` return pulls again that could not be told."""
+        for pull_id in pull_ids:
+            known = self._reports.get(pull_id)
+            if known is not None and self._untold is not None:
+                self._untold.add(known.principal, pull_id)
 
     def _measure(self, now: float, begun: _Window | None, status: PullStatus) -> _Window | None:
         """Measure what a pull reads from the sources of one host, over a while.

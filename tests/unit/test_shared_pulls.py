@@ -129,6 +129,8 @@ def test_principals_take_turns_and_nothing_is_kept_of_pulls_that_are_gone() -> N
     order = [board.next_untold(0.5) for _ in range(2)]
     assert [each and each.principal for each in order] == ["many", "one"]
     assert order[1] is not None and order[1].status.done_bytes == 5, "only the latest is told"
+    board.not_told([pull(9).pull_id, pull(77).pull_id])
+    assert [each.principal for each in all_told(board, 0.5)] == ["many", "one", "many"]
     board.report(0.6, stream, pull(9, done_bytes=6), "one")
     assert not board.pulls(100.0)
     assert not all_told(board, 100.0)

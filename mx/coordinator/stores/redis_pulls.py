@@ -104,19 +104,24 @@ class SharedPulls:
                 self._say(str(unexpected(error)))
 
     async def _exchange(self) -> None:
-        about, pulls = await self._untold()
-        async with self._link.answering():
-            since, entries = await self._script(
-                keys=[self._link.key("pulls")],
-                args=[self._who, self._since, about, pulls, MAX_ENTRIES, int(EXPIRE_S * 1000)],
-            )
+        about, told = await self._untold()
+        pulls = told.SerializeToString()
+        try:
+            async with self._link.answering():
+                since, entries = await self._script(
+                    keys=[self._link.key("pulls")],
+                    args=[self._who, self._since, about, pulls, MAX_ENTRIES, int(EXPIRE_S * 1000)],
+                )
+        except MxError:
+            self._board.not_told(pull.pull_id for pull in told.pulls)
+            raise
         self._since = since.decode()
         for age_ms, who, about, pulls in entries:
             await self._hear(who.decode(), max(0, age_ms) / 1000, about, pulls)
         if entries:
             self._changed()
 
-    async def _untold(self) -> tuple[str, bytes]:
+    async def _untold(self) -> tuple[str, pb.ListPullsResponse]:
         """Return the parts of an entry: what is to be known of each pull, and the pulls."""
         about: list[tuple[str, int, float, float]] = []
         message, nbytes = pb.ListPullsResponse(), 0
@@ -128,7 +133,7 @@ class SharedPulls:
             if len(about) % _SLICE == 0:
                 await asyncio.sleep(0)
         said = json.dumps(about, separators=(",", ":")) if about else ""
-        return said, message.SerializeToString()
+        return said, message
 
     async def _hear(self, who: str, age_s: float, about: bytes, pulls: bytes) -> None:
         """Take an entry of another coordinator. A bad pull of it spoils no other."""
