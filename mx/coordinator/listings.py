@@ -32,6 +32,7 @@ class ListingServicer(PullsServicer):
         """
         super().__init__(state.now, self._registered_from, access)
         self._state = state
+        state.store.share_pulls(self._board, self._pulls_have_changed)
         self._messages = SourceMessages()
         self._turns = Turns()
 

@@ -1,7 +1,7 @@
 """The part of the Coordinator service that shows the running pulls to users.
 
 Progress is kept in this process's memory alone, whatever the state is kept in: after a restart
-each pull reports again within a second.
+each pull reports again within a second. Coordinators that share a state tell each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mx.coordinator.callers import own_host, takes_requests
 from mx.coordinator.paging import pages_of
 from mx.coordinator.watchers import INTERVAL_S
 from mx.core.policy import Right
-from mx.core.progress import MAX_PULLS, ProgressBoard
+from mx.core.progress_board import MAX_PULLS, ProgressBoard
 from mx.errors import ClosedError, NotAllowedError, PeerProtocolError
 from mx.wire.principals import Access
 from mx.wire.progress import pull_from_wire, pull_to_wire
@@ -77,7 +77,7 @@ class PullsServicer:
                         host = own_host(context, status.requests_host) if allowed else ""
                         port = status.requests_port if host else 0
                         status = replace(status, requests_host=host, requests_port=port)
-                    self._board.report(self._now(), reporter, status)
+                    self._board.report(self._now(), reporter, status, caller.name)
                     self._pulls_have_changed()
             finally:
                 self._board.end(self._now(), reporter)

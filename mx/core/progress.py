@@ -1,31 +1,12 @@
-"""The progress of pulls: the snapshot that a pull gives its caller, and what pulls report to the
-coordinator, which `mx top` shows. Pure; `now` is an argument.
-
-No other part depends on the reports. A report that is not renewed in time is forgotten. A pull that
-has ended stays for a moment, so that a short pull can be seen at all.
-"""
+"""The progress of a pull: the snapshot that it gives its caller. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mx.core.pull_changes import PullChanges
-from mx.core.pull_status import PullPhase, PullStatus
-from mx.core.rates import Rates
 from mx.core.types import Layout
-from mx.errors import CapacityError, NotAllowedError
 from mx.units import count, format_bytes
-
-#: A pull reports at most once a second; one that has not reported for this long is forgotten.
-EXPIRE_S = 5.0
-#: How long a pull is shown after its end.
-ENDED_S = 3.0
-#: What a pull reads is measured over so long: shorter, and single chunks would decide.
-WINDOW_S = 2.0
-MAX_PULLS = 4096
-_LEAST_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,117 +81,3 @@ def progress_of(
         tuple(dict.fromkeys(sources)),
         retries,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Since when, and from how many bytes on, a pull has read from sources of one host alone."""
-
-    from_s: float
-    from_bytes: int
-    host: str
-
-
-@dataclass(slots=True)
-class _Report:
-    reporter: object
-    status: PullStatus
-    until_s: float
-    window: _Window | None
-
-
-class ProgressBoard:
-    """The pulls that report to one coordinator.
-
-    A reporter is one stream. It reports one pull, and no other reporter can report that pull as
-    long as the first one's report lasts.
-    """
-
-    def __init__(self, limit: int = MAX_PULLS) -> None:
-        self._limit = limit
-        #: What watchers of pulls read.
-        self.changes = PullChanges(limit)
-        #: What was measured by the pulls.
-        self.rates = Rates()
-        self._reports: dict[str, _Report] = {}
-        self._reports_of: dict[object, str] = {}
-        self._due_s = math.inf
-
-    def report(self, now: float, reporter: object, status: PullStatus) -> None:
-        """Record a pull's progress.
-
-        Raises:
-            NotAllowedError: Another reporter reports this pull, or this reporter another pull.
-            CapacityError: There are too many pulls.
-        """
-        self.tick(now)
-        if self._reports_of.get(reporter, status.pull_id) != status.pull_id:
-            raise NotAllowedError(f"this stream reports another pull than {status.pull_id}")
-        known = self._reports.get(status.pull_id)
-        if known is not None and known.reporter is not reporter:
-            raise NotAllowedError(f"another stream reports pull {status.pull_id} already")
-        if known is None and len(self._reports) >= self._limit:
-            raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
-        until_s = now + EXPIRE_S
-        before, window = (None, None) if known is None else (known.status, known.window)
-        window = self._measure(now, window, status)
-        self._reports[status.pull_id] = _Report(reporter, status, until_s, window)
-        self.changes.push(before, status)
-        self._reports_of[reporter] = status.pull_id
-        self._due_s = min(self._due_s, until_s)
-
-    def _measure(self, now: float, begun: _Window | None, status: PullStatus) -> _Window | None:
-        """Measure what a pull reads from the sources of one host, over a while.
-
-        Args:
-            now: The time.
-            begun: The window that runs, if any.
-            status: What the pull reports.
-
-        Returns:
-            The window that runs from now on.
-        """
-        hosts = {source.rpartition(":")[0] for source in status.sources}
-        host = hosts.pop() if len(hosts) == 1 else ""
-        running = status.phase is PullPhase.RUNNING
-        window = _Window(now, status.done_bytes, host) if host and status.done_bytes else None
-        if begun is None or (running and host != begun.host):
-            return window if running else None
-        passed_s = now - begun.from_s
-        if passed_s >= (WINDOW_S if running else WINDOW_S / 4):
-            nbytes = status.done_bytes - begun.from_bytes
-            self.rates.observe(now, begun.host, status.host, nbytes / passed_s / 1e9)
-            return window if running else None
-        return begun if running else None
-
-    def end(self, now: float, reporter: object) -> None:
-        """Record that a reporter's stream has ended. A pull that was running has failed."""
-        reported = self._reports.get(self._reports_of.pop(reporter, ""))
-        if reported is None or reported.reporter is not reporter:
-            return
-        before = reported.status
-        phase = PullPhase.FAILED if before.phase is PullPhase.RUNNING else before.phase
-        reported.status = replace(before, phase=phase, requests_port=0)
-        self.changes.push(before, reported.status)
-        reported.until_s = now + ENDED_S
-        self._due_s = min(self._due_s, reported.until_s)
-
-    def tick(self, now: float) -> None:
-        """Forget the pulls whose time is over. Cheap while nothing is due."""
-        if now < self._due_s:
-            return
-        for ended in [i for i, reported in self._reports.items() if reported.until_s <= now]:
-            del self._reports[ended]
-            self.changes.drop(ended)
-        next_s = min((reported.until_s for reported in self._reports.values()), default=math.inf)
-        # If many end one after the other, scan them a few times a second, not for each one.
-        self._due_s = max(next_s, now + _LEAST_INTERVAL_S)
-
-    def pulls(self, now: float, name: str = "") -> list[PullStatus]:
-        """Return all pulls, or those of one model name, the oldest first."""
-        self.tick(now)
-        return [
-            reported.status
-            for reported in self._reports.values()
-            if reported.until_s > now and name in ("", reported.status.model.name)
-        ]

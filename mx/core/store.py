@@ -16,6 +16,7 @@ from typing import TypeVar
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind, Entry, Meant, Tail
 from mx.core.name_state import NameState
+from mx.core.progress_board import ProgressBoard
 
 _T = TypeVar("_T")
 
@@ -88,6 +89,11 @@ class Store(ABC):
         Raises:
             MxError: It is; the message says why.
         """
+
+    def share_pulls(self, board: ProgressBoard, changed: Callable[[], None]) -> None:  # noqa: B027
+        """Tell other coordinators of the state what pulls report to the board, and the board what
+        reports to them, from `open` on; `changed` is called when it has heard something. A state
+        of one coordinator does nothing."""
 
     @abstractmethod
     async def catch_up(self) -> None:

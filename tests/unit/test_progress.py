@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.codec import MAX_TOTAL_BYTES
-from mx.core.progress import ENDED_S, EXPIRE_S, ProgressBoard
+from mx.core.progress_board import ENDED_S, EXPIRE_S, ProgressBoard
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import CapacityError, NotAllowedError, PeerProtocolError

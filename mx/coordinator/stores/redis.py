@@ -15,13 +15,14 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import VERSION
 from mx.coordinator.stores.redis_leases import LeasedStore
 from mx.coordinator.stores.redis_link import ANSWER_S, WRITE_S
+from mx.coordinator.stores.redis_pulls import SharedPulls
 from mx.coordinator.stores.redis_records import (
     Commit,
     commit_in,
@@ -33,6 +34,7 @@ from mx.coordinator.stores.redis_records import (
     record_of,
 )
 from mx.core.memory_store import MemoryStore
+from mx.core.progress_board import ProgressBoard
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -86,6 +88,10 @@ class RedisStore(LeasedStore):
         self._followed_s = self._read_anew_s = -math.inf  # the last commit, and the last try
         #: The commits of this coordinator that are under way, by token.
         self._own: dict[str, Commit] = {}
+        self._pulls: SharedPulls | None = None
+
+    def share_pulls(self, board: ProgressBoard, changed: Callable[[], None]) -> None:
+        self._pulls = SharedPulls(self._link, self.clock, board, changed)
 
     # -- the beginning and the end -----------------------------------------------------------------
 
@@ -103,6 +109,8 @@ class RedisStore(LeasedStore):
             ) from None
         event(log, "state.redis", at=self._link.name, text=said)
         self._tasks.append(asyncio.create_task(self._follow(), name="mx-state-follow"))
+        if self._pulls is not None:
+            self._tasks.append(asyncio.create_task(self._pulls.run(), name="mx-state-pulls"))
 
     async def _load(self) -> None:
         await self._exchange()  # what time is it?
