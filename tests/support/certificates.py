@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from mx.transport import TlsFiles
 
@@ -31,6 +36,23 @@ class Authority:
             str(self._folder / file) for file in (f"{name}.pem", f"{name}.key", f"{self._name}.pem")
         )
         return TlsFiles(pem, key, authority)
+
+    def postpone(self, files: TlsFiles, by_s: float) -> None:
+        """Sign a certificate of this authority again, which begins so much later than now."""
+        path, begins = Path(files.certificate), datetime.now(UTC) + timedelta(seconds=by_s)
+        before = x509.load_pem_x509_certificate(path.read_bytes())
+        key = (self._folder / f"{self._name}.key").read_bytes()
+        private: Any = serialization.load_pem_private_key(key, None)
+        made = x509.CertificateBuilder(
+            before.issuer,
+            before.subject,
+            before.public_key(),
+            x509.random_serial_number(),
+            begins,
+            begins + timedelta(days=2),
+            list(before.extensions),
+        ).sign(private, hashes.SHA256())
+        path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True)
