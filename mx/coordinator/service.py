@@ -268,7 +268,8 @@ class CoordinatorServicer(ListingServicer):
         self, caller: Caller, context: Any, source_id: str, secret: bytes
     ) -> None:
         """Raise NotAllowedError unless a source's registrant may still serve its model; then it is
-        not listed any more."""
+        not listed any more. Raises ClosedError if the stream alone is not trusted any more."""
+        self._access.check_connection(context)
         listed = await self._owned(context, source_id)
         model = listed.record.model
         try:

@@ -13,14 +13,17 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
-from mx.errors import ConfigError, MxError, NotAllowedError
+from mx.errors import ClosedError, ConfigError, MxError, NotAllowedError
 from mx.log import Throttle, event
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import address_of_peer
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 log = logging.getLogger(__name__)
 #: Who bound, updated and was refused what.
@@ -96,7 +99,7 @@ class Access:
     """Decides what the callers of a process may do. On the loop; any number of services share it.
 
     Attributes:
-        version: Changes with the policy.
+        version: Changes with the policy, and where an authority is not trusted any more.
     """
 
     def __init__(
@@ -134,6 +137,10 @@ class Access:
             self._data = _read(path)
             self._policy = _parsed(self._data, path)
         self._authority = tls.authority if tls is not None else ""
+        #: The authorities that are trusted since one of before is not, whose members may have
+        #: connections; None: all connections were verified by those that still are.
+        self._trusted: frozenset[Certificate] | None = None
+        self._signed: dict[tuple[bytes, ...], bool] = {}
 
     def say(self) -> None:
         """Log what holds: the policy, or that there is none."""
@@ -143,9 +150,56 @@ class Access:
             text = f"no `policy`: every certificate of `tls_ca` {self._authority} may do everything"
             event(log, "policy.none", text=f"{text} at this {self._what}")
 
+    def trust(self, before: bytes, now: bytes) -> None:
+        """Take up another file of authorities: members of one that is gone from it can make no more
+        calls on connections that they have. What runs goes on, so that certificates can be
+        replaced under it.
+
+        Args:
+            before: The PEM of the authorities that connections were verified by.
+            now: The PEM of those of now.
+        """
+        from mx.wire.authority import certificates_in
+
+        found = certificates_in(now)
+        removed = certificates_in(before) - found
+        if removed or self._trusted is not None:
+            self._trusted = found
+            self._signed.clear()
+        if removed:
+            self._changed()
+
+    def check_connection(self, context: Any) -> None:
+        """Raise ClosedError if a call's connection is of an authority that is not trusted any more:
+        who has a certificate of another one by now connects again."""
+        if not self._is_trusted(context):
+            raise ClosedError(
+                f"this {self._what} does not trust the authority of this connection any more"
+            )
+
+    def _is_trusted(self, context: Any) -> bool:
+        if self._trusted is None:
+            return True
+        from mx.wire.authority import is_signed
+
+        about = context.auth_context()
+        shown = (*about.get("x509_pem_cert", ()), *about.get("x509_pem_cert_chain", ()))
+        known = self._signed.get(shown)
+        if known is None:
+            if len(self._signed) >= _MOST_KNOWN:
+                self._signed.clear()
+            known = self._signed[shown] = is_signed(shown, self._trusted)
+        return known
+
     def caller(self, context: Any) -> Caller:
-        """Return who makes a call. Raises as `require` if its certificate names no process."""
+        """Return who makes a call. Raises as `require` if its certificate names no process, or is
+        of an authority that is not trusted any more."""
         try:
+            if not self._is_trusted(context):
+                raise NotAllowedError(
+                    f"this {self._what} does not trust the authority of your certificate any more",
+                    hint="check `tls_ca` there, and `tls_cert` here",
+                )
             return caller_of(context)
         except NotAllowedError as error:
             nobody = Caller(None, address_of_peer(context.peer()))
@@ -243,7 +297,7 @@ class Access:
             self._standing.discard(look)
 
     def follow(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change of the policy."""
+        """Call `listener` after each change of `version`."""
         self._listeners.append(listener)
 
     async def watch(self) -> None:
@@ -264,10 +318,13 @@ class Access:
                 event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
                 continue
             self._rights.clear()
-            self.version += 1
             self.say()
-            for call in (*self._standing, *self._listeners):
-                call()
+            self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        for call in (*self._standing, *self._listeners):
+            call()
 
 
 def write(what: str, caller: Caller, **fields: Any) -> None:

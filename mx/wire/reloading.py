@@ -79,17 +79,24 @@ def _read(paths: Sequence[str]) -> list[bytes | None]:
 class ServerFiles:
     """The files of a server. On the loop, from `start` to `stop`."""
 
-    def __init__(self, tls: TlsFiles, host: str) -> None:
+    def __init__(
+        self,
+        tls: TlsFiles,
+        host: str,
+        on_authority: Callable[[bytes, bytes], None] = lambda before, now: None,
+    ) -> None:
         """
         Args:
             tls: The files.
             host: The host that clients dial; "" for any.
+            on_authority: Called with the authority's file of before and that of now, where new
+                connections are verified by another one.
 
         Raises:
             ConfigError: A file can't be read.
             NotAllowedError: No client would accept the certificate.
         """
-        self._tls, self._host = tls, host
+        self._tls, self._host, self._on_authority = tls, host, on_authority
         self._pem = self._checked()
         self._shown = self._given = _shown(self._pem)
         #: The files that could not be used, if they are newer, and why.
@@ -124,6 +131,7 @@ class ServerFiles:
             if tuple(found) == self._pem:
                 self._refused = None
                 continue
+            before = self._pem
             try:
                 self._pem = await in_thread(self._checked)
             except MxError as error:
@@ -134,6 +142,8 @@ class ServerFiles:
             self._refused = None
             self._shown = _shown(self._pem)
             event(log, "certificates.replaced", certificate=self._tls.certificate)
+            if self._pem[2] != before[2]:
+                self._on_authority(before[2], self._pem[2])
 
     def _checked(self) -> Pem:
         check_server_files(self._tls, self._host)

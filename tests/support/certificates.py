@@ -24,6 +24,18 @@ class Authority:
         files = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
         self._openssl("req", "-x509", *_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
 
+    def under(self, name: str) -> Authority:
+        """Return an authority that this one has signed."""
+        self.certificate(name, "basicConstraints=critical,CA:TRUE")
+        return Authority.named(self._folder, name)
+
+    @classmethod
+    def named(cls, folder: Path, name: str) -> Authority:
+        """Return what signs with a certificate of the folder, as if it were an authority's."""
+        found = cls.__new__(cls)
+        found._folder, found._name = folder, name
+        return found
+
     def certificate(self, name: str, extensions: str = _HERE, days: int = 2) -> TlsFiles:
         """Sign a certificate, with extensions as openssl's configuration has them."""
         files = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
