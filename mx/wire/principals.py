@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
 from mx.errors import ClosedError, ConfigError, MxError, NotAllowedError
-from mx.log import Throttle, event
+from mx.log import event
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import address_of_peer
+from mx.wire.refusals import INTERVAL_S, Refusals
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -127,7 +129,7 @@ class Access:
         self.version = 0
         self._listeners: list[Callable[[], None]] = []
         self._standing: set[Callable[[], None]] = set()
-        self._refusals = Throttle()
+        self._refusals = Refusals()
         if path:
             if tls is None:
                 raise ConfigError(
@@ -250,19 +252,17 @@ class Access:
         )
 
     def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
-        """Write the audit line of a refusal; of many of one kind one in a while."""
-        for cause, count in self._refusals.left_out():
-            if isinstance(cause, tuple):
-                name, kind, right, model = cause
-                fields = {"error": kind, "right": right, "model": model, "held_back": count}
-                event(audit, "audit.refused", principal=name, **fields)
+        """Write the audit line of a refusal, as far as `Refusals` lets it pass."""
         kind = type(error).__name__
         about = {key: str(value)[:_MOST_CHARACTERS] for key, value in about.items()}
-        cause = (caller.name, kind, about.get("right", ""), about.get("model", ""))
-        held_back = self._refusals.passes(cause)
-        if held_back is not None:
-            more = {"held_back": held_back} if held_back else {}
-            write("refused", caller, error=kind, text=error.message[:500], **about, **more)
+        if self._refusals.passes(
+            caller.name, (kind, about.get("right", ""), about.get("model", ""))
+        ):
+            write("refused", caller, error=kind, text=error.message[:500], **about)
+
+    def _say_left_out(self, now_s: float | None = None) -> None:
+        for fields in self._refusals.left_out(now_s):
+            event(audit, "audit.refused", **fields)
 
     @contextmanager
     def standing(
@@ -301,10 +301,22 @@ class Access:
         self._listeners.append(listener)
 
     async def watch(self) -> None:
-        """Read the policy again whenever its file changes; runs until cancelled. A bad one is
-        logged, and the one of before holds."""
-        if not self._path:
-            return
+        """Read the policy again whenever its file changes, and write the audit lines of what was
+        left out; runs until cancelled. A bad policy is logged, and the one of before holds."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._count(), name="mx-audit")
+                if self._path:
+                    tasks.create_task(self._follow(), name="mx-policy-file")
+        finally:
+            self._say_left_out(math.inf)
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S / 10)
+            self._say_left_out()
+
+    async def _follow(self) -> None:
         from mx.wire.reloading import contents_of
 
         async for (data,) in contents_of([self._path]):
