@@ -211,6 +211,12 @@ def test_a_policy_needs_certificates_and_no_mistakes(site: Site, checkpoint: Pat
         "source", "serve", str(checkpoint), "--policy", str(site.folder / "none"), code=2
     )
     assert "No such file" in said
+    wrong = ("--policy", str(site.policy))
+    said = site.refused("source", "pull", MODEL, "--hold", *wrong, code=2)
+    assert "line 1: there is no right 'fly'" in said
+    memory = ("--cache-socket", str(site.folder / "cache.sock"), "--memory", "1MB")
+    said = site.refused("source", "serve", "--cache", *memory, *wrong, code=2)
+    assert "line 1: there is no right 'fly'" in said
 
 
 @asynccontextmanager
