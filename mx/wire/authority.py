@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.x509 import BasicConstraints, Certificate, ExtensionNotFound
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.x509 import BasicConstraints, Certificate, DuplicateExtension, ExtensionNotFound
 
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 #: The most certificates between that of a process and an authority that are looked at.
@@ -54,13 +54,13 @@ def _readable(pems: Iterable[bytes]) -> list[Certificate]:
 def _may_sign(certificate: Certificate) -> bool:
     try:
         return certificate.extensions.get_extension_for_class(BasicConstraints).value.ca
-    except (ExtensionNotFound, ValueError):
+    except (ExtensionNotFound, DuplicateExtension, ValueError):
         return False
 
 
 def _has_signed(authority: Certificate, certificate: Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except (InvalidSignature, ValueError, TypeError):
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError):
         return False
     return True

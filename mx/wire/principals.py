@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -142,7 +143,7 @@ class Access:
         #: The authorities that are trusted since one of before is not, whose members may have
         #: connections; None: all connections were verified by those that still are.
         self._trusted: frozenset[Certificate] | None = None
-        self._signed: dict[tuple[bytes, ...], bool] = {}
+        self._signed: dict[bytes, bool] = {}  # by the digest of what was shown
 
     def say(self) -> None:
         """Log what holds: the policy, or that there is none."""
@@ -186,11 +187,12 @@ class Access:
 
         about = context.auth_context()
         shown = (*about.get("x509_pem_cert", ()), *about.get("x509_pem_cert_chain", ()))
-        known = self._signed.get(shown)
+        digest = hashlib.sha256(b"".join(shown)).digest()
+        known = self._signed.get(digest)
         if known is None:
             if len(self._signed) >= _MOST_KNOWN:
                 self._signed.clear()
-            known = self._signed[shown] = is_signed(shown, self._trusted)
+            known = self._signed[digest] = is_signed(shown, self._trusted)
         return known
 
     def caller(self, context: Any) -> Caller:
