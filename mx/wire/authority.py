@@ -3,7 +3,7 @@ a change of the authority's file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -19,7 +19,7 @@ def certificates_in(pem: bytes) -> frozenset[Certificate]:
     return frozenset(_readable(_BEGIN + each for each in pem.split(_BEGIN)[1:]))
 
 
-def is_signed(shown: Iterable[bytes], by: frozenset[Certificate]) -> bool:
+def is_signed(shown: Sequence[bytes], by: frozenset[Certificate]) -> bool:
     """Return True if a certificate is one of some authorities', or leads to one.
 
     It was verified when its connection began, against the authorities of then. So only the way from
@@ -29,8 +29,7 @@ def is_signed(shown: Iterable[bytes], by: frozenset[Certificate]) -> bool:
         shown: What the other end has shown: its certificate, and then those between.
         by: The authorities.
     """
-    certificates = _readable(shown)
-    reached, between = certificates[:1], certificates[1 : 1 + _MOST_BETWEEN]
+    reached, between = _readable(shown[:1]), _readable(shown[1 : 1 + _MOST_BETWEEN])
     while reached:
         one = reached.pop()
         if one in by or any(_has_signed(each, one) for each in by):

@@ -40,4 +40,4 @@ def test_certificates_lead_to_authorities(tmp_path: Path) -> None:
     ):
         assert not is_signed(shown(*chain), trusted)
     assert is_signed(shown("below"), certificates_in(*shown("between")))
-    assert not is_signed([b"nothing"], trusted)
+    assert not is_signed([b"nothing", *shown("member")], trusted)
