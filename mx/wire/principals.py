@@ -257,10 +257,11 @@ class Access:
         """Write the audit line of a refusal, as far as `Refusals` lets it pass."""
         kind = type(error).__name__
         about = {key: str(value)[:_MOST_CHARACTERS] for key, value in about.items()}
-        if self._refusals.passes(
-            caller.name, (kind, about.get("right", ""), about.get("model", ""))
-        ):
-            write("refused", caller, error=kind, text=error.message[:500], **about)
+        alike = kind, about.get("right", ""), about.get("model", "")
+        held_back = self._refusals.passes(caller.name, alike)
+        if held_back is not None:
+            more = {"held_back": held_back} if held_back else {}
+            write("refused", caller, error=kind, text=error.message[:500], **about, **more)
 
     def _say_left_out(self, now_s: float | None = None) -> None:
         for fields in self._refusals.left_out(now_s):

@@ -23,8 +23,10 @@ class Refusals:
         self._of: dict[str, Throttle] = {}
         self._others = Throttle(INTERVAL_S, MOST_KINDS)
 
-    def passes(self, principal: str, kind: tuple[str, ...], now_s: float | None = None) -> bool:
-        """Return True if a refusal has a line of its own.
+    def passes(
+        self, principal: str, kind: tuple[str, ...], now_s: float | None = None
+    ) -> int | None:
+        """Return None for a refusal that has no line of its own, else how many alike had none.
 
         Args:
             principal: Who is refused.
@@ -36,7 +38,7 @@ class Refusals:
             found = self._of[principal] = Throttle(INTERVAL_S, MOST_KINDS)
         if found is None:
             found, cause = self._others, (*kind, principal)
-        return found.passes(cause, now_s) is not None
+        return found.passes(cause, now_s)
 
     def left_out(self, now_s: float | None = None) -> Iterator[dict[str, Any]]:
         """Yield the fields of lines about refusals that had none. Call this now and then."""
