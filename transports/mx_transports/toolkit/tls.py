@@ -14,8 +14,6 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cryptography import x509
-
 from mx.core.policy import subject_shown
 from mx.errors import ConfigError, NotAllowedError
 from mx.transport import TlsFiles
@@ -86,6 +84,8 @@ def _state(path: str) -> object:
 
 def _require_begun(certificate: str) -> None:
     """Raise ConfigError for a certificate that is not valid yet: who sees it would refuse it."""
+    from cryptography import x509  # without TLS it is not needed
+
     try:
         begins = x509.load_pem_x509_certificate(Path(certificate).read_bytes()).not_valid_before_utc
     except (OSError, ValueError):
