@@ -63,6 +63,11 @@ class Throttle:
         #: By cause: until when its lines are counted, and how many there were. In that order.
         self._counted: dict[Hashable, tuple[float, int]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no cause is known, which `left_out` has not forgotten."""
+        return not self._counted
+
     def passes(self, cause: Hashable, now_s: float | None = None) -> int | None:
         """Decide about the next line of a cause.
 

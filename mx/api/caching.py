@@ -11,6 +11,7 @@ from typing import IO
 from mx import config, forks, runtime
 from mx.api.cache_keeper import Keeper, require_free_port
 from mx.api.closing import Closable, Step
+from mx.api.common import tls_of
 from mx.api.serving import join_or_embed, named_by
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
@@ -200,6 +201,10 @@ def cache(
     if settings.cache_socket == "off":
         raise ConfigError("the settings switch the cache off", hint="leave out `cache_socket=off`")
     require_free_port(settings)
+    if settings.policy:  # its pulls read it when others can first read from them
+        from mx.wire.principals import Access
+
+        Access(settings.policy, tls_of(settings), what="cache")
     address = coordinator or settings.coordinator
     if is_local(settings.advertise or settings.listen) and not is_local(address):
         raise ConfigError(

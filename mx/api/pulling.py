@@ -7,6 +7,7 @@ from typing import Unpack
 
 from mx import config, runtime
 from mx.api.arguments import PullArguments, takes
+from mx.api.common import tls_of
 from mx.api.options import pull_options, settings_of
 from mx.api.target import Pull
 from mx.target.options import PullOptions
@@ -96,6 +97,10 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
     """
     started_s = time.monotonic()
     settings = settings_of(arguments)
+    if settings.policy:  # what lets others read here reads it later, and can't end the pull by then
+        from mx.wire.principals import Access
+
+        Access(settings.policy, tls_of(settings), what="source")
     return begin(pull_options(model, settings, arguments), settings, started_s)
 
 

@@ -17,19 +17,26 @@ from mx.errors import NotAllowedError
 from mx.wire.address import host_of_peer
 from mx.wire.principals import Access, Caller, caller_of
 
+#: As /etc/hosts has them.
+_LOOPBACK_NAMES = (
+    *("localhost", "localhost.localdomain", "localhost4", "localhost6"),
+    *("ip6-localhost", "ip6-loopback"),
+)
 
-def check_places(caller: Caller, record: SourceRecord) -> None:
+
+def check_places(context: Any, record: SourceRecord) -> None:
     """Refuse a source that names places where its certificate is not: readers dial them.
 
     Args:
-        caller: Who registers it; without a certificate nothing is refused.
+        context: The servicer context of the call that registers it; without a certificate nothing
+            is refused.
         record: The source.
 
     Raises:
         NotAllowedError: The certificate does not name the host of its endpoint, or an address at
-            which it gives its data.
+            which it gives its data; or one of these is a machine's own, and it is on another one.
     """
-    subject = caller.subject
+    subject, address = caller_of(context).subject, host_of_peer(context.peer())
     if subject is None:
         return
     for host in (record.endpoint.rpartition(":")[0], *record.place.addresses):
@@ -39,6 +46,12 @@ def check_places(caller: Caller, record: SourceRecord) -> None:
                 f"that it is: it names {', '.join(subject.hosts[:8]) or 'no host'}",
                 hint="listen at a host that `tls_cert` names; docs/tls.md shows how certificates "
                 "are made",
+            )
+        if _is_loopback(host) and not _is_on_this_machine(address):
+            raise NotAllowedError(
+                f"the source says that it is at {host}, which is another machine for whoever reads "
+                f"it elsewhere, and {address} is not the coordinator's",
+                hint="listen at an address that others reach",
             )
 
 
@@ -93,10 +106,11 @@ def takes_requests(access: Access, caller: Caller, model: str) -> bool:
 
 
 def _is_of(caller: Caller, host: str, address: str) -> bool:
-    """Return True if a caller may name a host: one that its certificate names; without one, as
-    `may_name`."""
+    """Return True if a caller may name a host: one that its certificate names, loopback only on
+    this machine; without one, as `may_name`."""
     if caller.subject is not None:
-        return caller.subject.is_at(host)
+        local = not _is_loopback(host) or _is_on_this_machine(address)
+        return local and caller.subject.is_at(host)
     return may_name(host, address)
 
 
@@ -124,6 +138,22 @@ def _is_here(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return not address  # a unix socket
+
+
+def _is_on_this_machine(address: str) -> bool:
+    """Return True if a caller's address, "" for a unix socket's, is one of this machine."""
+    return _is_here(address) or plain_host(address) in _local_addresses()
+
+
+def _is_loopback(host: str) -> bool:
+    """Return True for what means to each machine itself."""
+    name = plain_host(host)
+    try:
+        found = ipaddress.ip_address(name)
+    except ValueError:
+        return name in _LOOPBACK_NAMES or name.endswith(".localhost")
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback or (mapped or found).is_unspecified
 
 
 def _local_addresses() -> set[str]:

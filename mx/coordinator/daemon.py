@@ -201,6 +201,7 @@ class Coordinator:
             ],
             tls=tls,
             insecure=insecure,
+            access=self._access,
         )
 
     async def _tick(self) -> None:

@@ -161,7 +161,7 @@ class CoordinatorServicer(ListingServicer):
         address = caller.name
         about = {"model": str(model), "pin": pin, "source": record.source_id}
         try:
-            await self._may_register(caller, record)
+            await self._may_register(context, caller, record)
             answer = await self._registered(registration, first, requests, address)
         except MxError as error:
             self._access.refused(caller, error, right=Right.SERVE.value, **about)
@@ -182,10 +182,10 @@ class CoordinatorServicer(ListingServicer):
             mark=self._marks.current(),
         )
 
-    async def _may_register(self, caller: Caller, record: SourceRecord) -> None:
+    async def _may_register(self, context: Any, caller: Caller, record: SourceRecord) -> None:
         """Raise NotAllowedError for a source that is another's, or that names others' places."""
         if caller.subject is not None:
-            check_places(caller, record)
+            check_places(context, record)
             with contextlib.suppress(UnknownSourceError):
                 check_owner(caller, await self._source(record.source_id))
 
@@ -268,7 +268,8 @@ class CoordinatorServicer(ListingServicer):
         self, caller: Caller, context: Any, source_id: str, secret: bytes
     ) -> None:
         """Raise NotAllowedError unless a source's registrant may still serve its model; then it is
-        not listed any more."""
+        not listed any more. Raises ClosedError if the stream alone is not trusted any more."""
+        self._access.check_connection(context)
         listed = await self._owned(context, source_id)
         model = listed.record.model
         try:

@@ -27,6 +27,9 @@ from mx.text import has_control
 MOST_RULES, MOST_CHARACTERS = 2_000, 512
 #: The most wildcards of a pattern: matching takes a time that grows with each.
 MOST_WILDCARDS = 8
+_OPAQUE = re.compile(r"(?![0-9a-f]{1,4}:)[a-z][a-z0-9+.-]*:(?!//)", re.IGNORECASE)
+#: What stands for `**`, and for `*` of a DNS name or an address.
+_ANY, _OF_LABEL = ".*?", "[^./:]+?"
 _HEADER = re.compile(r"\s*\[\[\s*allow\s*\]\]")
 _KEYS = ("principal", "may", "models")
 
@@ -86,8 +89,8 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
             "has no subjectAltName, by which processes are known",
             hint="docs/tls.md shows how certificates are made",
         )
-    if any("/" in host for host in hosts):  # it would be taken for a URI
-        raise NotAllowedError("has a host with a slash in its subjectAltName")
+    if any("/" in host or _is_opaque(host) for host in hosts):  # it would be taken for a URI
+        raise NotAllowedError("has a host like a URI in its subjectAltName")
     if any(has_control(name) or len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
         raise NotAllowedError("has a name that is no text, or very long, in its subjectAltName")
     return Subject(names[0], names, hosts)
@@ -118,8 +121,19 @@ def plain_host(host: str) -> str:
         return host.lower().rstrip(".")
 
 
+def _is_opaque(text: str) -> bool:
+    """Return True for a URI without an authority, such as a urn, or a pattern of such; False for
+    an address, whose first part is of hexadecimal digits."""
+    return _OPAQUE.match(text) is not None
+
+
 def _plain_uri(text: str) -> str:
-    """Return a URI with scheme and authority in lower case."""
+    """Return a URI with scheme and authority, or a urn's namespace, in lower case."""
+    if _is_opaque(text):
+        scheme, rest = text.split(":", 1)
+        space, colon, name = rest.partition(":")
+        is_urn = scheme.lower() == "urn"
+        return f"{scheme.lower()}:{space.lower() if is_urn else space}{colon}{name}"
     scheme, mark, rest = text.partition("://")
     authority, slash, path = rest.partition("/")
     return f"{scheme.lower()}{mark}{authority.lower()}{slash}{path}" if mark else text
@@ -263,27 +277,45 @@ def _texts(entry: dict[str, object], key: str) -> tuple[str, ...]:
 
 
 def _principal_pattern(text: str) -> re.Pattern[str]:
-    """Return what a pattern of principals matches: `*` is one or more characters of a DNS label
-    or of a segment of a URI's path, `**` is any characters."""
+    """Return what a pattern of principals matches: `*` is one or more characters of a DNS label,
+    of a segment of a URI's path, or between the colons of an opaque URI; `**` is any characters."""
+    if _is_opaque(text):
+        return _pattern(_split(_plain_uri(text), "[^:/?#]+?"))
     if "://" not in text:
-        return _pattern(plain_host(text), "[^./:]+")
+        return _pattern(_split(plain_host(text), _OF_LABEL))
     scheme, mark, rest = _plain_uri(text).partition("://")
     authority, slash, path = rest.partition("/")
-    domain = _pattern(scheme + mark + authority, "[^./:]+")
-    return re.compile(domain.pattern + _pattern(slash + path, "[^/?#]+").pattern)
+    *before, last = _split(scheme + mark + authority, _OF_LABEL)
+    first, *after = _split(slash + path, "[^/?#]+?")
+    return _pattern([*before, last + first, *after])
 
 
 def _model_pattern(text: str) -> re.Pattern[str]:
     """Return what a pattern of model names matches: `*` is any characters."""
-    first, *rest = map(re.escape, text.split("*"))
-    if not rest:
-        return re.compile(first)
-    # The first place of each part will do: no name, which others choose, takes long to compare.
-    between = "".join(f"(?>.*?{part})" for part in rest[:-1])
-    return re.compile(f"{first}{between}.*{rest[-1]}", re.DOTALL)
+    return _pattern(_split(text.replace("*", "**"), ""))
 
 
-def _pattern(text: str, one: str) -> re.Pattern[str]:
+def _split(text: str, one: str) -> list[str]:
+    """Return what `_pattern` takes: `one` stands for `*`."""
     parts: Sequence[str] = re.split(r"(\*\*|\*)", text)
-    wild = {"*": one, "**": "(?s:.*)"}
-    return re.compile("".join(wild.get(part) or re.escape(part) for part in parts))
+    wild = {"*": one, "**": _ANY}
+    return [wild.get(part) or re.escape(part) for part in parts]
+
+
+def _pattern(parts: Sequence[str]) -> re.Pattern[str]:
+    """Return an expression of texts and, between them, what stands for wildcards.
+
+    No name, which others choose, takes long to compare. The first place of a text after `*` will
+    do: `*` of another place can't begin where that of the first could not go on to. So will the
+    first place of what lies between two `**`. The last ones end where the name does.
+    """
+    stretches, last = [parts[0]], len(parts) - 2
+    for at in range(1, len(parts), 2):
+        wild, text = parts[at : at + 2]
+        if wild == _ANY:
+            stretches.append(text)
+        else:
+            stretches[-1] += wild + text if at == last else f"(?>{wild}{text})"
+    first, *rest = stretches
+    found = first + "".join(f"(?>{_ANY}{each})" for each in rest[:-1])
+    return re.compile(found + "".join(_ANY + each for each in rest[-1:]), re.DOTALL)

@@ -38,13 +38,14 @@ from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
 class Limits:
     """The bounds beyond which a registration is refused with CapacityError.
 
-    One address may use only a part of the total: enough for a thousand sources behind it.
+    One principal, without certificates an address, may use only a part of the total: enough for a
+    thousand sources.
     """
 
     models: int = 4096
     sources: int = 10_000
-    models_per_address: int = 1024
-    sources_per_address: int = 4096
+    models_per_principal: int = 1024
+    sources_per_principal: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,14 @@ class Registry:
             Kind.SOURCES,
             "lists {} sources",
             limit=self.limits.sources,
-            per_address=self.limits.sources_per_address,
+            per_principal=self.limits.sources_per_principal,
         )
         models = Quota(
             store,
             Kind.MODELS,
             "knows {} models",
             limit=self.limits.models,
-            per_address=self.limits.models_per_address,
+            per_principal=self.limits.models_per_principal,
         )
         self._bindings = Bindings(store, grace_s=binding_grace_s, quota=models)
 

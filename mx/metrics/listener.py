@@ -17,9 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mx import forks
-from mx.errors import LocalError
+from mx.errors import LocalError, MxError
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
+from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
 
@@ -152,12 +153,14 @@ class Listener(ThreadingHTTPServer):
             files = (tls.certificate, tls.key, tls.authority)
             state = tuple(os.stat(file).st_mtime_ns for file in files)
             if self._context is None or self._context[0] != state:
+                if self._context is not None:
+                    check_server_files(tls)
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_cert_chain(tls.certificate, tls.key)
                 context.load_verify_locations(tls.authority)
                 self._context = state, context
-        except OSError as error:
+        except (OSError, MxError) as error:  # one is not valid yet, or is being replaced
             if self._context is None:
                 raise
             _log.info("metrics go on with the earlier certificate: %s", error)

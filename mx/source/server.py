@@ -218,6 +218,7 @@ class SourceServer:
             tls=self.options.tls,
             insecure=self.options.insecure,
             dialled=self._host,
+            access=servicer.access,
         )
 
     async def offer(self, held: HeldModel, participant: Participant | None = None) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
+import math
 import ssl
-from collections.abc import Sequence
+import time
 
 from cryptography import x509
 
@@ -14,9 +13,12 @@ from mx.errors import MxError
 from mx.log import event
 from mx.transport import TlsFiles
 from mx.wire.address import WILDCARDS, read_tls
-from mx.wire.tls import check_server_files
+from mx.wire.tls import check_server_files, state_of
 
 log = logging.getLogger(__name__)
+
+#: Files that could not be used are tried again after this: a certificate may not be valid yet.
+AGAIN_S = 10.0
 
 
 class Certificates:
@@ -34,7 +36,9 @@ class Certificates:
         """
         self._files = files
         self._host = "" if host in WILDCARDS else host
-        self._state = self._state_of()
+        self._state = state_of(files)
+        self._until_s = math.inf  # until when they are not looked at again, unless they change
+        self._refused: object = None  # what was said last of files that could not be used
         self.context = self._read()
         self.context.sni_callback = self._on_handshake  # called with and without a server's name
         self._newest = self.context
@@ -54,23 +58,18 @@ class Certificates:
         self, browser: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
     ) -> None:
         del name, context
-        state = self._state_of()
-        if state != self._state:
-            self._state = state
+        state, now_s = state_of(self._files), time.monotonic()
+        if state != self._state or now_s >= self._until_s:
+            self._state, self._until_s = state, math.inf
             try:
-                self._newest = self._read()
+                self._newest, self._refused = self._read(), None
             except MxError as error:  # the old ones stay: files may be replaced one by one
-                event(log, "web.certificates", level=logging.WARNING, text=error.message)
+                self._until_s = now_s + AGAIN_S
+                refused, self._refused = self._refused, (state, error.message)
+                if self._refused != refused:
+                    event(log, "web.certificates", level=logging.WARNING, text=error.message)
         if self._newest is not self.context:
             browser.context = self._newest
-
-    def _state_of(self) -> Sequence[tuple[int, int, int]]:
-        found = []
-        for path in (self._files.certificate, self._files.key, self._files.authority):
-            with contextlib.suppress(OSError):
-                status = os.stat(path)
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        return found
 
 
 def _names(files: TlsFiles) -> list[str]:

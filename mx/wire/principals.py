@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
-from mx.errors import ConfigError, MxError, NotAllowedError
-from mx.log import Throttle, event
+from mx.errors import ClosedError, ConfigError, MxError, NotAllowedError
+from mx.log import event
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import address_of_peer
+from mx.wire.refusals import INTERVAL_S, Refusals
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 log = logging.getLogger(__name__)
 #: Who bound, updated and was refused what.
@@ -96,7 +102,7 @@ class Access:
     """Decides what the callers of a process may do. On the loop; any number of services share it.
 
     Attributes:
-        version: Changes with the policy.
+        version: Changes with the policy, and where an authority is not trusted any more.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class Access:
         self.version = 0
         self._listeners: list[Callable[[], None]] = []
         self._standing: set[Callable[[], None]] = set()
-        self._refusals = Throttle()
+        self._refusals = Refusals()
         if path:
             if tls is None:
                 raise ConfigError(
@@ -134,6 +140,10 @@ class Access:
             self._data = _read(path)
             self._policy = _parsed(self._data, path)
         self._authority = tls.authority if tls is not None else ""
+        #: The authorities that are trusted since one of before is not, whose members may have
+        #: connections; None: all connections were verified by those that still are.
+        self._trusted: frozenset[Certificate] | None = None
+        self._signed: dict[bytes, bool] = {}  # by the digest of what was shown
 
     def say(self) -> None:
         """Log what holds: the policy, or that there is none."""
@@ -143,9 +153,57 @@ class Access:
             text = f"no `policy`: every certificate of `tls_ca` {self._authority} may do everything"
             event(log, "policy.none", text=f"{text} at this {self._what}")
 
+    def trust(self, before: bytes, now: bytes) -> None:
+        """Take up another file of authorities: members of one that is gone from it can make no more
+        calls on connections that they have. What runs goes on, so that certificates can be
+        replaced under it.
+
+        Args:
+            before: The PEM of the authorities that connections were verified by.
+            now: The PEM of those of now.
+        """
+        from mx.wire.authority import certificates_in
+
+        found = certificates_in(now)
+        removed = certificates_in(before) - found
+        if removed or self._trusted is not None:
+            self._trusted = found
+            self._signed.clear()
+        if removed:
+            self._changed()
+
+    def check_connection(self, context: Any) -> None:
+        """Raise ClosedError if a call's connection is of an authority that is not trusted any more:
+        who has a certificate of another one by now connects again."""
+        if not self._is_trusted(context):
+            raise ClosedError(
+                f"this {self._what} does not trust the authority of this connection any more"
+            )
+
+    def _is_trusted(self, context: Any) -> bool:
+        if self._trusted is None:
+            return True
+        from mx.wire.authority import is_signed
+
+        about = context.auth_context()
+        shown = (*about.get("x509_pem_cert", ()), *about.get("x509_pem_cert_chain", ()))
+        digest = hashlib.sha256(b"".join(shown)).digest()
+        known = self._signed.get(digest)
+        if known is None:
+            if len(self._signed) >= _MOST_KNOWN:
+                self._signed.clear()
+            known = self._signed[digest] = is_signed(shown, self._trusted)
+        return known
+
     def caller(self, context: Any) -> Caller:
-        """Return who makes a call. Raises as `require` if its certificate names no process."""
+        """Return who makes a call. Raises as `require` if its certificate names no process, or is
+        of an authority that is not trusted any more."""
         try:
+            if not self._is_trusted(context):
+                raise NotAllowedError(
+                    f"this {self._what} does not trust the authority of your certificate any more",
+                    hint="check `tls_ca` there, and `tls_cert` here",
+                )
             return caller_of(context)
         except NotAllowedError as error:
             nobody = Caller(None, address_of_peer(context.peer()))
@@ -196,19 +254,18 @@ class Access:
         )
 
     def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
-        """Write the audit line of a refusal; of many of one kind one in a while."""
-        for cause, count in self._refusals.left_out():
-            if isinstance(cause, tuple):
-                name, kind, right, model = cause
-                fields = {"error": kind, "right": right, "model": model, "held_back": count}
-                event(audit, "audit.refused", principal=name, **fields)
+        """Write the audit line of a refusal, as far as `Refusals` lets it pass."""
         kind = type(error).__name__
         about = {key: str(value)[:_MOST_CHARACTERS] for key, value in about.items()}
-        cause = (caller.name, kind, about.get("right", ""), about.get("model", ""))
-        held_back = self._refusals.passes(cause)
+        alike = kind, about.get("right", ""), about.get("model", "")
+        held_back = self._refusals.passes(caller.name, alike)
         if held_back is not None:
             more = {"held_back": held_back} if held_back else {}
             write("refused", caller, error=kind, text=error.message[:500], **about, **more)
+
+    def _say_left_out(self, now_s: float | None = None) -> None:
+        for fields in self._refusals.left_out(now_s):
+            event(audit, "audit.refused", **fields)
 
     @contextmanager
     def standing(
@@ -243,14 +300,26 @@ class Access:
             self._standing.discard(look)
 
     def follow(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change of the policy."""
+        """Call `listener` after each change of `version`."""
         self._listeners.append(listener)
 
     async def watch(self) -> None:
-        """Read the policy again whenever its file changes; runs until cancelled. A bad one is
-        logged, and the one of before holds."""
-        if not self._path:
-            return
+        """Read the policy again whenever its file changes, and write the audit lines of what was
+        left out; runs until cancelled. A bad policy is logged, and the one of before holds."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._count(), name="mx-audit")
+                if self._path:
+                    tasks.create_task(self._follow(), name="mx-policy-file")
+        finally:
+            self._say_left_out(math.inf)
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S / 10)
+            self._say_left_out()
+
+    async def _follow(self) -> None:
         from mx.wire.reloading import contents_of
 
         async for (data,) in contents_of([self._path]):
@@ -264,10 +333,13 @@ class Access:
                 event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
                 continue
             self._rights.clear()
-            self.version += 1
             self.say()
-            for call in (*self._standing, *self._listeners):
-                call()
+            self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        for call in (*self._standing, *self._listeners):
+            call()
 
 
 def write(what: str, caller: Caller, **fields: Any) -> None:

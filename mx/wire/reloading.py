@@ -2,15 +2,17 @@
 
 Running calls and streams go on; each new connection is made with the files that are there. New
 files that can't be used, as while they are being replaced, are logged once, and those of before are
-used further.
+used further. They are tried again: a certificate may not be valid yet by the clock of this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 #: Changed files are read once they have stayed the same for this long.
 SETTLE_S = 0.2
+#: Files that could not be used are tried again after this.
+AGAIN_S = 10.0
 _MOST_BYTES = 4 << 20
 _MOST_KEPT = 16
 #: The most channels of one `ReloadingChannel`.
@@ -36,21 +40,28 @@ _MOST_CHANNELS = 16
 Pem = tuple[bytes, bytes, bytes]
 
 
-async def contents_of(paths: Sequence[str]) -> AsyncIterator[list[bytes | None]]:
+async def contents_of(
+    paths: Sequence[str], again: Callable[[], bool] = lambda: False
+) -> AsyncIterator[list[bytes | None]]:
     """Yield the contents of files now, and again after each change of them; runs for ever.
 
     Args:
         paths: The files. The contents of one that can't be read are None.
+        again: Returns True while the same contents are to be yielded again, each `AGAIN_S`.
     """
     seen: list[bytes | None] | None = None
+    yielded_s = time.monotonic()
     while True:
         found = await in_thread(_read, paths)
+        if again() and time.monotonic() >= yielded_s + AGAIN_S:
+            seen = None
         while found != seen:
             seen = found
             await asyncio.sleep(SETTLE_S)
             found = await in_thread(_read, paths)
             if found == seen:  # else they are being written
                 yield found
+                yielded_s = time.monotonic()
         await asyncio.sleep(LOOK_S)
 
 
@@ -68,19 +79,28 @@ def _read(paths: Sequence[str]) -> list[bytes | None]:
 class ServerFiles:
     """The files of a server. On the loop, from `start` to `stop`."""
 
-    def __init__(self, tls: TlsFiles, host: str) -> None:
+    def __init__(
+        self,
+        tls: TlsFiles,
+        host: str,
+        on_authority: Callable[[bytes, bytes], None] = lambda before, now: None,
+    ) -> None:
         """
         Args:
             tls: The files.
             host: The host that clients dial; "" for any.
+            on_authority: Called with the authority's file of before and that of now, where new
+                connections are verified by another one.
 
         Raises:
             ConfigError: A file can't be read.
             NotAllowedError: No client would accept the certificate.
         """
-        self._tls, self._host = tls, host
+        self._tls, self._host, self._on_authority = tls, host, on_authority
         self._pem = self._checked()
         self._shown = self._given = _shown(self._pem)
+        #: The files that could not be used, if they are newer, and why.
+        self._refused: tuple[object, str] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -107,16 +127,23 @@ class ServerFiles:
 
     async def _follow(self) -> None:
         paths = (self._tls.certificate, self._tls.key, self._tls.authority)
-        async for found in contents_of(paths):
+        async for found in contents_of(paths, again=lambda: self._refused is not None):
             if tuple(found) == self._pem:
+                self._refused = None
                 continue
+            before = self._pem
             try:
                 self._pem = await in_thread(self._checked)
             except MxError as error:
-                _say_kept(self._tls, error)
+                refused, self._refused = self._refused, (found, str(error))
+                if self._refused != refused:
+                    _say_kept(self._tls, error)
                 continue
+            self._refused = None
             self._shown = _shown(self._pem)
             event(log, "certificates.replaced", certificate=self._tls.certificate)
+            if self._pem[2] != before[2]:
+                self._on_authority(before[2], self._pem[2])
 
     def _checked(self) -> Pem:
         check_server_files(self._tls, self._host)
@@ -128,8 +155,18 @@ def _shown(pem: Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
-#: The files of clients that were used last, with their state then.
-_good: dict[TlsFiles, tuple[object, Pem]] = {}
+class _Used(NamedTuple):
+    """The files of a client: their state as they were looked at last, the contents that are used,
+    until when without another look, and why others are not."""
+
+    state: object
+    pem: Pem
+    until_s: float = math.inf
+    refused: str = ""
+
+
+#: The files of clients that were used last.
+_good: dict[TlsFiles, _Used] = {}
 
 
 def client_files(tls: TlsFiles) -> Pem:
@@ -139,22 +176,23 @@ def client_files(tls: TlsFiles) -> Pem:
         ConfigError: A file can't be read, and could not before.
         NotAllowedError: No server would accept the certificate, and none was before that one would.
     """
-    state, known = state_of(tls), _good.get(tls)
-    if known is not None and known[0] == state:
-        return known[1]
+    state, known, now_s = state_of(tls), _good.get(tls), time.monotonic()
+    if known is not None and known.state == state and now_s < known.until_s:
+        return known.pem
     try:
         check_client_files(tls)
-        pem = read_tls(tls)
+        used = _Used(state, read_tls(tls))
     except MxError as error:
         if known is None:
             raise
-        _say_kept(tls, error)
-        pem = known[1]
+        used = _Used(state, known.pem, now_s + AGAIN_S, str(error))
+        if (state, used.refused) != (known.state, known.refused):
+            _say_kept(tls, error)
     _good.pop(tls, None)
-    _good[tls] = state, pem
+    _good[tls] = used
     if len(_good) > _MOST_KEPT:
         del _good[next(iter(_good))]
-    return pem
+    return used.pem
 
 
 def _say_kept(tls: TlsFiles, error: MxError) -> None:

@@ -52,6 +52,7 @@ from mx.wire.upkeep import Upkeep
 from mx.wire.versions import headers, sent
 
 if TYPE_CHECKING:
+    from mx.wire.principals import Access
     from mx.wire.reloading import ServerFiles
 
 _log = logging.getLogger(__name__)
@@ -364,6 +365,7 @@ async def listen(
     tls: TlsFiles | None = None,
     insecure: bool = False,
     dialled: str = "",
+    access: Access | None = None,
 ) -> Listening:
     """Serve `services` on this event loop, with health checking and reflection if installed.
 
@@ -375,6 +377,7 @@ async def listen(
         insecure: Allow plain text beyond this machine.
         dialled: The host that clients dial; by default the one in `address`, unless that is a
             wildcard.
+        access: Hears of each change of the authorities that clients' certificates are of.
 
     Raises:
         ConfigError: The address is malformed, a PEM file cannot be read, or plain text beyond
@@ -393,7 +396,8 @@ async def listen(
     if tls is not None:
         from mx.wire.reloading import ServerFiles  # without TLS it is not needed
 
-        files = ServerFiles(tls, dialled or ("" if host in WILDCARDS else host))
+        named = dialled or ("" if host in WILDCARDS else host)
+        files = ServerFiles(tls, named, *((access.trust,) if access is not None else ()))
     options = (
         *_SERVER_OPTIONS,
         ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),

@@ -14,8 +14,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 import mx
@@ -129,6 +131,31 @@ def test_a_rank_is_in_metrics_that_several_processes_share(
 ) -> None:
     samples, _ = ran(source, "shared", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     check(samples, source)
+
+
+#: Shows what a rank loaded, for each revision that is named.
+_SHOW = """
+import sys
+from mx.engines.replica import metrics
+for revision in sys.argv[2:]:
+    labels = dict.fromkeys(metrics.LABELS, "x") | {"rank": sys.argv[1], "revision": revision}
+    metrics.show(labels, 1.0)
+"""
+
+
+def test_what_a_rank_has_no_more_is_0_in_metrics_that_several_processes_share(
+    tmp_path: Path,
+) -> None:
+    for arguments in (("0", "r1", "r2"), ("1", "r1"), ("0", "r3", "r3")):  # a rank that came back
+        subprocess.run(
+            [sys.executable, "-c", _SHOW, *arguments], cwd=ROOT, check=True, timeout=100,
+            env=environment(PROMETHEUS_MULTIPROC_DIR=str(tmp_path)),
+        )  # fmt: skip
+    collector: Any = MultiProcessCollector
+    families = collector(None, str(tmp_path)).collect()
+    (info,) = (each for each in families if each.name == "mx_replica_info")
+    found = {(s.labels["rank"], s.labels["revision"]): s.value for s in info.samples}
+    assert found == {("0", "r1"): 0, ("0", "r2"): 0, ("0", "r3"): 1, ("1", "r1"): 1}
 
 
 def test_a_folder_of_others_or_with_rubbish_shows_nothing(tmp_path: Path) -> None:

@@ -294,6 +294,8 @@ def test_tls_asks_for_a_certificate_and_reads_the_files_again(tmp_path: Path) ->
         with raw:
             shown = raw.getpeercert() or {}
         assert (("commonName", "renewed"),) in shown["subject"]
+        ours.postpone(server, 3600.0)  # not valid yet
+        assert answers(address, context_of(client))
         Path(server.key).write_text("half of a key")
         assert answers(address, context_of(client))
 

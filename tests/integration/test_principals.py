@@ -19,11 +19,19 @@ import pytest
 from mx import discovery
 from mx.core.registration import Registration
 from mx.core.types import SourceRecord
-from mx.errors import NotAllowedError, PeerRefusedError, PeerUntrustedError
+from mx.errors import (
+    CoordinatorError,
+    NotAllowedError,
+    PeerRefusedError,
+    PeerUntrustedError,
+)
 from mx.transport import Grant, TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.lease import Granted, Lease
+from mx.wire.rpc import Stub
+from mx.wire.status import Remote, Role, translating
+from mx.wire.v1 import peer_pb2
 from mx.wire.watching import WatchKind
 from mx_transports.tcp import TcpTransport
 from tests.support.certificates import Authority
@@ -203,6 +211,12 @@ def test_a_policy_needs_certificates_and_no_mistakes(site: Site, checkpoint: Pat
         "source", "serve", str(checkpoint), "--policy", str(site.folder / "none"), code=2
     )
     assert "No such file" in said
+    wrong = ("--policy", str(site.policy))
+    said = site.refused("source", "pull", MODEL, "--hold", *wrong, code=2)
+    assert "line 1: there is no right 'fly'" in said
+    memory = ("--cache-socket", str(site.folder / "cache.sock"), "--memory", "1MB")
+    said = site.refused("source", "serve", "--cache", *memory, *wrong, code=2)
+    assert "line 1: there is no right 'fly'" in said
 
 
 @asynccontextmanager
@@ -213,6 +227,23 @@ async def _granted(endpoint: str, tls: TlsFiles, record: SourceRecord) -> AsyncI
         yield await lease.open(discovery.here(), ["tcp"], 10.0)
     finally:
         await lease.close()
+        await channel.close(None)
+
+
+@asynccontextmanager
+async def _describing(
+    endpoint: str, tls: TlsFiles
+) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+    channel, who = dial(endpoint, tls=tls), Remote(Role.SOURCE, endpoint, tls)
+    stub = Stub(channel, peer_pb2.DESCRIPTOR.services_by_name["Peer"], who)
+
+    async def describe() -> object:
+        with translating(who):
+            return await stub.Describe(peer_pb2.DescribeRequest())
+
+    try:
+        yield describe
+    finally:
         await channel.close(None)
 
 
@@ -421,6 +452,46 @@ def test_certificates_are_replaced_under_a_pull_and_heartbeats(
     coordinator = site.coordinator("--lease-s", "1")
     coordinator.until(lambda: "source.registered" in coordinator.err, "the source again")
     assert endpoint in coordinator.err
+
+
+async def test_an_authority_that_is_gone_lets_its_members_go_on_nowhere(
+    site: Site, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also on connections that were there before; who has a new certificate goes on."""
+    later = Authority(tmp_path, "later")
+    both = (site.files("source").authority, str(tmp_path / "later.pem"))
+    used: dict[str, TlsFiles] = {}
+    for name, by in (("coordinator", later), ("source", later), ("reader", site.authority)):
+        used[name] = TlsFiles(*(str(tmp_path / f"{name}.{kind}.used") for kind in ("c", "k", "a")))
+        _put(used[name], by.certificate(name, MEMBERS[name]), *both)
+    site.files = lambda name: used[name]  # type: ignore[method-assign]
+    coordinator = await asyncio.to_thread(site.coordinator)
+    source, endpoint = await asyncio.to_thread(site.serve, checkpoint)
+    reader = CoordinatorClient(site.address, tls=used["reader"])
+    try:
+        record = await _listed(site, used["reader"])
+        async with (
+            _granted(endpoint, used["reader"], record),
+            _describing(endpoint, used["reader"]) as describe,
+            aclosing(reader.watch(MODEL)) as updates,
+        ):
+            await anext(updates)
+            await describe()
+            for each, name in ((coordinator, "coordinator"), (source, "source")):
+                _put(used[name], used[name], both[1])
+                await asyncio.to_thread(each.until, partial(_replaced, each, 1), "the new file")
+            with pytest.raises(NotAllowedError, match="the authority of your certificate any more"):
+                await reader.list_models()
+            with pytest.raises(CoordinatorError):  # and not NotAllowedError: it may begin again
+                async for _ in updates:
+                    pass
+            with pytest.raises(PeerUntrustedError, match="of your certificate any more"):
+                await describe()
+            _put(used["reader"], later.certificate("reader", MEMBERS["reader"]), *both)
+            assert len((await reader.resolve(MODEL)).sources) == 1
+            await describe()
+    finally:
+        await reader.close()
 
 
 def test_requests_are_taken_by_whom_the_policy_lets(site: Site) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from mx.transport import TlsFiles
 
@@ -19,6 +24,18 @@ class Authority:
         files = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
         self._openssl("req", "-x509", *_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
 
+    def under(self, name: str) -> Authority:
+        """Return an authority that this one has signed."""
+        self.certificate(name, "basicConstraints=critical,CA:TRUE")
+        return Authority.named(self._folder, name)
+
+    @classmethod
+    def named(cls, folder: Path, name: str) -> Authority:
+        """Return what signs with a certificate of the folder, as if it were an authority's."""
+        found = cls.__new__(cls)
+        found._folder, found._name = folder, name
+        return found
+
     def certificate(self, name: str, extensions: str = _HERE, days: int = 2) -> TlsFiles:
         """Sign a certificate, with extensions as openssl's configuration has them."""
         files = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
@@ -31,6 +48,23 @@ class Authority:
             str(self._folder / file) for file in (f"{name}.pem", f"{name}.key", f"{self._name}.pem")
         )
         return TlsFiles(pem, key, authority)
+
+    def postpone(self, files: TlsFiles, by_s: float) -> None:
+        """Sign a certificate of this authority again, which begins so much later than now."""
+        path, begins = Path(files.certificate), datetime.now(UTC) + timedelta(seconds=by_s)
+        before = x509.load_pem_x509_certificate(path.read_bytes())
+        key = (self._folder / f"{self._name}.key").read_bytes()
+        private: Any = serialization.load_pem_private_key(key, None)
+        made = x509.CertificateBuilder(
+            before.issuer,
+            before.subject,
+            before.public_key(),
+            x509.random_serial_number(),
+            begins,
+            begins + timedelta(days=2),
+            list(before.extensions),
+        ).sign(private, hashes.SHA256())
+        path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True)

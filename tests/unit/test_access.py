@@ -12,7 +12,9 @@ import pytest
 from mx.core.policy import Right
 from mx.errors import ConfigError, NotAllowedError, PeerUntrustedError
 from mx.transport import TlsFiles
+from mx.wire import principals, refusals
 from mx.wire.principals import Access
+from mx.wire.refusals import INTERVAL_S, MOST_KINDS, MOST_PRINCIPALS, Refusals
 
 PULL = (Right.PULL,)
 TLS = TlsFiles("cert.pem", "key.pem", "ca.pem")
@@ -124,6 +126,68 @@ def test_who_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
             access.require(Context("spiffe://a/d"), PULL, "llama-8b")
     assert len(caplog.messages) == 1
     assert Access().allows(access.caller(Context("spiffe://a/c")), PULL, "any")
+
+
+def _refused(access: Access, principal: str, model: str) -> None:
+    with pytest.raises(NotAllowedError):
+        access.require(Context(principal), PULL, model)
+
+
+async def test_made_up_models_drive_no_other_refusal_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mx.audit")
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    access = Access(str(path), TLS)
+    watching = asyncio.create_task(access.watch())
+    await asyncio.sleep(0)
+    for number in range(10_000):
+        _refused(access, "spiffe://a/c", f"made-up-{number}")
+    assert len(caplog.messages) <= MOST_KINDS + 1
+    caplog.clear()
+    for _ in range(3):
+        _refused(access, "spiffe://a/d", "other")
+    assert len(caplog.messages) == 1
+    watching.cancel()  # which says what the timer would have said
+    await asyncio.gather(watching, return_exceptions=True)
+    counts = {m.split("principal=")[1]: int(m.rsplit("=", 1)[1]) for m in caplog.messages[1:]}
+    assert counts == {
+        f"spiffe://a/c held_back={10_000 - MOST_KINDS - 1}": 10_000 - MOST_KINDS - 1,
+        "spiffe://a/d error=NotAllowedError right=pull model=other held_back=2": 2,
+    }
+
+
+async def test_what_was_left_out_is_said_in_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "mx.audit")
+    for module in (principals, refusals):
+        monkeypatch.setattr(module, "INTERVAL_S", 0.5)
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    access = Access(str(path), TLS)
+    watching = asyncio.create_task(access.watch())
+    try:
+        for _ in range(3):
+            _refused(access, "spiffe://a/d", "other")
+        await until(lambda: any("model=other held_back=" in m for m in caplog.messages))
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def test_principals_are_bounded_and_forgotten() -> None:
+    found, kind = Refusals(), ("NotAllowedError", "pull", "m")
+    for number in range(3 * MOST_PRINCIPALS):
+        passed = found.passes(str(number), kind, 0.0)
+        assert passed == (0 if number <= MOST_PRINCIPALS + MOST_KINDS else None)
+    assert list(found.left_out(INTERVAL_S - 1)) == []
+    (others,) = found.left_out(INTERVAL_S)
+    assert others["held_back"] == 2 * MOST_PRINCIPALS - MOST_KINDS - 1
+    assert found.passes("late", kind, INTERVAL_S) == 0
+    assert found.passes("late", kind, INTERVAL_S) is None
+    assert found.passes("late", kind, 2 * INTERVAL_S) == 1  # before `left_out` has said so
 
 
 def test_a_policy_needs_certificates(tmp_path: Path) -> None:

@@ -1,17 +1,28 @@
-"""Whose streams the coordinator counts together."""
+"""Whose streams the coordinator counts together, and where callers may be."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from mx.coordinator.bounds import StreamBounds
-from mx.errors import CapacityError
+from mx.coordinator.callers import _local_addresses, check_places, own_host, own_port
+from mx.errors import CapacityError, NotAllowedError
+from mx.wire.address import join_address
+from mx.wire.principals import Access
+from tests.support.records import make_documents, make_record
 
 
 class Context:
-    def __init__(self, peer: str, uri: str = "") -> None:
+    def __init__(self, peer: str, uri: str = "", *dns: str) -> None:
         self._peer = peer
-        named: dict[str, tuple[bytes, ...]] = {"x509_pem_cert": (b"",), "peer_uri": (uri.encode(),)}
+        named: dict[str, tuple[bytes, ...]] = {
+            "x509_pem_cert": (b"",),
+            "peer_uri": (uri.encode(),),
+            "peer_dns": tuple(each.encode() for each in dns),
+        }
         self._shown = named if uri else {}
 
     def peer(self) -> str:
@@ -51,3 +62,29 @@ def test_a_principal_counts_as_one_wherever_it_dials_from() -> None:
             pass
         with bounds.admitted(Context("ipv4:10.0.0.1:6", "spiffe://e.com/b")):
             pass
+
+
+LOOPBACK = ("localhost", "a.localhost", "ip6-loopback", "127.0.0.1", "127.9.9.9", "::1", "0.0.0.0")
+
+
+@pytest.mark.parametrize("host", [*LOOPBACK, "::ffff:127.0.0.1"])
+def test_a_certificate_that_names_loopback_is_there_on_this_machine_alone(host: str) -> None:
+    record = make_record(make_documents("weights"))
+    endpoint = join_address(host, 7601)
+    there = replace(record, endpoint=endpoint, place=replace(record.place, addresses=()))
+    data = replace(record, endpoint="gpu.example:1", place=replace(record.place, addresses=(host,)))
+    own = next((f"ipv4:{each}:5" for each in _local_addresses() if "." in each), "unix:")
+    for peer, here in (
+        ("ipv4:127.0.0.1:5", True),
+        ("unix:", True),
+        (own, True),
+        ("ipv4:203.0.113.9:5", False),
+        ("ipv6:%5B2001:db8::1%5D:5", False),
+    ):
+        context = Context(peer, "spiffe://e.com/a", host, "gpu.example")
+        assert own_host(context, host) == (host if here else "")
+        assert own_host(context, "gpu.example") == "gpu.example"
+        assert own_port(context, Access(), "m", endpoint, 8000) == (8000 if here else 0)
+        for found in (there, data):
+            with nullcontext() if here else pytest.raises(NotAllowedError, match="another machine"):
+                check_places(context, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -46,7 +47,8 @@ def test_the_uri_is_the_principal_and_others_are_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uris", "dns"), [(["a://b", "a://c"], []), ([], []), (["a://b\n"], []), ([], ["a\x00.b"])]
+    ("uris", "dns"),
+    [(["a://b", "a://c"], []), ([], []), (["a://b\n"], []), ([], ["a\x00.b"]), ([], ["urn:mx:a"])],
 )
 def test_certificates_that_name_no_one_process(uris: list[str], dns: list[str]) -> None:
     with pytest.raises(NotAllowedError, match="subjectAltName"):
@@ -84,6 +86,17 @@ def test_hosts_that_a_certificate_names() -> None:
         ("**", "spiffe://e.com/a", True),
         ("*", "spiffe://e.com/a", False),
         ("*", "host", True),
+        ("urn:mx:ns:*", "urn:mx:ns:Trainer.1", True),
+        ("urn:mx:ns:*", "urn:mx:ns:a:b", False),
+        ("urn:mx:ns:*", "urn:mx:ns:a/b", False),
+        ("urn:mx:**", "urn:mx:ns:a/b", True),
+        ("URN:MX:Ns:A", "urn:mx:Ns:A", True),
+        ("urn:mx:Ns:A", "urn:mx:ns:a", False),
+        ("tag:e.com,2026:*", "tag:e.com,2026:replica", True),
+        ("fd00::*", "fd00::7", True),
+        ("FD00::*", "fd00::7:8", False),
+        ("**/sa/t*r", "spiffe://e.com/sa/t/sa/trainer", True),
+        ("**/sa/t*r", "spiffe://e.com/sa/trainer/sa", False),
     ],
 )
 def test_patterns_of_principals(pattern: str, name: str, expected: bool) -> None:
@@ -127,6 +140,56 @@ def test_models_match_any_characters(parts: list[str], other: str) -> None:
 def test_models_match_as_globs_do(pattern: str, name: str) -> None:
     rights = Policy((Rule(("p",), frozenset([Right.PULL]), (pattern,)),)).of(subject("p"))
     assert rights.allow([Right.PULL], name) is fnmatchcase(name, pattern)
+
+
+def _matches(tokens: list[str], name: str, stops: str) -> bool:
+    """As `mx.core.policy`, one character at a time: which tokens may come next."""
+
+    def skipped(found: set[int]) -> set[int]:  # what `**` may leave out
+        more = {at + 1 for at in found if at < len(tokens) and tokens[at] == "**"}
+        return found if more <= found else skipped(found | more)
+
+    at, repeats = skipped({0}), set[int]()  # `*` may go on
+    for character in name:
+        after, going_on = set[int](), set[int]()
+        for each in at | repeats:
+            token = tokens[each] if each < len(tokens) else ""
+            if token == "**":
+                after |= {each}
+            elif token == "*" and character not in stops:
+                after |= {each + 1}
+                going_on |= {each}
+            elif token == character:
+                after |= {each + 1}
+        at, repeats = skipped(after), going_on
+    return len(tokens) in at
+
+
+TOKENS = st.lists(st.sampled_from(["a", "b", "*", "**", ":", "."]), max_size=12)
+
+
+@given(TOKENS, st.text("ab:.", max_size=14))
+def test_patterns_match_as_a_simple_matcher_does(tokens: list[str], rest: str) -> None:
+    # Two single stars in a row are one `**`.
+    assume(not any(one == "*" and "*" in two for one, two in pairwise(tokens)))
+    for before, stops, mark in (("urn:x:", ":", ":"), ("spiffe://e/", "/", "/"), ("h", ".", ".")):
+        name = before + rest.replace(":", mark)
+        pattern = [*before, *(each.replace(":", mark) for each in tokens)]
+        if before != "h" or pattern[-1] != ".":  # a host's last dot does not count
+            assert allows("".join(pattern), name) is _matches(pattern, name, stops)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("*a" * MOST_WILDCARDS, "a" * (MOST_CHARACTERS - 1) + "b"),
+        ("spiffe://e/" + "*a" * MOST_WILDCARDS, "spiffe://e/" + "a" * 500 + "b"),
+        ("**a*b" * 2 + "**a*a", "spiffe://e/" + "a" * 500 + "c"),
+        ("urn:x:" + "**a*" * 2 + "b", "urn:x:" + "a" * 500 + "c"),
+    ],
+)
+def test_no_principal_takes_long_to_compare(pattern: str, name: str) -> None:
+    assert not allows(pattern, name)  # hours, if each way was tried
 
 
 def test_no_name_takes_long_to_compare() -> None:
@@ -178,5 +241,5 @@ def test_a_number_with_too_many_digits_is_a_config_error() -> None:
 
 
 def test_a_host_is_no_uri() -> None:
-    with pytest.raises(NotAllowedError, match="slash"):
+    with pytest.raises(NotAllowedError, match="like a URI"):
         subject_of([], ["spiffe://example.com/ns/prod/sa/trainer"], [])

@@ -506,18 +506,22 @@ def test_another_layout_wants_a_higher_generation() -> None:
 
 
 def test_one_address_may_take_only_a_part_of_the_limits() -> None:
-    limits = Limits(models=4, sources=6, models_per_address=2, sources_per_address=3)
+    limits = Limits(models=4, sources=6, models_per_principal=2, sources_per_principal=3)
     registry = Owned(limits=limits, binding_grace_s=10.0)
     greedy = [make_record(make_documents(str(i)), name=f"m{i}") for i in range(3)]
     for record in greedy[:2]:
         register_source(registry, 0, record, b"s" * 16, address="ipv4:10.0.0.1")
-    with pytest.raises(CapacityError, match="2 models from ipv4:10.0.0.1"):
+    with pytest.raises(
+        CapacityError, match=r"2 models from ipv4:10\.0\.0\.1, its limit for one principal"
+    ):
         register_source(registry, 0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
     # A renewal, and another source of a bound model: neither is a new model.
     register_source(registry, 1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
     again = make_record(make_documents("0"), name="m0")
     register_source(registry, 1, again, b"s" * 16, address="ipv4:10.0.0.1")
-    with pytest.raises(CapacityError, match="3 sources from ipv4:10.0.0.1"):
+    with pytest.raises(
+        CapacityError, match=r"3 sources from ipv4:10\.0\.0\.1, its limit for one principal"
+    ):
         another = make_record(make_documents("0"), name="m0")
         register_source(registry, 1, another, b"s" * 16, address="ipv4:10.0.0.1")
     register_source(registry, 1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")

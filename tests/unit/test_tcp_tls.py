@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from mx.testing.bench import Bench, Source
 from mx.testing.harness import Harness
 from mx.transport import Authenticating, Session, TlsFiles
 from mx.units import KIB
+from mx_transports.toolkit import tls
+from mx_transports.toolkit.tls import tls_context
 from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
@@ -114,3 +117,24 @@ def test_certificates_are_replaced_under_a_session(
     Path(of_reader.certificate).write_text("")
     reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=of_reader), source)
     reads(bench, running, source)
+
+
+def test_what_is_not_valid_yet_is_shown_once_it_is(
+    bench: Bench, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "AGAIN_S", 0.1)
+    files = TlsFiles(*(str(tmp_path / f"used.{kind}") for kind in ("pem", "key", "ca")))
+    replace(files, authority.certificate("begun", HERE))
+    source, reader = bench.source(64 * KIB, tls=files), member(authority, "reader-now", READER)
+    grant_id, ticket = granted(source, READER)
+    reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=reader), source)
+    before = tls_context(files, server=True)
+    soon = authority.certificate("soon", HERE)
+    authority.postpone(soon, 3.0)
+    replace(files, soon)
+    reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=reader), source)
+    deadline_s = time.monotonic() + 60.0
+    while tls_context(files, server=True) is before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=reader), source)

@@ -51,9 +51,13 @@ def show(labels: Mapping[str, str], seconds: float) -> None:
         if config.inherited(*_SHARED):
             from prometheus_client import Gauge
 
+            # Series that processes share can't be removed: what the rank had before is 0.
+            before = list(_shown(labels["rank"]))
             if not _gauges:
                 _gauges.append(Gauge(*_INFO, LABELS, multiprocess_mode="mostrecent"))
                 _gauges.append(Gauge(*_SECONDS, ["rank"], multiprocess_mode="mostrecent"))
+            for each in before:
+                _gauges[0].labels(*each).set(0)
             _gauges[0].labels(*_values(labels)).set(1)
             _gauges[1].labels(labels["rank"]).set(seconds)
         elif (folder := config.engine_folder()) is not None:
@@ -66,6 +70,19 @@ def show(labels: Mapping[str, str], seconds: float) -> None:
             made.replace(folder / f"{name}.json")
     except Exception as error:  # noqa: BLE001 - the engine goes on
         log.warning("what was loaded is not in the engine's metrics: %s", error)
+
+
+def _shown(rank: str) -> Iterator[list[str]]:
+    """Yield the values of `LABELS` that a rank's gauges have, also those of its earlier process."""
+    from prometheus_client import multiprocess
+
+    collector: Any = multiprocess.MultiProcessCollector
+    folder = config.inherited(*_SHARED)
+    files = Path(folder.get(_SHARED[0]) or folder[_SHARED[1]]).glob("gauge_mostrecent_*.db")
+    for family in collector.merge(list(map(str, files))):
+        for sample in family.samples:
+            if sample.name == _INFO[0] and sample.value and sample.labels["rank"] == rank:
+                yield [sample.labels[name] for name in LABELS]
 
 
 def _values(labels: Mapping[str, str]) -> list[str]:

@@ -6,9 +6,13 @@ Files may be replaced while they are in use: each connection is made with those 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import ssl
 import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
 
 from mx.core.policy import subject_shown
 from mx.errors import ConfigError, NotAllowedError
@@ -17,9 +21,12 @@ from mx.transport import TlsFiles
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-#: The contexts of the files that were used last, and the state that those had then.
-_made: dict[tuple[TlsFiles, bool], tuple[object, ssl.SSLContext]] = {}
+#: The contexts of the files that were used last, the state that those had then, and until when they
+#: are used without another look at the files.
+_made: dict[tuple[TlsFiles, bool], tuple[object, ssl.SSLContext, float]] = {}
 _MOST_MADE = 32
+#: Files that could not be used are tried again after this.
+AGAIN_S = 10.0
 
 
 def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
@@ -27,8 +34,8 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
     A context of the accepting side compares no names: who the reader is decides (`principal`). On
     the other side the caller names the host that the certificate must name. Files that were
-    replaced are read again; if they can't be used, as while they are being replaced, the context is
-    that of before.
+    replaced are read again; if they can't be used, as while they are being replaced or where the
+    certificate is not valid yet, the context is that of before.
 
     Args:
         files: The PEM files.
@@ -39,18 +46,21 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     """
     state = tuple(map(_state, (files.certificate, files.key, files.authority)))
     with _lock:
-        known = _made.get((files, server))
-        if known is not None and known[0] == state:
+        known, now_s, until_s = _made.get((files, server)), time.monotonic(), math.inf
+        if known is not None and known[0] == state and now_s < known[2]:
             return known[1]
         try:
             context = _context(files, server=server)
+            if known is not None:
+                _require_begun(files.certificate)
         except ConfigError as error:
             if known is None:
                 raise
-            log.warning("the certificate of before is used further: %s", error)
-            context = known[1]
+            if known[0] != state:
+                log.warning("the certificate of before is used further: %s", error)
+            context, until_s = known[1], now_s + AGAIN_S
         _made.pop((files, server), None)
-        _made[files, server] = state, context
+        _made[files, server] = state, context, until_s
         if len(_made) > _MOST_MADE:
             del _made[next(iter(_made))]
         return context
@@ -70,6 +80,18 @@ def _state(path: str) -> object:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _require_begun(certificate: str) -> None:
+    """Raise ConfigError for a certificate that is not valid yet: who sees it would refuse it."""
+    from cryptography import x509  # without TLS it is not needed
+
+    try:
+        begins = x509.load_pem_x509_certificate(Path(certificate).read_bytes()).not_valid_before_utc
+    except (OSError, ValueError):
+        return  # replaced meanwhile, or not read by this library alone
+    if begins > datetime.now(UTC):
+        raise ConfigError(f"{certificate} is not valid yet", hint="check the clock")
 
 
 def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
