@@ -166,6 +166,13 @@ class Access:
             known = self._rights[subject] = self._policy.of(subject)
         return known.allow(rights, model)
 
+    def seeing(self, caller: Caller, rights: tuple[Right, ...]) -> Callable[[str], bool] | None:
+        """Return what says with which models a caller may do one of these things; None: with all,
+        since there is no policy."""
+        if self._policy is None:
+            return None
+        return lambda model: self.allows(caller, rights, model)
+
     def require(
         self, context: Any, rights: tuple[Right, ...], model: str | None = None, **about: Any
     ) -> Caller:

@@ -7,6 +7,7 @@ import asyncio
 import re
 import shutil
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -14,15 +15,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from mx import discovery
 from mx.core.registration import Registration
 from mx.core.types import SourceRecord
-from mx.errors import NotAllowedError, PeerRefusedError, PeerUntrustedError
+from mx.errors import (
+    LocalError,
+    NotAllowedError,
+    PeerRefusedError,
+    PeerUntrustedError,
+    UnknownModelError,
+)
 from mx.transport import Grant, TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
+from mx.wire.documents import fetch
 from mx.wire.lease import Granted, Lease
 from mx.wire.watching import WatchKind
 from mx_transports.tcp import TcpTransport
@@ -62,6 +71,12 @@ OBSERVE = """
 [[allow]]
 principal = "spiffe://mx.test/ns/b/sa/other"
 may = "observe"
+models = "other-*"
+"""
+OTHERS = """
+[[allow]]
+principal = "spiffe://mx.test/ns/b/sa/other"
+may = ["serve", "pull"]
 models = "other-*"
 """
 MODEL = "llama-8b"
@@ -446,3 +461,50 @@ def test_requests_are_taken_by_whom_the_policy_lets(site: Site) -> None:
     site.policy.write_text(allowed + PULL)
     coordinator.until(lambda: coordinator.err.count("policy.read") > count, "the new policy")
     assert asyncio.run(listed_port()) == 8000
+
+
+async def _fetched(channel: grpc.aio.Channel, refs: list[tuple[bytes, int]]) -> bool:
+    """True if the process at the other end gives these documents."""
+    try:
+        return len(await fetch(channel, refs, who="127.0.0.1")) == len(refs)
+    except UnknownModelError:
+        return False
+
+
+async def test_documents_are_given_to_those_who_may_pull_a_model_of_them(
+    site: Site, checkpoint: Path
+) -> None:
+    observe = OBSERVE.replace("other-*", "llama-*")  # which shows the stranger their digests
+    site.policy.write_text(SERVE + PULL + OTHERS + observe)
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    _, endpoint = await asyncio.to_thread(site.serve, checkpoint, "--policy", str(site.policy))
+    reader, stranger = site.files("reader"), site.files("stranger")
+    served = (await _listed(site, reader)).ref.documents
+    for address in (site.address, endpoint):
+        for files, given in ((reader, True), (stranger, False)):
+            channel = dial(address, tls=files)
+            assert await _fetched(channel, served) is given, (address, files)
+            await channel.close(None)
+
+    # What it does not have it can't register as its own model either, and pull then.
+    made, record, secret = _record()
+    record = replace(record, model=replace(record.model, name="other-1"))
+    client, source = (
+        CoordinatorClient(site.address, tls=site.files(name)) for name in ("stranger", "source")
+    )
+    try:
+        key = replace(record.model, name="llama-2")
+        first = replace(record, model=key, source_id=str(uuid.uuid4()))
+        await source.register(Registration(first, secret), made)
+        with pytest.raises(LocalError, match="is missing here"):
+            await client.register(Registration(record, secret), {})
+        with pytest.raises(UnknownModelError):
+            await client.fetch(record.ref.documents)
+        await client.register(Registration(record, secret), made)  # it has them
+        assert await client.fetch(record.ref.documents) == made
+        await source.deregister(first.source_id)
+        await client.deregister(record.source_id)
+        assert await client.fetch(record.ref.documents) == made  # the name stands for them still
+    finally:
+        await client.close()
+        await source.close()
