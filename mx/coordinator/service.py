@@ -376,14 +376,17 @@ class CoordinatorServicer(ListingServicer):
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         with self._watching.admitted(context):
             await self._state.tick()
-            sees, policy = self._seen_by(context, request.name), self._access.version
+            policy, sees = self._access.version, self._seen_by(context, request.name)
             watcher = Watcher(self._log, request.name, request.revision, sees)
             watchers = self._watchers.setdefault(request.name, set())
             watchers.add(watcher)
             snapshot = True
             try:
-                while not self._stopped.is_set() and policy == self._access.version:
+                while not self._stopped.is_set():
                     watcher.woken.clear()
+                    if policy != self._access.version:  # who sees nothing any more is refused
+                        policy, _ = self._access.version, self._seen_by(context, request.name)
+                        watcher.look_again()
                     while watcher.behind:
                         events = map(self._messages.event, watcher.take(_WATCH_SLICE))
                         for message in _watch_messages(events, in_batches=request.batches):
@@ -400,10 +403,10 @@ class CoordinatorServicer(ListingServicer):
                 watchers.discard(watcher)
                 if not watchers and self._watchers.get(request.name) is watchers:
                     del self._watchers[request.name]
-        raise ClosedError(self._why_ended())
+        raise ClosedError("the coordinator is shutting down")
 
     def _on_policy(self) -> None:
-        """End every watch: who still may begins another."""
+        """Have every watch look at it."""
         self._pulls_have_changed()
         self._wake()
 

@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import grpc.aio
 import pytest
 
 from mx import discovery
+from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.registration import Registration
 from mx.core.types import SourceRecord
 from mx.errors import (
@@ -508,3 +509,74 @@ async def test_documents_are_given_to_those_who_may_pull_a_model_of_them(
     finally:
         await client.close()
         await source.close()
+
+
+def _policy(site: Site, text: str) -> None:
+    """Replace the policy as a user would."""
+    new = site.folder / "new.toml"
+    new.write_text(text)
+    new.rename(site.policy)
+
+
+async def test_watches_follow_the_policy(site: Site) -> None:
+    observe = OBSERVE.replace('models = "other-*"', "")
+    site.policy.write_text(SERVE + PULL + observe)
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    names = ("source", "reader", "stranger")
+    source, reader, stranger = (
+        CoordinatorClient(site.address, tls=site.files(name)) for name in names
+    )
+    made, record, secret = _record()
+    pull_id = str(uuid.uuid4())
+
+    async def report() -> None:
+        async with reader.reporting() as tell:
+            for done in range(1, 10_000):
+                running = PullPhase.RUNNING
+                await tell(
+                    PullStatus(pull_id, record.model, "host", 1, running, 4, 0, 10**6, done, 1)
+                )
+                await asyncio.sleep(0.3)
+
+    async with AsyncExitStack() as ends, asyncio.timeout(120):
+        for client in (source, reader, stranger):
+            ends.push_async_callback(client.close)
+        everything, one = stranger.watch(), stranger.watch(MODEL)
+        pulls, of_one = stranger.watch_pulls(), stranger.watch_pulls(MODEL)
+        for each in (everything, one, pulls, of_one):
+            ends.push_async_callback(each.aclose)
+        await source.register(Registration(record, secret), made)
+        reporting = asyncio.create_task(report())
+        ends.push_async_callback(lambda: asyncio.gather(reporting, return_exceptions=True))
+        ends.callback(reporting.cancel)
+        for watch in (everything, one):
+            while (await anext(watch)).kind is not WatchKind.UP:
+                pass
+        for reports in (pulls, of_one):
+            while not (await anext(reports)).pulls:
+                pass
+
+        _policy(site, SERVE + PULL + OBSERVE)  # of llama-8b it may see nothing any more
+        while (seen := await anext(everything)).kind is not WatchKind.GONE:
+            pass
+        assert seen.record is not None and seen.record.source_id == record.source_id
+        assert seen.reason == "the policy hides it"
+        while pull_id not in (await anext(pulls)).gone:
+            pass
+        refused = f"sa/other may not observe '{MODEL}'"
+        ended: AsyncGenerator[object, None]
+        for ended in (one, of_one):
+            with pytest.raises(NotAllowedError, match=refused):
+                while True:
+                    await anext(ended)
+
+        _policy(site, SERVE + PULL + observe)
+        while (await anext(everything)).kind is not WatchKind.UP:
+            pass
+        while not (await anext(pulls)).pulls:
+            pass
+        _policy(site, SERVE + PULL)
+        for ended in (everything, pulls):
+            with pytest.raises(NotAllowedError, match="sa/other may not observe any model"):
+                while True:
+                    await anext(ended)
