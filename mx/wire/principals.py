@@ -199,7 +199,7 @@ class Access:
         return self._kind(
             f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
             "rule for it",
-            hint="ask who runs it for a rule",
+            hint=f"ask who runs it for a rule with may = {right.value!r} in its `policy`",
         )
 
     def refused(self, caller: Caller, error: MxError, **about: Any) -> None:

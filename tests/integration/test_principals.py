@@ -581,3 +581,24 @@ async def test_watches_follow_the_policy(site: Site) -> None:
             with pytest.raises(NotAllowedError, match="sa/other may not observe any model"):
                 while True:
                     await anext(ended)
+
+
+def test_doctor_says_which_right_is_missing(site: Site, checkpoint: Path) -> None:
+    site.policy.write_text(SERVE + PULL + OTHERS + OBSERVE.replace("other-*", "llama-*"))
+    site.coordinator("--policy", str(site.policy))
+    _, endpoint = site.serve(checkpoint, "--policy", str(site.policy))
+    only = [word for name in ("coordinators", "models", "sources") for word in ("--only", name)]
+
+    def findings(name: str, code: int) -> dict[str, Any]:
+        command = site.mx(name, "doctor", "--json", *only)
+        assert command.wait(60) == code, (command.out, command.err)
+        found = command.json()["findings"]
+        return {each["check"]: each for each in found}
+
+    assert findings("reader", 0)["sources"]["level"] == "ok"
+    found = findings("stranger", 1)  # it may pull other models, and see this one
+    assert found["coordinators"]["level"] == "ok" and "1 model and 1 source" in str(found["models"])
+    said = found["sources"]
+    assert said["level"] == "failure" and f"may not pull '{MODEL}'" in said["text"]
+    assert "the policy of this source" in said["text"] and endpoint in said["text"]
+    assert "may = 'pull' in its --policy" in said["fix"]
