@@ -258,23 +258,30 @@ class Access:
         logged, and the one of before holds."""
         if not self._path:
             return
-        from mx.wire.reloading import contents_of
+        from mx.wire.reloading import each_change
 
-        async for (data,) in contents_of([self._path]):
-            if data == self._data:
-                continue
+        await each_change([self._path], self._changed)
+
+    async def _changed(self, found: list[bytes | None]) -> None:
+        (data,) = found
+        if data == self._data:
+            return
+        try:
+            policy = await in_thread(_parsed, _checked(data, self._path), self._path)
+        except ConfigError as error:
             self._data = data
+            text = f"the policy of before holds: {error}"
+            event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
+            return
+        self._data, self._policy = data, policy
+        self._rights.clear()
+        self.version += 1
+        self.say()
+        for call in (*self._standing, *self._listeners):
             try:
-                self._policy = await in_thread(_parsed, _checked(data, self._path), self._path)
-            except ConfigError as error:
-                text = f"the policy of before holds: {error}"
-                event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
-                continue
-            self._rights.clear()
-            self.version += 1
-            self.say()
-            for call in (*self._standing, *self._listeners):
                 call()
+            except Exception:  # one that fails lets no other keep what it may not have
+                log.exception("the new policy could not be told to all that runs")
 
 
 def write(what: str, caller: Caller, **fields: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -54,6 +54,28 @@ async def contents_of(paths: Sequence[str]) -> AsyncIterator[list[bytes | None]]
         await asyncio.sleep(LOOK_S)
 
 
+async def each_change(
+    paths: Sequence[str], take: Callable[[list[bytes | None]], Awaitable[None]]
+) -> None:
+    """Call `take` with what `contents_of` yields; runs for ever.
+
+    What fails unexpectedly, such as a thread that can't be started, is logged once and tried again:
+    else the files of before would be used for as long as the process runs.
+    """
+    said = ""
+    while True:
+        try:
+            async for found in contents_of(paths):
+                await take(found)
+                said = ""
+        except Exception as error:  # noqa: BLE001 - see above
+            text = f"{type(error).__name__}: {error}"
+            if text != said:
+                said = text
+                event(log, "files.unread", level=logging.ERROR, files=", ".join(paths), text=text)
+            await asyncio.sleep(LOOK_S)
+
+
 def _read(paths: Sequence[str]) -> list[bytes | None]:
     found: list[bytes | None] = []
     for path in paths:
@@ -89,7 +111,8 @@ class ServerFiles:
         return grpc.dynamic_ssl_server_credentials(self._shown, take, True)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._follow(), name="mx-certificates")
+        paths = (self._tls.certificate, self._tls.key, self._tls.authority)
+        self._task = asyncio.create_task(each_change(paths, self._changed), name="mx-certificates")
 
     async def stop(self) -> None:
         """End it. Idempotent."""
@@ -105,18 +128,16 @@ class ServerFiles:
         self._given = shown
         return shown
 
-    async def _follow(self) -> None:
-        paths = (self._tls.certificate, self._tls.key, self._tls.authority)
-        async for found in contents_of(paths):
-            if tuple(found) == self._pem:
-                continue
-            try:
-                self._pem = await in_thread(self._checked)
-            except MxError as error:
-                _say_kept(self._tls, error)
-                continue
-            self._shown = _shown(self._pem)
-            event(log, "certificates.replaced", certificate=self._tls.certificate)
+    async def _changed(self, found: list[bytes | None]) -> None:
+        if tuple(found) == self._pem:
+            return
+        try:
+            self._pem = await in_thread(self._checked)
+        except MxError as error:
+            _say_kept(self._tls, error)
+            return
+        self._shown = _shown(self._pem)
+        event(log, "certificates.replaced", certificate=self._tls.certificate)
 
     def _checked(self) -> Pem:
         check_server_files(self._tls, self._host)
