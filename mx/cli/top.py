@@ -16,7 +16,7 @@ from mx.cli import options, outcome
 from mx.cli.keys import Keys
 from mx.cli.listing import source_object
 from mx.cli.printing import Plain
-from mx.errors import CoordinatorError
+from mx.errors import CoordinatorError, NotAllowedError
 from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
                 continue
             try:
                 overview, note, seen_s = looked.result(), "", time.time()
+            except NotAllowedError:  # a new policy: nothing may be shown any more
+                raise
             except CoordinatorError as error:
                 note = f"{error.message}; what is shown is old"
             looked = None

@@ -195,7 +195,7 @@ class Coordinator:
                 Service(coordinator, self._servicer, self._servicer.on_call),
                 Service(
                     documents,
-                    DocumentsServicer(self._state.document),
+                    DocumentsServicer(self._servicer.documents),
                     lambda context, _: self._servicer.on_documents(context),
                 ),
             ],

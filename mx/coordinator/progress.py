@@ -89,13 +89,18 @@ class PullsServicer:
     ) -> AsyncIterator[pb.WatchPullsResponse]:
         with self._watching_pulls.admitted(context):
             changes, seen, is_first = self._board.changes, 0, True
-            sees, policy = self._observed_by(context, request.name), self._access.version
-            while not self._stopped.is_set() and policy == self._access.version:
+            policy, sees = self._access.version, self._observed_by(context, request.name)
+            while not self._stopped.is_set():
                 self._board.tick(self._now())
-                found = changes.after(seen, request.name)
+                found, hidden = changes.after(seen, request.name), list[str]()
+                if policy != self._access.version:  # who may observe nothing any more is refused
+                    policy, sees = self._access.version, self._observed_by(context, request.name)
+                    there = changes.after(0, request.name)
+                    hidden = [p.pull_id for p in there if p.status and not sees(p.name)]
+                    found = [*(each for each in found if not each.status), *there]
                 seen = changes.latest
-                found = [each for each in found if not each.status or sees(each.status.model.name)]
-                gone = [change.pull_id for change in found if change.status is None]
+                found = [each for each in found if not each.status or sees(each.name)]
+                gone = hidden + [change.pull_id for change in found if change.status is None]
                 # One page at a time: a watch that is read slowly holds no more messages.
                 pulls = (pull_to_wire(change.status) for change in found if change.status)
                 for page in pages_of(pulls, _WATCH_BYTES):
@@ -105,12 +110,7 @@ class PullsServicer:
                     yield pb.WatchPullsResponse(gone=gone, snapshot_end=is_first)
                 is_first = False
                 await self._until_changed(seen)
-        raise ClosedError(self._why_ended())
-
-    def _why_ended(self) -> str:
-        if self._stopped.is_set():
-            return "the coordinator is shutting down"
-        return "the coordinator has a new policy: watch again"
+        raise ClosedError("the coordinator is shutting down")
 
     def _observed_by(self, context: Any, name: str) -> Callable[[str], bool]:
         """Return what says of which models a caller may observe the pulls; "" for all, as far as

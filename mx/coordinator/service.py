@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ _MAX_RESOLVED = 256
 _MAX_MISSING = 4096
 #: A manifest up to this size is part of the answer to Resolve; each document is one page.
 _INLINE_BYTES = 1 << 20
+#: Who has one of these for a model need not prove that he has its documents.
+_HAS = (Right.SERVE, Right.PULL)
 
 
 class CoordinatorServicer(ListingServicer):
@@ -114,13 +116,21 @@ class CoordinatorServicer(ListingServicer):
             context.add_done_callback(lambda _: self._layouts.ended(newest, self._state.now()))
 
     def on_documents(self, context: Any) -> None:
-        """Refuse a caller of the Documents service that may pull no model. Who knows a document's
-        digest has it from an answer about a model that he may pull or serve.
+        """Refuse a caller of the Documents service that may pull no model.
 
         Raises:
             NotAllowedError: It may not.
         """
-        self._access.require(context, (Right.PULL, Right.SERVE))
+        self._access.require(context, (Right.PULL,))
+
+    def documents(self, context: Any, digests: Sequence[bytes]) -> Callable[[bytes], bytes | None]:
+        """Return what returns one of these documents if the caller may pull a model that it is
+        of."""
+        sees = self._access.seeing(self._access.caller(context), (Right.PULL,))
+        if sees is None:
+            return self._state.document
+        found = self._state.of_models(digests, sees)
+        return lambda digest: self._state.document(digest) if digest in found else None
 
     # -- sources --------------------------------------------------------------------------------
 
@@ -158,11 +168,10 @@ class CoordinatorServicer(ListingServicer):
         port = own_port(context, self._access, model.name, record.endpoint, record.requests_port)
         record = replace(record, requests_port=port)
         registration = replace(registration, record=record)
-        address = caller.name
         about = {"model": str(model), "pin": pin, "source": record.source_id}
         try:
             await self._may_register(context, caller, record)
-            answer = await self._registered(registration, first, requests, address)
+            answer = await self._registered(registration, first, requests, caller)
         except MxError as error:
             self._access.refused(caller, error, right=Right.SERVE.value, **about)
             raise
@@ -194,10 +203,11 @@ class CoordinatorServicer(ListingServicer):
         registration: Registration,
         first: pb.RegisterRequest,
         requests: AsyncIterator[Any],
-        address: str,
+        caller: Caller,
     ) -> Registered:
-        record = registration.record
-        async with Upload(self._state, record, address) as upload:
+        record, address = registration.record, caller.name
+        known = self._access.seeing(caller, _HAS)
+        async with Upload(self._state, record, address, known) as upload:
             async for request in requests:
                 part = request.WhichOneof("part")
                 if part is None:  # what a later release sends besides
@@ -218,7 +228,8 @@ class CoordinatorServicer(ListingServicer):
             raise PeerProtocolError(f"more than {_MAX_MISSING} digests")
         digests = [codec.digest_from_wire(digest, "digests") for digest in request.digests]
         caller = self._access.require(context, (Right.SERVE,))
-        missing = await self._state.missing(digests, caller.name)
+        known = self._access.seeing(caller, _HAS)
+        missing = await self._state.missing(digests, caller.name, known)
         return pb.MissingResponse(digests=missing, nonce=self._proofs.nonce())
 
     async def Heartbeat(
@@ -366,14 +377,17 @@ class CoordinatorServicer(ListingServicer):
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         with self._watching.admitted(context):
             await self._state.tick()
-            sees, policy = self._seen_by(context, request.name), self._access.version
+            policy, sees = self._access.version, self._seen_by(context, request.name)
             watcher = Watcher(self._log, request.name, request.revision, sees)
             watchers = self._watchers.setdefault(request.name, set())
             watchers.add(watcher)
             snapshot = True
             try:
-                while not self._stopped.is_set() and policy == self._access.version:
+                while not self._stopped.is_set():
                     watcher.woken.clear()
+                    if policy != self._access.version:  # who sees nothing any more is refused
+                        policy, _ = self._access.version, self._seen_by(context, request.name)
+                        watcher.look_again()
                     while watcher.behind:
                         events = map(self._messages.event, watcher.take(_WATCH_SLICE))
                         for message in _watch_messages(events, in_batches=request.batches):
@@ -390,10 +404,10 @@ class CoordinatorServicer(ListingServicer):
                 watchers.discard(watcher)
                 if not watchers and self._watchers.get(request.name) is watchers:
                     del self._watchers[request.name]
-        raise ClosedError(self._why_ended())
+        raise ClosedError("the coordinator is shutting down")
 
     def _on_policy(self) -> None:
-        """End every watch: who still may begins another."""
+        """Have every watch look at it."""
         self._pulls_have_changed()
         self._wake()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from mx.core.changes import ChangeKind, Tail
@@ -15,6 +17,7 @@ from mx.core.ownership import Receipt
 from mx.core.registration import Registration
 from mx.core.registry import Limits, Registered, Registry
 from mx.core.store import Store
+from mx.core.types import SourceRecord
 from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
 
@@ -65,6 +68,8 @@ class State:
         self._listeners: list[Listener] = []
         #: By source, the address that pays for its documents: the one that it first came from.
         self._payers: dict[str, str] = {}
+        #: By document, the names of the models whose listed sources name it.
+        self._named: dict[bytes, Counter[str]] = {}
         #: The last entry of the store's stream that has been read; None before the first look.
         self._read: int | None = None
         self._store.subscribe(self._look)
@@ -124,11 +129,40 @@ class State:
             await self.event(Registry.tick)
         self._documents.sweep(self.now())
 
-    async def missing(self, digests: Sequence[bytes], address: str = "") -> list[bytes]:
-        """Return the documents that are not held; the others stay for a while, and `address` pays
-        for those that nothing else holds."""
+    async def missing(
+        self,
+        digests: Sequence[bytes],
+        address: str = "",
+        known: Callable[[str], bool] | None = None,
+    ) -> list[bytes]:
+        """Return the documents that a source has to send; the others stay for a while.
+
+        Args:
+            digests: The documents of the source.
+            address: Who pays for those that nothing else holds.
+            known: Says of which models it need not send what is held: with the digest of a document
+                of another one it could register that as its own, and read it. None: of all.
+        """
         now = self.now()
-        return [digest for digest in digests if not self._documents.keep(now, digest, address)]
+        theirs = set(digests) if known is None else self.of_models(digests, known)
+        return [
+            digest
+            for digest in digests
+            if digest not in theirs or not self._documents.keep(now, digest, address)
+        ]
+
+    def of_models(self, digests: Iterable[bytes], sees: Callable[[str], bool]) -> set[bytes]:
+        """Return those of these documents that a listed source of a model names that `sees` is true
+        of, or what such a name stands for."""
+        sees = functools.cache(sees)
+        found = {each for each in digests if any(map(sees, self._named.get(each, ())))}
+        left = set(digests) - found
+        if left:  # of what has no source now
+            for name, ref in self._registry.bound():
+                here = [digest for digest, _ in ref.documents if digest in left]
+                if here and sees(name):
+                    found.update(here)
+        return found
 
     def document(self, digest: bytes) -> bytes | None:
         """Return a held document, or None. Not a coroutine, since it is called for each page."""
@@ -170,10 +204,7 @@ class State:
         for digest, nbytes in registration.record.documents:
             data = documents.get(digest) or self._documents.get(digest)
             if data is None:
-                raise PeerProtocolError(
-                    f"document {digest[:8].hex()} of the manifest was not sent",
-                    hint="call Missing, and send the documents that it names",
-                )
+                raise not_sent(digest)
             if len(data) != nbytes:
                 raise PeerProtocolError(f"document {digest[:8].hex()} has {len(data)} bytes")
         fresh = [d for d in documents if self._documents.get(d) is None]
@@ -215,6 +246,7 @@ class State:
         if tail.begins_again:
             self._documents.begin(now)
             self._payers.clear()
+            self._named.clear()
         named = [(each.ref.documents, each.held, "") for each in tail.answered]
         for change in tail.changes:
             source_id = change.record.source_id
@@ -223,10 +255,12 @@ class State:
             payer = self._payers[source_id]
             if change.kind is not ChangeKind.GONE:
                 named.append((change.record.documents, True, payer))
+                self._name(change.record, +1)
             else:
                 del self._payers[source_id]
             if change.before is not None:
                 named.append((change.before.documents, False, payer))
+                self._name(change.before, -1)
         for documents, held, payer in sorted(named, key=lambda each: not each[1]):  # see above
             digests = [digest for digest, _ in documents]
             if held:
@@ -236,6 +270,24 @@ class State:
                 self._documents.release(now, digests, payer)
         for listener in self._listeners:
             listener(tail)
+
+    def _name(self, record: SourceRecord, change: int) -> None:
+        """Count a source more or less that names its documents."""
+        for digest, _ in record.documents:
+            names = self._named.setdefault(digest, Counter())
+            names[record.model.name] += change
+            if not names[record.model.name]:
+                del names[record.model.name]
+            if not names:
+                del self._named[digest]
+
+
+def not_sent(digest: bytes) -> PeerProtocolError:
+    """Return the error for a registration that lacks a document."""
+    return PeerProtocolError(
+        f"document {digest[:8].hex()} of the manifest was not sent",
+        hint="call Missing, and send the documents that it names",
+    )
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> State:

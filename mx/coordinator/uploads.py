@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mx.coordinator.decoding import Decoded
-from mx.coordinator.state import State
+from mx.coordinator.state import State, not_sent
 from mx.core.types import SourceRecord
 from mx.errors import ManifestError
 from mx.runtime import in_thread
@@ -15,12 +17,20 @@ from mx.wire.v1 import common_pb2
 class Upload:
     """An async context manager; its end returns the reserved space in every case."""
 
-    def __init__(self, state: State, record: SourceRecord, address: str) -> None:
+    def __init__(
+        self,
+        state: State,
+        record: SourceRecord,
+        address: str,
+        known: Callable[[str], bool] | None = None,
+    ) -> None:
         """
         Args:
             state: The state that holds documents.
             record: The source that registers.
             address: Where it registers from.
+            known: Says of which models it need not send the documents that the state holds; None:
+                of all.
 
         Raises:
             PeerProtocolError: The manifest is malformed.
@@ -29,6 +39,7 @@ class Upload:
         self._state = state
         self._record = record
         self._address = address
+        self._known = known
         self._digests = [digest for digest, _ in record.documents]
         self._held: set[bytes] = set()
         self._reserved = 0
@@ -40,7 +51,7 @@ class Upload:
         return self._assembler.documents
 
     async def __aenter__(self) -> Upload:
-        absent = await self._state.missing(self._digests, self._address)
+        absent = await self._state.missing(self._digests, self._address, self._known)
         self._held = set(self._digests).difference(absent)
         return self
 
@@ -66,18 +77,19 @@ class Upload:
         self._assembler.add(page)
 
     async def finish(self, decoded: Decoded) -> None:
-        """Decode the manifest, and check the rows of the table, if all documents have come or are
-        held.
+        """Decode the manifest, and check the rows of the table.
 
         Raises:
             ManifestError: It can't be decoded; then nothing of it is held.
-            PeerProtocolError: The rows are wrong; the same.
+            PeerProtocolError: The rows are wrong, or a document was not sent; the same.
         """
         documents = dict(self.documents)
         for digest in self._digests:
-            data = documents.get(digest) or self._state.document(digest)
+            data = documents.get(digest)
+            if data is None and digest in self._held:
+                data = self._state.document(digest)
             if data is None:
-                return  # `State.register` says which one
+                raise not_sent(digest)
             documents[digest] = data
         try:
             await decoded.check(self._record.ref, documents, self._address)

@@ -176,12 +176,18 @@ class Watcher:
         self._seq = 0
         self._sent = bytearray()
         self._meant_seq = 0
+        self._known = 0
         self.woken = asyncio.Event()
 
     @property
     def behind(self) -> bool:
         """True while there are changes that `take` has not examined."""
         return self._seq < self._log.latest
+
+    def look_again(self) -> None:
+        """Examine all sources again: what `sees` says of them has changed."""
+        self._began = max(self._began, self._seq)
+        self._known, self._seq, self._meant_seq = self._seq, 0, 0
 
     def take(self, limit: int) -> list[Change]:
         """Return the next changes for the watcher, in order.
@@ -229,11 +235,14 @@ class Watcher:
             # The watcher may have seen it before it moved to a name that is not watched.
             self._set_sent(entry.slot, False)
             before = entry.left or change.record
-            return Change(ChangeKind.GONE, before, before, "replaced") if sent else None
+            reason = "replaced" if self._sees(before.model.name) else "the policy hides it"
+            return Change(ChangeKind.GONE, before, before, reason) if sent else None
         self._set_sent(entry.slot, True)
         if not sent:
             return Change(ChangeKind.UP, change.record)
-        only_layers = entry.changed_seq <= self._seq
+        if entry.seq <= self._known:
+            return None
+        only_layers = entry.changed_seq <= max(self._seq, self._known)
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
         return replace(change, kind=kind)
 

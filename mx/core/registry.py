@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blake3 import blake3
@@ -320,6 +320,10 @@ class Registry:
                 )
             )
         return found
+
+    def bound(self) -> Iterator[tuple[str, ManifestRef]]:
+        """Yield the name and the manifest of every variant that is bound or contested."""
+        return ((binding.key.name, binding.ref) for binding in self._bindings)
 
     def bundles(self, name: str = "") -> list[BundleStatus]:
         """Return all bundles, or those of one model name, and which of their ranks are missing: no

@@ -211,7 +211,7 @@ class SourceServer:
                 ),
                 Service(
                     common_pb2.DESCRIPTOR.services_by_name["Documents"],
-                    DocumentsServicer(servicer.document),
+                    DocumentsServicer(servicer.documents),
                     lambda context, _: servicer.on_call(context),
                 ),
             ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -234,13 +234,14 @@ class PeerServicer:
                 del self._gone[next(iter(self._gone))]
         return served
 
-    def document(self, digest: bytes) -> bytes | None:
-        """Return a document of any served model, or None."""
-        for served in self.models.values():
-            data = served.held.documents.get(digest)
-            if data is not None:
-                return data
-        return None
+    def documents(self, context: Any, digests: Sequence[bytes]) -> Callable[[bytes], bytes | None]:
+        """Return what returns a document, by its digest, of any model that a caller may pull."""
+        del digests
+        held = [each.held for each in self.models.values()]
+        found = [each for each in held if self._may_pull(context, each.key.name)]
+        return lambda digest: next(
+            (each.documents[digest] for each in found if digest in each.documents), None
+        )
 
     async def _looked_after(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:
         """Return what to tell a reader of lent memory that is about to be superseded, since its

@@ -118,8 +118,11 @@ class ConnectionPool:
                 raise self._fatal
             if self._connections.idle and not self._sharing.coordinated:
                 self._sharing.no_whole_source()
-            if not self._expects_more(now_s) and not self._give_up():
-                return
+            if not self._expects_more(now_s):
+                refusals = await self._connector.refusals()
+                self._causes += [each for each in refusals if each not in self._causes]
+                if not self._give_up():
+                    return
             if not edition.ended:
                 await set_by(edition.changed, self._due_s(now_s))
 

@@ -18,7 +18,7 @@ from mx.core.types import Layout
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.staged import StagedSession
-from mx.errors import PeerProtocolError, SourceError
+from mx.errors import PeerProtocolError, PeerUntrustedError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
@@ -212,6 +212,14 @@ class Connector:
         self._users[lease] -= 1
         if self._users[lease] <= 0:
             lease.end()  # at once: a draining source would wait for it
+
+    async def refusals(self) -> list[PeerUntrustedError]:
+        """Return the last words of sources that have ended a lease since we may not pull any more.
+        That its connections are lost may have been noticed before."""
+        left = [each for each in self._leases if each in self._users and not self._users[each]]
+        await asyncio.gather(*(lease.close() for lease in left))
+        said = (lease.check() for lease in left)
+        return [error for error in said if isinstance(error, PeerUntrustedError)]
 
     async def attach(self, connection: Connection, nbytes: int) -> View:
         """Map the source's memory, and return the first `nbytes` of it, which the model takes.

@@ -253,6 +253,11 @@ def final_error(
     )
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
+    # That the connections end, too, follows from a refusal, and is said before or after it.
+    refused = {e.peer: e.hint for e in causes if isinstance(e, PeerUntrustedError)}
+    if refused and refused.keys() == {getattr(e, "peer", "") for e in causes}:
+        peer, hint = refused.popitem()
+        return PeerUntrustedError(far, peer=peer, hint=hint)
     # A pull that is started again would end alike.
     lasting = causes and isinstance(causes[-1], LocalError | SourceChangedError)
     hint = causes[-1].hint if lasting else ""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mx.core.pull_status import PullPhase, PullStatus
-from mx.errors import CoordinatorError, MxError
+from mx.errors import CoordinatorError, MxError, NotAllowedError
 from mx.log import event
 from mx.runtime import beside
 from mx.text import plain
@@ -35,6 +35,8 @@ ENDED_S = 300.0
 MAX_ENDED = 32
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
+#: Only a person mends a refusal.
+_REFUSED_BACKOFF_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +106,16 @@ class Follower:
     async def _stay_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            refused = False
             try:
                 await self._follow()
             except MxError as error:
                 if self.connection.is_up:
                     backoff_s = _FIRST_BACKOFF_S
                 self._lost(error)
+                refused = isinstance(error, NotAllowedError)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, _REFUSED_BACKOFF_S if refused else _MAX_BACKOFF_S)
 
     def _lost(self, error: MxError) -> None:
         why = plain(error.message)[:500]

@@ -150,20 +150,24 @@ class Assembler:
 class DocumentsServicer:
     """The Documents service."""
 
-    def __init__(self, lookup: Callable[[bytes], bytes | None]) -> None:
+    def __init__(
+        self, lookups: Callable[[Any, Sequence[bytes]], Callable[[bytes], bytes | None]]
+    ) -> None:
         """
         Args:
-            lookup: Returns a document by its digest, or None. It runs on the event loop and must
-                not block. The reply keeps the bytes alive.
+            lookups: Returns, for a call's servicer context and the digests that it asks for, what
+                returns a document by its digest, or None: also for one that the caller may not
+                have. They run on the event loop and must not block. The reply keeps the bytes
+                alive.
         """
-        self._lookup = lookup
+        self._lookups = lookups
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.Page]:
-        del context
         if len(request.digests) > _MAX_DIGESTS:
             raise PeerProtocolError(f"more than {_MAX_DIGESTS} documents in one request")
+        lookup = self._lookups(context, request.digests)
         for digest in request.digests:
-            data = self._lookup(digest)
+            data = lookup(digest)
             if data is None:
                 raise UnknownModelError(f"document {digest[:8].hex()} is not held here")
             for page in pages(digest, data):

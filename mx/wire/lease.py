@@ -29,6 +29,7 @@ from mx.errors import (
     PeerProtocolError,
     PeerRefusedError,
     PeerTimeoutError,
+    PeerUntrustedError,
     SourceChangedError,
     StaleGenerationError,
 )
@@ -333,7 +334,8 @@ class Lease:
         return PeerRefusedError(f"{self.peer} refused: {details}", peer=self.peer)
 
     def _lose(self, error: MxError) -> None:
-        if self._error is None:
+        # A refusal is why the connections on it were lost, even if that was noticed first.
+        if self._error is None or isinstance(error, PeerUntrustedError):
             self._error = error
             self._on_change()
 

@@ -224,6 +224,13 @@ class Access:
             known = self._rights[subject] = self._policy.of(subject)
         return known.allow(rights, model)
 
+    def seeing(self, caller: Caller, rights: tuple[Right, ...]) -> Callable[[str], bool] | None:
+        """Return what says with which models a caller may do one of these things; None: with all,
+        since there is no policy."""
+        if self._policy is None:
+            return None
+        return lambda model: self.allows(caller, rights, model)
+
     def require(
         self, context: Any, rights: tuple[Right, ...], model: str | None = None, **about: Any
     ) -> Caller:
@@ -250,7 +257,7 @@ class Access:
         return self._kind(
             f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
             "rule for it",
-            hint="ask who runs it for a rule",
+            hint=f"ask who runs it for a rule with may = {right.value!r} in its `policy`",
         )
 
     def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
@@ -306,11 +313,14 @@ class Access:
     async def watch(self) -> None:
         """Read the policy again whenever its file changes, and write the audit lines of what was
         left out; runs until cancelled. A bad policy is logged, and the one of before holds."""
+        from mx.wire.reloading import each_change
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._count(), name="mx-audit")
                 if self._path:
-                    tasks.create_task(self._follow(), name="mx-policy-file")
+                    following = each_change([self._path], self._reread)
+                    tasks.create_task(following, name="mx-policy-file")
         finally:
             self._say_left_out(math.inf)
 
@@ -319,27 +329,29 @@ class Access:
             await asyncio.sleep(INTERVAL_S / 10)
             self._say_left_out()
 
-    async def _follow(self) -> None:
-        from mx.wire.reloading import contents_of
-
-        async for (data,) in contents_of([self._path]):
-            if data == self._data:
-                continue
+    async def _reread(self, found: list[bytes | None]) -> None:
+        (data,) = found
+        if data == self._data:
+            return
+        try:
+            policy = await in_thread(_parsed, _checked(data, self._path), self._path)
+        except ConfigError as error:
             self._data = data
-            try:
-                self._policy = await in_thread(_parsed, _checked(data, self._path), self._path)
-            except ConfigError as error:
-                text = f"the policy of before holds: {error}"
-                event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
-                continue
-            self._rights.clear()
-            self.say()
-            self._changed()
+            text = f"the policy of before holds: {error}"
+            event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
+            return
+        self._data, self._policy = data, policy
+        self._rights.clear()
+        self.say()
+        self._changed()
 
     def _changed(self) -> None:
         self.version += 1
         for call in (*self._standing, *self._listeners):
-            call()
+            try:
+                call()
+            except Exception:  # one that fails lets no other keep what it may not have
+                log.exception("the new policy could not be told to all that runs")
 
 
 def write(what: str, caller: Caller, **fields: Any) -> None:

@@ -15,7 +15,13 @@ from mx.core.marks import MAX_MARK_BYTES
 from mx.core.ownership import Purpose, proof, statement
 from mx.core.registration import Registration
 from mx.core.types import ModelKey, SourceRecord
-from mx.errors import CoordinatorError, LocalError, MxError, UnknownSourceError
+from mx.errors import (
+    CoordinatorError,
+    LocalError,
+    MxError,
+    NotAllowedError,
+    UnknownSourceError,
+)
 from mx.namekey import NameKey
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, cut, translating
@@ -25,6 +31,8 @@ from mx.wire.v1 import coordinator_pb2 as pb
 _UPLOAD_TIMEOUT_S = 60.0  # the upload of a large manifest takes longer than other calls
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
+#: Only a person mends a refusal.
+_REFUSED_BACKOFF_S = 10.0
 #: How often a registration is tried whose nonce the coordinator does not know any more.
 _NONCES = 3
 
@@ -223,7 +231,8 @@ class SourceCalls:
                     known, failed_with = False, type(error)
                     on_state(False, f"not registered: {error}")
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                refused = isinstance(error, NotAllowedError)
+                backoff_s = min(2 * backoff_s, _REFUSED_BACKOFF_S if refused else _MAX_BACKOFF_S)
 
     async def _beat(
         self,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -65,6 +65,30 @@ async def contents_of(
         await asyncio.sleep(LOOK_S)
 
 
+async def each_change(
+    paths: Sequence[str],
+    take: Callable[[list[bytes | None]], Awaitable[None]],
+    again: Callable[[], bool] = lambda: False,
+) -> None:
+    """Call `take` with what `contents_of` yields of files; runs for ever.
+
+    What fails unexpectedly, such as a thread that can't be started, is logged once and tried again:
+    else the files of before would be used for as long as the process runs.
+    """
+    said = ""
+    while True:
+        try:
+            async for found in contents_of(paths, again):
+                await take(found)
+                said = ""
+        except Exception as error:  # noqa: BLE001 - see above
+            text = f"{type(error).__name__}: {error}"
+            if text != said:
+                said = text
+                event(log, "files.unread", level=logging.ERROR, files=", ".join(paths), text=text)
+            await asyncio.sleep(LOOK_S)
+
+
 def _read(paths: Sequence[str]) -> list[bytes | None]:
     found: list[bytes | None] = []
     for path in paths:
@@ -109,7 +133,9 @@ class ServerFiles:
         return grpc.dynamic_ssl_server_credentials(self._shown, take, True)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._follow(), name="mx-certificates")
+        paths = (self._tls.certificate, self._tls.key, self._tls.authority)
+        following = each_change(paths, self._changed, lambda: self._refused is not None)
+        self._task = asyncio.create_task(following, name="mx-certificates")
 
     async def stop(self) -> None:
         """End it. Idempotent."""
@@ -125,25 +151,23 @@ class ServerFiles:
         self._given = shown
         return shown
 
-    async def _follow(self) -> None:
-        paths = (self._tls.certificate, self._tls.key, self._tls.authority)
-        async for found in contents_of(paths, again=lambda: self._refused is not None):
-            if tuple(found) == self._pem:
-                self._refused = None
-                continue
-            before = self._pem
-            try:
-                self._pem = await in_thread(self._checked)
-            except MxError as error:
-                refused, self._refused = self._refused, (found, str(error))
-                if self._refused != refused:
-                    _say_kept(self._tls, error)
-                continue
+    async def _changed(self, found: list[bytes | None]) -> None:
+        if tuple(found) == self._pem:
             self._refused = None
-            self._shown = _shown(self._pem)
-            event(log, "certificates.replaced", certificate=self._tls.certificate)
-            if self._pem[2] != before[2]:
-                self._on_authority(before[2], self._pem[2])
+            return
+        before = self._pem
+        try:
+            self._pem = await in_thread(self._checked)
+        except MxError as error:
+            refused, self._refused = self._refused, (found, str(error))
+            if self._refused != refused:
+                _say_kept(self._tls, error)
+            return
+        self._refused = None
+        self._shown = _shown(self._pem)
+        event(log, "certificates.replaced", certificate=self._tls.certificate)
+        if self._pem[2] != before[2]:
+            self._on_authority(before[2], self._pem[2])
 
     def _checked(self) -> Pem:
         check_server_files(self._tls, self._host)

@@ -31,7 +31,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,13 +140,20 @@ def answer_pages(how: Answer) -> None:
 
 def other_files(manifest: Manifest) -> None:
     """Send other bytes of the same length for each side file."""
-    honest, digests = PeerServicer.document, {side.digest for side in manifest.packaging.side_files}
+    honest, digests = PeerServicer.documents, {s.digest for s in manifest.packaging.side_files}
 
-    def document(self: PeerServicer, digest: bytes) -> bytes | None:
-        data = honest(self, digest)
-        return bytes(each ^ 1 for each in data) if data and digest in digests else data
+    def documents(
+        self: PeerServicer, context: Any, asked: Sequence[bytes]
+    ) -> Callable[[bytes], bytes | None]:
+        lookup = honest(self, context, asked)
 
-    lie(PeerServicer, "document", document)
+        def lie(digest: bytes) -> bytes | None:
+            data = lookup(digest)
+            return bytes(each ^ 1 for each in data) if data and digest in digests else data
+
+        return lie
+
+    lie(PeerServicer, "documents", documents)
 
 
 async def endless_file(digest: bytes, data: bytes) -> AsyncIterator[common_pb2.Page]:

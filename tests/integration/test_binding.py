@@ -312,7 +312,8 @@ def lying(kind: type[CoordinatorServicer]) -> Iterator[str]:
     services = [
         Service(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"], kind(state)),
         Service(
-            common_pb2.DESCRIPTOR.services_by_name["Documents"], DocumentsServicer(state.document)
+            common_pb2.DESCRIPTOR.services_by_name["Documents"],
+            DocumentsServicer(lambda context, digests: state.document),
         ),
     ]
     listening = run(listen("127.0.0.1:0", services))

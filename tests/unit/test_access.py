@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mx.core.policy import Right
+from mx.core.policy import Policy, Right
 from mx.errors import ConfigError, NotAllowedError, PeerUntrustedError
 from mx.transport import TlsFiles
 from mx.wire import principals, refusals
@@ -203,3 +203,36 @@ def test_a_policy_needs_certificates(tmp_path: Path) -> None:
     path.write_text("#" * (2 << 20))
     with pytest.raises(ConfigError, match="larger than 1 MiB"):
         Access(str(path), TLS)
+
+
+async def test_what_fails_unexpectedly_does_not_end_the_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "mx")
+    path = tmp_path / "policy.toml"
+    path.write_text(ALLOWS)
+    access, parsed, fails = Access(str(path), TLS), principals._parsed, [True, True]
+
+    def failing(data: bytes, where: str) -> Policy:
+        if fails:
+            fails.pop()
+            raise RuntimeError("can't start new thread")
+        return parsed(data, where)
+
+    def broken() -> None:
+        raise KeyError
+
+    monkeypatch.setattr(principals, "_parsed", failing)
+    told: list[int] = []
+    access.follow(broken)
+    access.follow(lambda: told.append(access.version))
+    watching = asyncio.create_task(access.watch())
+    try:
+        path.write_text(OTHERS)
+        await until(lambda: told == [1])
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    assert not fails
+    assert sum("files.unread" in each for each in caplog.messages) == 1
+    access.require(Context("spiffe://a/c"), PULL, "llama-8b")

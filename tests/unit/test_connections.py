@@ -24,6 +24,7 @@ from mx.errors import (
     PeerBusyError,
     PeerLostError,
     PeerTimeoutError,
+    PeerUntrustedError,
     StaleGenerationError,
 )
 from mx.swarm.sharing import Sharing
@@ -124,6 +125,9 @@ class Stage:
 
     async def give_back(self, connection: Connection) -> None:
         self.given_back.append(connection.path)
+
+    async def refusals(self) -> list[PeerUntrustedError]:
+        return []
 
     # -- steps ------------------------------------------------------------------------------------
 

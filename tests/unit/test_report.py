@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from mx.core.layout import TensorSpec, plan_layout
-from mx.errors import DigestError, IncompleteError, NoSourceError, PeerLostError
+from mx.errors import (
+    EXIT_NOT_ALLOWED,
+    DigestError,
+    IncompleteError,
+    NoSourceError,
+    PeerLostError,
+    PeerUntrustedError,
+)
 from mx.target.report import PathReport, PullReport, final_error
 
 LAYOUT = plan_layout([TensorSpec("model.layers.0.w", "U8", (1000,))])
@@ -31,6 +38,17 @@ def test_wrong_bytes_at_last_make_it_an_integrity_error() -> None:
     error = final_error("m", LAYOUT, 0, 0, [PeerLostError("b:1 is gone", peer="b:1"), wrong])
     assert isinstance(error, DigestError)
     assert (error.peer, error.hint) == ("a:1", "look at it")
+
+
+def test_a_pull_that_all_sources_refuse_is_not_allowed() -> None:
+    refusal = PeerUntrustedError("a/b may not pull 'm'", peer="a:1")
+    closed = PeerLostError("a:1 closed the connection", peer="a:1")
+    for causes in ([refusal, closed], [closed, refusal]):
+        error = final_error("m", LAYOUT, 0, 0, causes)
+        assert type(error) is PeerUntrustedError and error.exit_code == EXIT_NOT_ALLOWED
+        assert refusal.message in error.message
+    other = PeerLostError("b:1 is gone", peer="b:1")
+    assert type(final_error("m", LAYOUT, 0, 0, [refusal, other])) is IncompleteError
 
 
 def test_without_a_cause_no_source_was_left() -> None:

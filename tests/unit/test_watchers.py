@@ -149,3 +149,28 @@ def test_a_watcher_gets_what_names_mean_first_as_it_is_and_then_each_change_once
     assert one.take_meant(names) == []  # it watches one revision, whatever the name means
     names.push([Meant("b", "tp=*/2", "")])
     assert early.take_meant(names) == other.take_meant(names) == [Meant("b", "tp=*/2", "")]
+
+
+def test_a_watcher_that_looks_again_is_told_what_differs_alone() -> None:
+    members, log, hidden = FollowedRegistry(), WatchLog(), set[str]()
+    watcher = Watcher(log, sees=lambda name: name not in hidden)
+    first, second = IDS[0], IDS[1]
+    for source_id, name in ((first, "x"), (second, "y")):
+        register_source(members, 0, RECORDS[source_id, name], SECRET)
+    log.push(members.take_changes())
+
+    def told() -> list[tuple[ChangeKind, str, str]]:
+        found = []
+        while watcher.behind:
+            found += watcher.take(1)
+        return [(each.kind, each.record.source_id, each.reason) for each in found]
+
+    assert [source_id for _, source_id, _ in told()] == [first, second]
+    hidden.add("x")
+    watcher.look_again()
+    assert told() == [(ChangeKind.GONE, first, "the policy hides it")]
+    hidden.clear()
+    members.advertise(0, second, SECRET, 1, [(0, 1)])
+    log.push(members.take_changes())
+    watcher.look_again()
+    assert told() == [(ChangeKind.UP, first, ""), (ChangeKind.LAYERS, second, "")]

@@ -13,12 +13,23 @@ from mx.api.listing import asking
 from mx.api.survey import topology
 from mx.core import versions
 from mx.core.answers import BundleStatus, ModelStatus
-from mx.errors import MxError, PeerLostError, PeerProtocolError, PeerTimeoutError
+from mx.core.topology import Place
+from mx.core.types import SourceRecord
+from mx.errors import (
+    MxError,
+    NotAllowedError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    PeerUntrustedError,
+)
 from mx.text import listed
 from mx.units import count
 from mx.wire.address import resolve
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.client import CoordinatorClient
+from mx.wire.lease import Lease
 from mx.wire.listing import SourceStatus
 from mx.wire.rpc import Stub
 from mx.wire.tls import diagnosing
@@ -99,11 +110,11 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
     found = Fleet(tuple(answers), apart=tuple(sorted(apart)))
     if coordinators_only:
         return found
-    endpoints = {each.record.endpoint: each.record.source_id for each in found.sources}
+    endpoints = {each.record.endpoint: each.record for each in found.sources}
     chosen = dict(list(endpoints.items())[:_MOST_CALLED])
     turns = asyncio.Semaphore(_AT_ONCE)
     results = await asyncio.gather(
-        *(_call(subject, endpoint, source_id, turns) for endpoint, source_id in chosen.items())
+        *(_call(subject, endpoint, record, turns) for endpoint, record in chosen.items())
     )
     called = dict(zip(chosen, results, strict=True))
     return replace(found, called=called, uncalled=len(endpoints) - len(chosen))
@@ -111,9 +122,9 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
 
 async def _ask(subject: Subject, address: str, *, lists: bool) -> Answer:
     async def question(client: CoordinatorClient) -> Answer:
-        await client.list_sources(_NO_MODEL)  # this one connects, too
+        await _nothing(client)  # this one connects, too
         begun_s = time.monotonic()
-        await client.list_sources(_NO_MODEL)
+        await _nothing(client)
         seconds = time.monotonic() - begun_s
         if not lists:
             return Answer(address, None, seconds)
@@ -125,6 +136,14 @@ async def _ask(subject: Subject, address: str, *, lists: bool) -> Answer:
         return await asking(question, address, subject.settings)
     except MxError as error:
         return Answer(address, error)
+
+
+async def _nothing(client: CoordinatorClient) -> None:
+    """Ask for nothing. Raises NotAllowedError if the coordinator shows us no model at all."""
+    try:
+        await client.list_sources(_NO_MODEL)
+    except NotAllowedError:  # its policy shows us some
+        await client.list_models()
 
 
 def _apart(answers: list[Answer]) -> dict[str, set[str]]:
@@ -139,7 +158,7 @@ def _apart(answers: list[Answer]) -> dict[str, set[str]]:
 
 
 async def _call(
-    subject: Subject, endpoint: str, source_id: str, turns: asyncio.Semaphore
+    subject: Subject, endpoint: str, record: SourceRecord, turns: asyncio.Semaphore
 ) -> MxError | None:
     """Call a source; return why it does not answer, or None."""
     tls, timeout_s = tls_of(subject.settings), subject.settings.connect_timeout_s
@@ -154,12 +173,18 @@ async def _call(
             async with diagnosing(remote):
                 answer = await stub.Describe(peer_pb2.DescribeRequest(), timeout=timeout_s)
                 known = {each.source_id for each in answer.sources}
+            if record.source_id not in known:  # also where we may not pull it
+                lease = Lease(channel, record, lambda: None, tls=tls)
+                await lease.open(Place(), [], timeout_s)
+                await lease.close()
+        except PeerUntrustedError as error:
+            return error
+        except PeerRefusedError:
+            return PeerProtocolError("another process answers there than is listed", peer=endpoint)
         except MxError as error:
             return error
         finally:
             await channel.close(None)
-    if source_id not in known:
-        return PeerProtocolError("another process answers there than is listed", peer=endpoint)
     return None
 
 

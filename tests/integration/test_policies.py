@@ -1,0 +1,189 @@
+"""What a policy lets a principal have of a fleet that it may see in part: documents, watches, and
+the findings of `mx doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from mx.core.pull_status import PullPhase, PullStatus
+from mx.core.registration import Registration
+from mx.errors import LocalError, NotAllowedError, UnknownModelError
+from mx.wire.channel import dial
+from mx.wire.client import CoordinatorClient
+from mx.wire.documents import fetch
+from mx.wire.watching import WatchKind
+from tests.integration.test_principals import (
+    MODEL,
+    OBSERVE,
+    PULL,
+    SERVE,
+    Site,
+    _listed,
+    _record,
+    authority,
+    site,
+)
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command"),
+]
+
+__all__ = ["authority", "site"]  # fixtures
+
+OTHERS = """
+[[allow]]
+principal = "spiffe://mx.test/ns/b/sa/other"
+may = ["serve", "pull"]
+models = "other-*"
+"""
+
+
+async def _fetched(channel: grpc.aio.Channel, refs: list[tuple[bytes, int]]) -> bool:
+    """True if the process at the other end gives these documents."""
+    try:
+        return len(await fetch(channel, refs, who="127.0.0.1")) == len(refs)
+    except UnknownModelError:
+        return False
+
+
+async def test_documents_are_given_to_those_who_may_pull_a_model_of_them(
+    site: Site, checkpoint: Path
+) -> None:
+    observe = OBSERVE.replace("other-*", "llama-*")  # which shows the stranger their digests
+    site.policy.write_text(SERVE + PULL + OTHERS + observe)
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    _, endpoint = await asyncio.to_thread(site.serve, checkpoint, "--policy", str(site.policy))
+    reader, stranger = site.files("reader"), site.files("stranger")
+    served = (await _listed(site, reader)).ref.documents
+    for address in (site.address, endpoint):
+        for files, given in ((reader, True), (stranger, False)):
+            channel = dial(address, tls=files)
+            assert await _fetched(channel, served) is given, (address, files)
+            await channel.close(None)
+
+    # What it does not have it can't register as its own model either, and pull then.
+    made, record, secret = _record()
+    record = replace(record, model=replace(record.model, name="other-1"))
+    client, source = (
+        CoordinatorClient(site.address, tls=site.files(name)) for name in ("stranger", "source")
+    )
+    try:
+        key = replace(record.model, name="llama-2")
+        first = replace(record, model=key, source_id=str(uuid.uuid4()))
+        await source.register(Registration(first, secret), made)
+        with pytest.raises(LocalError, match="is missing here"):
+            await client.register(Registration(record, secret), {})
+        with pytest.raises(UnknownModelError):
+            await client.fetch(record.ref.documents)
+        await client.register(Registration(record, secret), made)  # it has them
+        assert await client.fetch(record.ref.documents) == made
+        await source.deregister(first.source_id)
+        await client.deregister(record.source_id)
+        assert await client.fetch(record.ref.documents) == made  # the name stands for them still
+    finally:
+        await client.close()
+        await source.close()
+
+
+def _policy(site: Site, text: str) -> None:
+    """Replace the policy as a user would."""
+    new = site.folder / "new.toml"
+    new.write_text(text)
+    new.rename(site.policy)
+
+
+async def test_watches_follow_the_policy(site: Site) -> None:
+    observe = OBSERVE.replace('models = "other-*"', "")
+    site.policy.write_text(SERVE + PULL + observe)
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    names = ("source", "reader", "stranger")
+    source, reader, stranger = (
+        CoordinatorClient(site.address, tls=site.files(name)) for name in names
+    )
+    made, record, secret = _record()
+    pull_id = str(uuid.uuid4())
+
+    async def report() -> None:
+        async with reader.reporting() as tell:
+            for done in range(1, 10_000):
+                running = PullPhase.RUNNING
+                await tell(
+                    PullStatus(pull_id, record.model, "host", 1, running, 4, 0, 10**6, done, 1)
+                )
+                await asyncio.sleep(0.3)
+
+    async with AsyncExitStack() as ends, asyncio.timeout(120):
+        for client in (source, reader, stranger):
+            ends.push_async_callback(client.close)
+        everything, one = stranger.watch(), stranger.watch(MODEL)
+        pulls, of_one = stranger.watch_pulls(), stranger.watch_pulls(MODEL)
+        for each in (everything, one, pulls, of_one):
+            ends.push_async_callback(each.aclose)
+        await source.register(Registration(record, secret), made)
+        reporting = asyncio.create_task(report())
+        ends.push_async_callback(lambda: asyncio.gather(reporting, return_exceptions=True))
+        ends.callback(reporting.cancel)
+        for watch in (everything, one):
+            while (await anext(watch)).kind is not WatchKind.UP:
+                pass
+        for reports in (pulls, of_one):
+            while not (await anext(reports)).pulls:
+                pass
+
+        _policy(site, SERVE + PULL + OBSERVE)  # of llama-8b it may see nothing any more
+        while (seen := await anext(everything)).kind is not WatchKind.GONE:
+            pass
+        assert seen.record is not None and seen.record.source_id == record.source_id
+        assert seen.reason == "the policy hides it"
+        while pull_id not in (await anext(pulls)).gone:
+            pass
+        refused = f"sa/other may not observe '{MODEL}'"
+        ended: AsyncGenerator[object, None]
+        for ended in (one, of_one):
+            with pytest.raises(NotAllowedError, match=refused):
+                while True:
+                    await anext(ended)
+
+        _policy(site, SERVE + PULL + observe)
+        while (await anext(everything)).kind is not WatchKind.UP:
+            pass
+        while not (await anext(pulls)).pulls:
+            pass
+        _policy(site, SERVE + PULL)
+        for ended in (everything, pulls):
+            with pytest.raises(NotAllowedError, match="sa/other may not observe any model"):
+                while True:
+                    await anext(ended)
+
+
+def test_doctor_says_which_right_is_missing(site: Site, checkpoint: Path) -> None:
+    site.policy.write_text(SERVE + PULL + OTHERS + OBSERVE.replace("other-*", "llama-*"))
+    site.coordinator("--policy", str(site.policy))
+    _, endpoint = site.serve(checkpoint, "--policy", str(site.policy))
+    only = [word for name in ("coordinators", "models", "sources") for word in ("--only", name)]
+
+    def findings(name: str, code: int) -> dict[str, Any]:
+        command = site.mx(name, "doctor", "--json", *only)
+        assert command.wait(60) == code, (command.out, command.err)
+        found = command.json()["findings"]
+        return {each["check"]: each for each in found}
+
+    assert findings("reader", 0)["sources"]["level"] == "ok"
+    found = findings("stranger", 1)  # it may pull other models, and see this one
+    assert found["coordinators"]["level"] == "ok" and "1 model and 1 source" in str(found["models"])
+    said = found["sources"]
+    assert said["level"] == "failure" and f"may not pull '{MODEL}'" in said["text"]
+    assert "the policy of this source" in said["text"] and endpoint in said["text"]
+    assert "may = 'pull' in its --policy" in said["fix"]
