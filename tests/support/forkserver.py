@@ -10,6 +10,7 @@ another host or user, start an interpreter of their own.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -171,6 +172,8 @@ def main(descriptor: int) -> None:
     for module in _IMPORTED:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
+    gc.collect()
+    gc.freeze()  # so that no collection of a fork writes to it, and copies all
     control = socket.socket(fileno=descriptor)
     control.send(b"ready")
     entry = _serve(control)

@@ -64,7 +64,8 @@ def _children() -> Iterator[int]:
         if not name.isdigit():
             continue
         try:
-            stat = Path("/proc", name, "stat").read_bytes()
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                stat = file.read()
         except (FileNotFoundError, ProcessLookupError):
             continue
         # The command's name is in parentheses and may hold anything, parentheses included.
