@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def _shared_mappings() -> Iterator[str]:
 def _children() -> Iterator[int]:
     # Most commands are children of the fork server, where one was imported.
     forkserver = sys.modules.get("tests.support.forkserver")
-    parents = (os.getpid(), None if forkserver is None else forkserver.server_pid())
+    parents = (os.getpid(), *(() if forkserver is None else forkserver.server_pids()))
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
