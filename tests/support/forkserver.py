@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -76,6 +77,24 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Close standard input and read the others to their ends, as `Popen.communicate`."""
+        said: dict[str, Any] = {"stderr": None}
+
+        def read(name: str, pipe: IO[Any]) -> None:
+            said[name] = pipe.read()
+
+        if self.stdin is not None:
+            self.stdin.close()
+        pipes = [("stdout", self.stdout), *([("stderr", self.stderr)] if self.stderr else [])]
+        readers = [threading.Thread(target=read, args=each) for each in pipes]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        return said["stdout"], said["stderr"]
+
     def __enter__(self) -> Forked:
         return self
 
@@ -127,12 +146,15 @@ class ForkServer:
         pid, status = self._start({"entry": entry}, arguments, env, (out[1], err[1]))
         return Forked(pid, status, open(out[0], "rb"), open(err[0], "rb"))
 
-    def run(self, code: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked:
-        """Run code as `python -c`, standard input and output in pipes of text."""
-        given, out = os.pipe(), os.pipe()
-        passed = (out[1], os.dup(2), given[0])
+    def run(
+        self, code: str, arguments: Sequence[str], env: Mapping[str, str], errors: bool
+    ) -> Forked:
+        """Run code as `python -c`, standard input and output (and error) in pipes of text."""
+        given, out, err = os.pipe(), os.pipe(), os.pipe() if errors else (-1, os.dup(2))
+        passed = (out[1], err[1], given[0])
         pid, status = self._start({"code": code}, arguments, env, passed)
-        forked = Forked(pid, status, os.fdopen(out[0], encoding="utf-8"), None)
+        said = os.fdopen(err[0], encoding="utf-8") if errors else None
+        forked = Forked(pid, status, os.fdopen(out[0], encoding="utf-8"), said)
         forked.stdin = os.fdopen(given[1], "w", encoding="utf-8")
         return forked
 
@@ -193,17 +215,22 @@ def started(entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> For
 
 
 def python(
-    code: str, *arguments: str, env: Mapping[str, str], imported: str = "commands"
+    code: str,
+    *arguments: str,
+    env: Mapping[str, str],
+    imported: str = "commands",
+    errors: bool = False,
 ) -> Forked | subprocess.Popen[str]:
-    """Run code as `python -c`, standard input and output in pipes of text: as a fork, where a
-    server runs that has imported what is named."""
+    """Run code as `python -c`, standard input and output in pipes of text, with `errors` standard
+    error too: as a fork, where a server runs that has imported what is named."""
     server = _servers.get(imported)
     if server is not None and server.can(env):
-        return server.run(code, arguments, env)
+        return server.run(code, arguments, env, errors)
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if errors else None,
         text=True,
         env=dict(env),
     )
