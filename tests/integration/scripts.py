@@ -39,4 +39,4 @@ def ran(code: str, *arguments: str) -> tuple[int, str, str]:
     """Run the code to its end: exit code, standard output, standard error."""
     with script(code, *arguments) as process:
         out, err = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, out, err
+        return process.wait(), out, err
