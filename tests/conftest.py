@@ -225,3 +225,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _without_task_leaks(item.obj)
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported stays: else each collection looks through it, for half a second.
+    gc.collect()
+    gc.freeze()

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from benchmarks.hosts import Hosts, unavailable
 from mx import config
-from tests.support.command_fixtures import commands_are_forked, run
+from tests.support.command_fixtures import commands_are_forked, run, torch_is_forked
 from tests.support.commands import (
     CHILD_SETTINGS,
     HostCommand,
@@ -21,7 +21,7 @@ from tests.support.commands import (
     start_coordinator,
 )
 
-__all__ = ["commands_are_forked", "run"]  # fixtures
+__all__ = ["commands_are_forked", "run", "torch_is_forked"]  # fixtures
 
 
 @pytest.fixture

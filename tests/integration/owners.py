@@ -4,12 +4,11 @@ tensors are numpy's, which takes less time to import than torch."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support import forkserver
 from tests.support.commands import environment
 
 _MAIN = """
@@ -45,13 +44,8 @@ class User:
     """A process of one user."""
 
     def __init__(self, coordinator: str, state: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(MX_PEER_COORDINATOR=coordinator, XDG_STATE_HOME=str(state)),
-            text=True,
-        )
+        env = environment(MX_PEER_COORDINATOR=coordinator, XDG_STATE_HOME=str(state))
+        self._process = forkserver.python(_MAIN, env=env)
 
     @property
     def pid(self) -> int:
@@ -81,7 +75,8 @@ class User:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        with self._process:
+            pass
 
 
 @contextmanager

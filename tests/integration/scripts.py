@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support import forkserver
 from tests.support.commands import environment
 
 #: What the scripts begin with: `coordinator` is the first of their arguments.
@@ -20,15 +20,13 @@ TIMEOUT_S = 120.0
 
 
 @contextmanager
-def script(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs the code, its standard streams piped; killed in the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEADER + code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
+def script(
+    code: str, *arguments: str, imported: str = ""
+) -> Iterator[forkserver.Forked | subprocess.Popen[str]]:
+    """A process that runs the code, its standard streams piped; killed in the end. It is a fork
+    where it names what is `imported`."""
+    process = forkserver.python(
+        HEADER + code, *arguments, env=environment(), imported=imported, errors=True
     )
     with process:
         try:
@@ -41,4 +39,4 @@ def ran(code: str, *arguments: str) -> tuple[int, str, str]:
     """Run the code to its end: exit code, standard output, standard error."""
     with script(code, *arguments) as process:
         out, err = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, out, err
+        return process.wait(), out, err

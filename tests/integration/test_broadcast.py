@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,10 +17,15 @@ from mx import api
 from mx.api.holding import lend
 from mx.core.types import ModelKey
 from tests.integration.lending import net
+from tests.support import forkserver
 from tests.support.commands import Run, environment, start_coordinator
 
 # Four processes, and groups that notice a lost rank after seconds: on a busy machine it takes long.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("torch_is_forked"),
+]
 
 #: What every rank's program begins with.
 HEADER = """
@@ -65,12 +68,11 @@ class Rank:
     """One rank's process; it prints lines of JSON."""
 
     def __init__(self, code: str, *arguments: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HEADER + textwrap.dedent(code), json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        self.process = forkserver.python(
+            HEADER + textwrap.dedent(code),
+            json.dumps(arguments),
             env=environment(GLOO_SOCKET_IFNAME="lo"),
+            imported="torch",
         )
 
     def line(self) -> dict[str, Any]:

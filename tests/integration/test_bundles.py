@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +19,10 @@ from mx.core.types import ModelKey
 from mx.errors import BundleIncompleteError, ConfigError, CoordinatorError, MxError
 from mx.wire.client import CoordinatorClient
 from mx.wire.watching import WatchKind
+from tests.support import forkserver
 from tests.support.commands import Run, environment, free_port
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torch_is_forked")]
 
 KEYS = [mx.ProcessingKey(engine="vllm", tp=(i, 2), dtype="bf16") for i in range(2)]
 BUNDLE = "engine=vllm,tp=*/2,dtype=bf16"
@@ -47,13 +46,8 @@ with mx.serve(weights(now), model="m", variant=variant, coordinator=coordinator)
 
 class RankProcess:
     def __init__(self, coordinator: str, key: mx.ProcessingKey) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RANK, coordinator, str(key)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
+        given = (coordinator, str(key))
+        self.process = forkserver.python(RANK, *given, env=environment(), imported="torch")
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout

@@ -16,7 +16,7 @@ from mx.errors import EXIT_INTEGRITY, EXIT_NO_SOURCE
 from tests.support.chains import bytes_from, flip, pulling, steps
 from tests.support.commands import Run, environment, free_port, serve
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torch_is_forked")]
 
 SLOW = ("--max-bandwidth", "6MB/s")
 #: Copies from peers on this host end as soon as those do.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import _thread
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,10 +27,11 @@ from mx.errors import (
 )
 from mx.units import MIB
 from tests.integration.scripts import ran
+from tests.support import forkserver
 from tests.support.commands import Run, environment, start_coordinator
 from tests.support.outcomes import error_of, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torch_is_forked")]
 
 LAYERS = 8
 
@@ -122,13 +121,9 @@ source.close()
 
 class Reader:
     def __init__(self, coordinator: str, threads: int, how: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", READER, coordinator, str(threads), how],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(MX_PEER_STREAMS="1"),
-        )
+        env = environment(MX_PEER_STREAMS="1")
+        given = (coordinator, str(threads), how)
+        self.process = forkserver.python(READER, *given, env=env, imported="torch")
 
     def line(self) -> dict[str, Any]:
         assert self.process.stdout is not None

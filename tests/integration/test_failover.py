@@ -126,7 +126,13 @@ def renewed_at(address: str) -> None:
 
 
 @needs_redis
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.long),
+    ],
+)
 def test_sources_and_watches_go_on_at_the_next_coordinator(
     run: Run, redis: RedisServer, checkpoint: Path, tmp_path: Path, how: signal.Signals
 ) -> None:

@@ -192,7 +192,7 @@ def test_what_another_holder_registers_later_is_not_updated_again(site: Site) ->
             site.stop()
             site.start()
             until(lambda: len(site.sources()) == 2, "two sources")
-        until_s = time.monotonic() + 4.0  # the first one looks every second
+        until_s = time.monotonic() + 2.5  # the first one looks every second
         while time.monotonic() < until_s:
             assert site.means(2) and first.does("str(source.model)") == "'m'"
 

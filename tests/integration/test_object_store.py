@@ -17,7 +17,7 @@ from tests.support.chains import bytes_from, pulling, steps
 from tests.support.commands import Command, Run, environment, free_port, serve
 from tests.support.web_stores import Store, bucket, s3_environment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torch_is_forked")]
 
 
 @pytest.fixture(scope="module")

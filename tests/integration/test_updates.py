@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +29,12 @@ from mx.errors import (
 from mx.units import MIB
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
+from tests.support import forkserver
 from tests.support.commands import Run, environment, free_port, serve, start_coordinator
 from tests.support.leftovers import Holdings
 from tests.support.outcomes import error_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torch_is_forked")]
 
 LAYERS = 24
 
@@ -88,13 +87,8 @@ def memfds(holdings: Holdings) -> int:
 
 class Reader:
     def __init__(self, coordinator: str, how: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", READER, coordinator, how],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(MX_PEER_STREAMS="1"),
-        )
+        env = environment(MX_PEER_STREAMS="1")
+        self.process = forkserver.python(READER, coordinator, how, env=env, imported="torch")
 
     def lines(self) -> Iterator[dict[str, Any]]:
         assert self.process.stdout is not None

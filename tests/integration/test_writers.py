@@ -20,7 +20,11 @@ from tests.integration.scripts import script
 from tests.support.commands import Command, Run, serve
 from tests.support.outcomes import error_of, until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("torch_is_forked"),
+]
 
 #: Pulls "m", gives it to others, and writes to some of its tensors when it is told to.
 WRITER = """
@@ -57,7 +61,9 @@ class Writer:
 
     def __init__(self, ends: ExitStack, coordinator: str, mode: str, checkpoint: Path) -> None:
         before = givers(coordinator)
-        self._process = ends.enter_context(script(WRITER, coordinator, mode, str(checkpoint)))
+        self._process = ends.enter_context(
+            script(WRITER, coordinator, mode, str(checkpoint), imported="torch")
+        )
         self.log = ""
         threading.Thread(target=self._read, daemon=True).start()
         self._hears("ready")
@@ -188,7 +194,7 @@ def test_a_pull_that_writes_while_it_receives_gets_and_spoils_nothing(
     run: Run, coordinator: str, checkpoint: Path, ends: ExitStack, everywhere: config.Settings
 ) -> None:
     serve(run, checkpoint, "m", coordinator, *SLOW)
-    writer = ends.enter_context(script(EARLY, coordinator))
+    writer = ends.enter_context(script(EARLY, coordinator, imported="torch"))
     assert writer.stdout is not None
     assert writer.stdout.readline().strip() == "0"
     with api.pull(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.support import forkserver
 
 #: Pulls, says "going" once two layers are ready, and in the end prints its report (or the error's
 #: type) and the digest of each tensor.
@@ -38,7 +39,7 @@ pull.close()
 class Pulling:
     """The process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: forkserver.Forked | subprocess.Popen[str]) -> None:
         self.process = process
 
     def going(self) -> None:
@@ -62,14 +63,8 @@ def pulling(
     coordinator: str, env: dict[str, str], settings: dict[str, object], **arguments: object
 ) -> Iterator[Pulling]:
     """Pull "m" from "auto" with these settings and arguments of `pull`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PULL, coordinator, json.dumps(settings), json.dumps(arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
+    given = (coordinator, json.dumps(settings), json.dumps(arguments))
+    process = forkserver.python(_PULL, *given, env=env, imported="torch", errors=True)
     with process:
         try:
             yield Pulling(process)

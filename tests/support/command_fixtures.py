@@ -17,6 +17,13 @@ def commands_are_forked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def torch_is_forked() -> Iterator[None]:
+    """Code that `forkserver.python` runs with "torch" is a fork of what has imported it."""
+    with forkserver.running(environment(), "torch"):
+        yield
+
+
 @pytest.fixture
 def run() -> Iterator[Callable[..., Command]]:
     """Start commands that end with the test."""

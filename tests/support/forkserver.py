@@ -10,6 +10,7 @@ another host or user, start an interpreter of their own.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,21 +19,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 #: Variables that count when an interpreter or a library starts.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GRPC_")
-#: What most commands import, before or while they run.
-_IMPORTED = (
-    "mx.api",
-    "mx.cli.app",
-    "mx.cli.coordinator",
-    "mx.cli.pull",
-    "mx.cli.serve",
-    "mx.coordinator.daemon",
-)
+#: What most commands import, before or while they run; and what code imports that uses torch.
+_IMPORTED = {
+    "commands": (
+        "mx.api",
+        "mx.cli.app",
+        "mx.cli.coordinator",
+        "mx.cli.pull",
+        "mx.cli.serve",
+        "mx.coordinator.daemon",
+    ),
+    "torch": ("mx.api", "torch", "safetensors.torch"),
+}
 _MAX_REQUEST = 1 << 17
 _TICK_S = 0.01
 
@@ -40,9 +45,10 @@ _TICK_S = 0.01
 class Forked:
     """A process of the server's, used as a `subprocess.Popen`."""
 
-    def __init__(self, pid: int, status: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def __init__(self, pid: int, status: int, stdout: IO[Any], stderr: IO[Any] | None) -> None:
         self.pid = pid
         self.stdout, self.stderr = stdout, stderr
+        self.stdin: IO[str] | None = None
         self.returncode: int | None = None
         self._status = status  # a pipe, on which the server says how it has ended
 
@@ -71,6 +77,34 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Close standard input and read the others to their ends, as `Popen.communicate`."""
+        said: dict[str, Any] = {"stderr": None}
+
+        def read(name: str, pipe: IO[Any]) -> None:
+            said[name] = pipe.read()
+
+        if self.stdin is not None:
+            self.stdin.close()
+        pipes = [("stdout", self.stdout), *([("stderr", self.stderr)] if self.stderr else [])]
+        readers = [threading.Thread(target=read, args=each) for each in pipes]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        return said["stdout"], said["stderr"]
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.wait()
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -79,19 +113,21 @@ class Forked:
 
 
 class ForkServer:
-    """The server of this process. `close` it: its processes end with it."""
+    """A server of this process. `close` it: its processes end with it."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], imported: str) -> None:
         """
         Args:
             env: The environment in which it imports.
+            imported: A name in `_IMPORTED`.
         """
         self._env = _at_start(env)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from tests.support import forkserver; forkserver.main({theirs.fileno()})"
+        arguments = f"{theirs.fileno()}, {imported!r}"
+        code = f"from tests.support import forkserver; forkserver.main({arguments})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env=dict(env),
+            env={**env, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would be missing in forks
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,  # as its processes have it: it decides how they buffer
@@ -106,15 +142,39 @@ class ForkServer:
 
     def start(self, entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked:
         """Start `mx.cli.<entry>()` with these arguments, standard output and error in pipes."""
-        request = {"entry": entry, "arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
-        out, err, status = os.pipe(), os.pipe(), os.pipe()
+        out, err = os.pipe(), os.pipe()
+        pid, status = self._start({"entry": entry}, arguments, env, (out[1], err[1]))
+        return Forked(pid, status, open(out[0], "rb"), open(err[0], "rb"))
+
+    def run(
+        self, code: str, arguments: Sequence[str], env: Mapping[str, str], errors: bool
+    ) -> Forked:
+        """Run code as `python -c`, standard input and output (and error) in pipes of text."""
+        given, out, err = os.pipe(), os.pipe(), os.pipe() if errors else (-1, os.dup(2))
+        passed = (out[1], err[1], given[0])
+        pid, status = self._start({"code": code}, arguments, env, passed)
+        said = os.fdopen(err[0], encoding="utf-8") if errors else None
+        forked = Forked(pid, status, os.fdopen(out[0], encoding="utf-8"), said)
+        forked.stdin = os.fdopen(given[1], "w", encoding="utf-8")
+        return forked
+
+    def _start(
+        self,
+        what: dict[str, str],
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        streams: Sequence[int],
+    ) -> tuple[int, int]:
+        """Start a process, whose standard output, error (and input) these are; they are closed.
+        Returns its id, and a pipe on which the server says how it has ended."""
+        request = {**what, "arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
+        status = os.pipe()
         os.set_blocking(status[0], False)
-        passed = [out[1], err[1], status[1]]
+        passed = [status[1], *streams]
         socket.send_fds(self._control, [json.dumps(request).encode()], passed)
         for descriptor in passed:
             os.close(descriptor)
-        pid = int(self._control.recv(16))
-        return Forked(pid, status[0], open(out[0], "rb"), open(err[0], "rb"))
+        return int(self._control.recv(16)), status[0]
 
     def close(self) -> None:
         """End the server and its processes."""
@@ -128,60 +188,88 @@ def _at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(_AT_START)}
 
 
-_server: ForkServer | None = None
+_servers: dict[str, ForkServer] = {}
 
 
 @contextlib.contextmanager
-def running(env: Mapping[str, str]) -> Iterator[None]:
-    """Run a server for the commands of this process, unless there is one."""
-    global _server
-    if _server is not None:
+def running(env: Mapping[str, str], imported: str = "commands") -> Iterator[None]:
+    """Run a server for the commands of this process, or for code that imports torch, unless there
+    is one."""
+    if imported in _servers:
         yield
         return
-    _server = ForkServer(env)
+    _servers[imported] = server = ForkServer(env, imported)
     try:
         yield
     finally:
-        _server.close()
-        _server = None
+        del _servers[imported]
+        server.close()
 
 
 def started(entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked | None:
     """Start one of our commands; None if only a new interpreter will do."""
-    if _server is None or not _server.can(env):
+    server = _servers.get("commands")
+    if server is None or not server.can(env):
         return None
-    return _server.start(entry, arguments, env)
+    return server.start(entry, arguments, env)
 
 
-def server_pid() -> int | None:
-    """The process whose children are those of this one."""
-    return None if _server is None else _server.pid
+def python(
+    code: str,
+    *arguments: str,
+    env: Mapping[str, str],
+    imported: str = "commands",
+    errors: bool = False,
+) -> Forked | subprocess.Popen[str]:
+    """Run code as `python -c`, standard input and output in pipes of text, with `errors` standard
+    error too: as a fork, where a server runs that has imported what is named."""
+    server = _servers.get(imported)
+    if server is not None and server.can(env):
+        return server.run(code, arguments, env, errors)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if errors else None,
+        text=True,
+        env=dict(env),
+    )
+
+
+def server_pids() -> list[int]:
+    """The processes whose children are those of this one."""
+    return [server.pid for server in _servers.values()]
 
 
 # -- the server -----------------------------------------------------------------------------------
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, imported: str) -> None:
     """Serve requests until the other side is gone. In a forked process: run the command."""
     from mx import config
 
     config.quieten_grpc()  # as commands do, before they import it
     with contextlib.suppress(ImportError):  # typer imports it for the first parameter
         importlib.import_module("typer._adapters")
-    for module in _IMPORTED:
+    for module in _IMPORTED[imported]:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
+    gc.collect()
+    gc.freeze()  # so that no collection of a fork writes to it, and copies all
     control = socket.socket(fileno=descriptor)
     control.send(b"ready")
-    entry = _serve(control)
-    if entry:
+    request = _serve(control)
+    if "code" in request:
+        code = compile(request["code"], "<string>", "exec", dont_inherit=True)
+        exec(code, {"__name__": "__main__"})
+    elif request:
         from mx import cli
 
-        getattr(cli, entry)()
+        getattr(cli, request["entry"])()
 
 
-def _serve(control: socket.socket) -> str:
-    """Returns the entry of a command, in a process of its own; "" at the end, in the server."""
+def _serve(control: socket.socket) -> dict[str, Any]:
+    """Returns what a process of its own is to do; nothing at the end, in the server."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     running: dict[int, tuple[int, int]] = {}  # pidfd: (pid, status pipe)
@@ -196,34 +284,34 @@ def _serve(control: socket.socket) -> str:
                     os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
                 os.close(status)
                 continue
-            text, passed, _, _ = socket.recv_fds(control, _MAX_REQUEST, 3)
+            text, passed, _, _ = socket.recv_fds(control, _MAX_REQUEST, 4)
             if not text:
                 for pid, _ in running.values():
                     os.kill(pid, signal.SIGKILL)
-                return ""
+                return {}
             if not (pid := os.fork()):
                 selector.close()
                 control.close()
                 for pidfd, (_, status) in running.items():
                     os.close(pidfd)
                     os.close(status)
-                os.close(passed.pop())
+                os.close(passed.pop(0))
                 return _become(json.loads(text), passed)
             control.send(str(pid).encode())
-            os.close(passed[0])
-            os.close(passed[1])
+            for descriptor in passed[1:]:
+                os.close(descriptor)
             pidfd = os.pidfd_open(pid)
-            running[pidfd] = (pid, passed[2])
+            running[pidfd] = (pid, passed[0])
             selector.register(pidfd, selectors.EVENT_READ)
 
 
-def _become(request: dict[str, Any], outputs: Sequence[int]) -> str:
-    """Make this process what the request asks for. Returns its entry."""
-    for number, descriptor in enumerate(outputs, 1):
+def _become(request: dict[str, Any], streams: Sequence[int]) -> dict[str, Any]:
+    """Make this process what the request asks for, and return it."""
+    for number, descriptor in zip((1, 2, 0), streams, strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = ["-c", *request["arguments"]]
-    return str(request["entry"])
+    return request

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,13 @@ def _shared_mappings() -> Iterator[str]:
 def _children() -> Iterator[int]:
     # Most commands are children of the fork server, where one was imported.
     forkserver = sys.modules.get("tests.support.forkserver")
-    parents = (os.getpid(), None if forkserver is None else forkserver.server_pid())
+    parents = (os.getpid(), *(() if forkserver is None else forkserver.server_pids()))
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
-            stat = Path("/proc", name, "stat").read_bytes()
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                stat = file.read()
         except (FileNotFoundError, ProcessLookupError):
             continue
         # The command's name is in parentheses and may hold anything, parentheses included.

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from mx.memory.collector import paused
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_the_suite_is_frozen() -> Iterator[None]:
+    """As in a process of its own (tests/conftest.py freezes what it has collected)."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
 
 
 def test_pauses_nest_and_end() -> None:
