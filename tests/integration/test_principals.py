@@ -19,11 +19,7 @@ import pytest
 from mx import discovery
 from mx.core.registration import Registration
 from mx.core.types import SourceRecord
-from mx.errors import (
-    NotAllowedError,
-    PeerRefusedError,
-    PeerUntrustedError,
-)
+from mx.errors import NotAllowedError, PeerRefusedError, PeerUntrustedError
 from mx.transport import Grant, TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
