@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -33,6 +34,7 @@ from tests.integration.test_principals import (
     authority,
     site,
 )
+from tests.support.commands import free_port
 
 pytestmark = [
     pytest.mark.integration,
@@ -187,3 +189,17 @@ def test_doctor_says_which_right_is_missing(site: Site, checkpoint: Path) -> Non
     assert said["level"] == "failure" and f"may not pull '{MODEL}'" in said["text"]
     assert "the policy of this source" in said["text"] and endpoint in said["text"]
     assert "may = 'pull' in its --policy" in said["fix"]
+
+
+def test_the_page_says_a_refusal_once_and_comes_back(site: Site) -> None:
+    site.coordinator("--policy", str(site.policy))
+    web = site.mx("stranger", "web", "--listen", f"127.0.0.1:{free_port()}", "--json")
+    web.until(lambda: "web.coordinator_answers" in web.err, "the coordinator's answer")
+    _policy(site, SERVE + PULL)
+    refusal = "sa/other may not observe any model"
+    web.until(lambda: refusal in web.err, "the refusal")
+    assert web.process.poll() is None
+    time.sleep(2)  # it asks again, and gets the same
+    _policy(site, SERVE + PULL + OBSERVE)
+    web.until(lambda: web.err.count("web.coordinator_answers") == 2, "the coordinator again")
+    assert web.err.count("web.coordinator_lost") == 1 == web.err.count(refusal)
