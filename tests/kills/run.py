@@ -84,8 +84,8 @@ class Coordinator:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-c", _CLOCK.format(self._clock_s) + _COORDINATOR, "--listen",
-                    self.address, "--state", self._spec, "--lease-s", str(_LEASE_S), "--receipt-key",
-                    str(self._folder / "receipts"), "--log-level", "warning",
+                    self.address, "--state", self._spec, "--lease-s", str(_LEASE_S),
+                    "--receipt-key", str(self._folder / "receipts"), "--log-level", "warning",
                 ],
                 stderr=log, stdout=log, stdin=subprocess.DEVNULL,
             )  # fmt: skip
