@@ -23,18 +23,18 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import fetch
 from mx.wire.watching import WatchKind
-from tests.integration.test_principals import (
+from tests.support.commands import free_port
+from tests.support.policy_site import (
     MODEL,
     OBSERVE,
     PULL,
     SERVE,
     Site,
-    _listed,
-    _record,
     authority,
+    listed,
+    registrable,
     site,
 )
-from tests.support.commands import free_port
 
 pytestmark = [
     pytest.mark.integration,
@@ -68,7 +68,7 @@ async def test_documents_are_given_to_those_who_may_pull_a_model_of_them(
     await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
     _, endpoint = await asyncio.to_thread(site.serve, checkpoint, "--policy", str(site.policy))
     reader, stranger = site.files("reader"), site.files("stranger")
-    served = (await _listed(site, reader)).ref.documents
+    served = (await listed(site, reader)).ref.documents
     for address in (site.address, endpoint):
         for files, given in ((reader, True), (stranger, False)):
             channel = dial(address, tls=files)
@@ -76,7 +76,7 @@ async def test_documents_are_given_to_those_who_may_pull_a_model_of_them(
             await channel.close(None)
 
     # What it does not have it can't register as its own model either, and pull then.
-    made, record, secret = _record()
+    made, record, secret = registrable()
     record = replace(record, model=replace(record.model, name="other-1"))
     client, source = (
         CoordinatorClient(site.address, tls=site.files(name)) for name in ("stranger", "source")
@@ -114,7 +114,7 @@ async def test_watches_follow_the_policy(site: Site) -> None:
     source, reader, stranger = (
         CoordinatorClient(site.address, tls=site.files(name)) for name in names
     )
-    made, record, secret = _record()
+    made, record, secret = registrable()
     pull_id = str(uuid.uuid4())
 
     async def report() -> None:

@@ -35,8 +35,20 @@ from mx.wire.v1 import peer_pb2
 from mx.wire.watching import WatchKind
 from mx_transports.tcp import TcpTransport
 from tests.support.certificates import Authority
-from tests.support.commands import Command, Run, free_port
-from tests.support.records import by_digest, make_documents, make_record
+from tests.support.commands import Command
+from tests.support.policy_site import (
+    MEMBERS,
+    MODEL,
+    OBSERVE,
+    PULL,
+    SERVE,
+    Site,
+    authority,
+    flags,
+    listed,
+    registrable,
+    site,
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -44,92 +56,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command"),
 ]
 
-HERE = "subjectAltName=IP:127.0.0.1,DNS:localhost"
-MEMBERS = {
-    "coordinator": f"{HERE},URI:spiffe://mx.test/coordinator",
-    "source": f"{HERE},URI:spiffe://mx.test/ns/a/sa/source",
-    "engine": f"{HERE},URI:spiffe://mx.test/ns/a/sa/engine",
-    "reader": "subjectAltName=URI:spiffe://mx.test/ns/a/sa/reader",
-    "second": "subjectAltName=URI:spiffe://mx.test/ns/b/sa/reader",
-    "stranger": f"{HERE},URI:spiffe://mx.test/ns/b/sa/other",
-    "several": f"{HERE},URI:spiffe://mx.test/ns/a/sa/source,URI:spiffe://mx.test/x",
-}
-SERVE = """
-[[allow]]
-principal = ["spiffe://mx.test/ns/a/sa/source", "spiffe://mx.test/ns/a/sa/engine"]
-may = "serve"
-models = "llama-*"
-"""
-PULL = """
-[[allow]]
-principal = "spiffe://mx.test/ns/*/sa/reader"
-may = "pull"
-models = "llama-*"
-"""
-OBSERVE = """
-[[allow]]
-principal = "spiffe://mx.test/ns/b/sa/other"
-may = "observe"
-models = "other-*"
-"""
-MODEL = "llama-8b"
-
-
-def flags(files: TlsFiles) -> tuple[str, ...]:
-    return (
-        *("--tls-cert", files.certificate),
-        *("--tls-key", files.key),
-        *("--tls-ca", files.authority),
-    )
-
-
-class Site:
-    """Certificates, a policy, and commands that use them."""
-
-    def __init__(self, folder: Path, run: Run, authority: Authority) -> None:
-        self.folder, self.run, self.authority = folder, run, authority
-        self.address = f"127.0.0.1:{free_port()}"
-        self.policy = folder / "policy.toml"
-        self.policy.write_text(SERVE + PULL + OBSERVE)
-
-    def files(self, name: str) -> TlsFiles:
-        return self.authority.certificate(name, MEMBERS[name])
-
-    def coordinator(self, *more: str) -> Command:
-        shown = flags(self.files("coordinator"))
-        found = self.run("--listen", self.address, *shown, *more, daemon=True)
-        found.until(lambda: "listens on" in found.err, "a coordinator")
-        return found
-
-    def mx(self, name: str, *arguments: str) -> Command:
-        shown = flags(self.files(name))
-        return self.run(*arguments, "--coordinator", self.address, *shown)
-
-    def serve(self, checkpoint: Path, *more: str, name: str = "source") -> tuple[Command, str]:
-        about = ("--model", MODEL, "--json", "--log-format", "text", *more)
-        found = self.mx(name, "serve", str(checkpoint), *about)
-        return found, str(found.json()["endpoint"])
-
-    def refused(self, name: str, *arguments: str, code: int = 5) -> str:
-        """What a command says that ends with this code."""
-        command = self.mx(name, *arguments)
-        assert command.wait(60) == code, command.err
-        assert "Traceback" not in command.err
-        return command.err
-
-    def pulls(self, name: str, *arguments: str) -> None:
-        command = self.mx(name, "pull", MODEL, *arguments)
-        assert command.wait(60) == 0, command.err
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("certificates"), "ca")
-
-
-@pytest.fixture
-def site(tmp_path: Path, run: Run, authority: Authority) -> Site:
-    return Site(tmp_path, run, authority)
+__all__ = ["authority", "site"]  # fixtures
 
 
 def until_audited(command: Command, what: str, *fields: str) -> None:
@@ -247,21 +174,13 @@ async def _describing(
         await channel.close(None)
 
 
-async def _listed(site: Site, files: TlsFiles) -> SourceRecord:
-    client = CoordinatorClient(site.address, tls=files)
-    try:
-        return (await client.resolve(MODEL)).sources[0]
-    finally:
-        await client.close()
-
-
 async def test_a_grant_can_be_read_by_the_certificate_that_opened_it_alone(
     site: Site, checkpoint: Path
 ) -> None:
     await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
     _, endpoint = await asyncio.to_thread(site.serve, checkpoint, "--policy", str(site.policy))
     reader, second = site.files("reader"), site.files("second")
-    record = await _listed(site, reader)
+    record = await listed(site, reader)
     async with _granted(endpoint, reader, record) as granted:
         grant = Grant(
             granted.grant_id,
@@ -281,21 +200,13 @@ async def test_a_grant_can_be_read_by_the_certificate_that_opened_it_alone(
             pass
 
 
-def _record() -> tuple[dict[bytes, bytes], SourceRecord, bytes]:
-    """Documents, a source of them at 127.0.0.1, and its secret."""
-    documents = make_documents("weights")
-    record = replace(make_record(documents, name=MODEL), endpoint="127.0.0.1:7601")
-    place = replace(record.place, addresses=("127.0.0.1",))
-    return by_digest(documents), replace(record, place=place), bytes(range(32))
-
-
 async def test_a_source_is_at_hosts_that_its_certificate_names_and_its_registrants(
     site: Site,
 ) -> None:
     await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
     client = CoordinatorClient(site.address, tls=site.files("source"))
     other = CoordinatorClient(site.address, tls=site.files("engine"))
-    documents, record, secret = _record()
+    documents, record, secret = registrable()
     try:
         for wrong in (
             replace(record, endpoint="127.0.0.2:7601"),
@@ -327,7 +238,7 @@ async def test_a_client_shows_what_its_files_are_now_and_its_streams_go_on(
     source, engine = site.files("source"), site.files("engine")
     _put(used, source, source.authority)
     client = CoordinatorClient(site.address, tls=used)
-    documents, record, secret = _record()
+    documents, record, secret = registrable()
     try:
         await client.register(Registration(record, secret), documents)
         async with aclosing(client.watch(MODEL)) as updates:
@@ -470,7 +381,7 @@ async def test_an_authority_that_is_gone_lets_its_members_go_on_nowhere(
     source, endpoint = await asyncio.to_thread(site.serve, checkpoint)
     reader = CoordinatorClient(site.address, tls=used["reader"])
     try:
-        record = await _listed(site, used["reader"])
+        record = await listed(site, used["reader"])
         async with (
             _granted(endpoint, used["reader"], record),
             _describing(endpoint, used["reader"]) as describe,
@@ -501,7 +412,7 @@ def test_requests_are_taken_by_whom_the_policy_lets(site: Site) -> None:
 
     async def listed_port() -> int:
         client = CoordinatorClient(site.address, tls=site.files("engine"))
-        documents, record, secret = _record()
+        documents, record, secret = registrable()
         record = replace(record, requests_port=8000)
         try:
             await client.register(Registration(record, secret), documents)
