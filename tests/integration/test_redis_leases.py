@@ -25,6 +25,9 @@ for _, id in ipairs(redis.call('HKEYS', '{mx}:sources')) do
   if left > 0 then redis.call('PEXPIRE', '{mx}:lease:' .. id, left)
   else redis.call('DEL', '{mx}:lease:' .. id) end
 end
+for _, id in ipairs(redis.call('HKEYS', '{mx}:spared')) do
+  redis.call('HINCRBY', '{mx}:spared', id, -ARGV[1])
+end
 """
 JUMP_S = 3600.0
 
