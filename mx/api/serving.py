@@ -32,6 +32,7 @@ from mx.errors import (
     ConfigError,
     CoordinatorError,
     CoordinatorVersionError,
+    NotAllowedError,
 )
 from mx.namekey import NameKey
 from mx.runtime import uncut
@@ -127,7 +128,7 @@ async def join_or_embed(
         patience_s = wait_s if must_be_there else 0.0
         return None, await _answered(client, ask, patience_s, cancelled)
     except CoordinatorError as error:
-        if isinstance(error, CoordinatorVersionError):
+        if isinstance(error, CoordinatorVersionError | NotAllowedError):
             raise  # there is a coordinator, so that none can be embedded here
         if named_by and embed:
             error.hint += f"; none is embedded here, since {named_by} names one"

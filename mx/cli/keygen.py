@@ -55,4 +55,6 @@ def keygen(
         ) from error
     if as_json:
         outcome.emit({"name_key": str(path)})
-    outcome.say(f"made the name key {path}\n  keep it secret: who has it may update your names")
+    outcome.say(
+        f"made the key {path}\n  keep it secret: who has it can take over the names it is for"
+    )

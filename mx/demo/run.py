@@ -118,7 +118,7 @@ def _sum_up(rows: Sequence[Row], console: Console) -> None:
 def _start_page(stack: ExitStack, folder: Path, coordinator: str, console: Console) -> str:
     """Start the page, for as long as the stack lasts. Returns its URL; "" without its libraries."""
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        console.print("[bold]page[/]         not shown: pip install 'mx-peer[web]'", markup=True)
+        console.print(r"[bold]page[/]         not shown: pip install 'mx-peer\[web]'")
         return ""
     arguments = ["--listen", "127.0.0.1:0", "--coordinator", coordinator]
     page = stack.enter_context(_command("web", arguments, folder))

@@ -73,6 +73,8 @@ class Relay:
         self._streams = StreamDialer(options.tls, options.insecure)
         self._landed = asyncio.Event()  # its node's, once it has started
         self._listens = False
+        #: Why the coordinator does not list it, where that is a policy's word.
+        self._refused: NotAllowedError | None = None
 
     async def start(self, node: Node) -> None:
         """See `mx.swarm.sharing.Host`."""
@@ -109,14 +111,17 @@ class Relay:
                     await self._server.register(self._coordinator)
                 elif held != reported:
                     await self._server.advertise()
-                reported = held
+                reported, self._refused = held, None
                 pause_s = ADVERTISE_S
             except MxError as error:  # tried again below, and reading does not depend on it
                 whole = False
                 self._landed.set()
                 # Without the right to serve it is refused each time, until there is a new policy.
-                refused = isinstance(error, NotAllowedError)
+                refused = error if isinstance(error, NotAllowedError) else None
                 pause_s = min(2 * pause_s, REFUSED_S) if refused else ADVERTISE_S
+                if refused and not self._refused:
+                    log.warning("other pulls are not told of this one: %s", error)
+                self._refused = refused
             if not whole:
                 await asyncio.sleep(pause_s)  # a report follows after no less than this
                 await self._landed.wait()
@@ -149,7 +154,10 @@ class Relay:
 
         Raises:
             LocalError: It was withdrawn: this process has written to it.
+            NotAllowedError: The coordinator's policy does not let it be listed.
         """
+        if self._refused:
+            raise self._refused
         await self._server.settle(self._held.source_id)
         with contextlib.suppress(MxError):  # the next renewal of the registration reports it too
             await self._server.advertise()

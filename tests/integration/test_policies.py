@@ -203,3 +203,12 @@ def test_the_page_says_a_refusal_once_and_comes_back(site: Site) -> None:
     _policy(site, SERVE + PULL + OBSERVE)
     web.until(lambda: web.err.count("web.coordinator_answers") == 2, "the coordinator again")
     assert web.err.count("web.coordinator_lost") == 1 == web.err.count(refusal)
+
+
+@pytest.mark.long
+def test_a_pull_that_may_not_serve_says_that_it_holds_nothing(site: Site, checkpoint: Path) -> None:
+    site.coordinator("--policy", str(site.policy))
+    site.serve(checkpoint, "--max-bandwidth", "3MB")
+    said = site.refused("holder", "pull", MODEL, "--hold", "--transport", "tcp")
+    assert "other pulls are not told of this one" in said  # while it ran
+    assert said.count("sa/reader may not serve") == 2 and "holding" not in said

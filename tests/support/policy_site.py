@@ -21,6 +21,7 @@ MEMBERS = {
     "engine": f"{HERE},URI:spiffe://mx.test/ns/a/sa/engine",
     "reader": "subjectAltName=URI:spiffe://mx.test/ns/a/sa/reader",
     "second": "subjectAltName=URI:spiffe://mx.test/ns/b/sa/reader",
+    "holder": f"{HERE},URI:spiffe://mx.test/ns/c/sa/reader",
     "stranger": f"{HERE},URI:spiffe://mx.test/ns/b/sa/other",
     "several": f"{HERE},URI:spiffe://mx.test/ns/a/sa/source,URI:spiffe://mx.test/x",
 }

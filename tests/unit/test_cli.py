@@ -307,3 +307,26 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert err == "error: interrupted\n"
     assert the_object(out)["error"]["exit_code"] == 130
+
+
+def test_ctrl_c_while_a_class_is_made_in_an_import_is_130() -> None:
+    code = """
+import sys
+from mx import cli
+
+class Interrupted:
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "mx.cli.app":
+            type("Made", (), {"field": Interrupted()})
+
+sys.meta_path.insert(0, Finder())
+cli.main(["--version"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -81,6 +81,7 @@ function draw() {
   context.now = store.now();
 
   showState();
+  attribute(document.body, "data-synced", store.synced);
   const running = [...pull.values()].filter((row) => row.phase === "running");
   text(at("total-models"), store.synced ? whole(model.size) : "–");
   text(at("total-sources"), store.synced ? whole(source.size) : "–");
