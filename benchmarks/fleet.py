@@ -220,7 +220,7 @@ class Fleet(Swarm):
     def __init__(self, setting: Setting, address: str, slow: float) -> None:
         super().__init__(replace(setting, join_s=float("inf")))
         self.address = address
-        self._slow = slow
+        self._dilation = slow
         self.calls: Counter[str] = Counter()
         self.sent_bytes = self.received_bytes = 0
         #: The ids of the sources in each host's last answer, by the host's id.
@@ -233,11 +233,11 @@ class Fleet(Swarm):
 
     @property
     def now_s(self) -> float:
-        return (time.monotonic() - self._began_s) / self._slow
+        return (time.monotonic() - self._began_s) / self._dilation
 
     async def sleep(self, seconds: float) -> None:
         """Sleep so long by the simulation's clock."""
-        await asyncio.sleep(seconds * self._slow)
+        await asyncio.sleep(seconds * self._dilation)
 
     def count(self, name: str, request: Any, answer: Any) -> None:
         """Count a message of a host, and its answer, None for none."""
