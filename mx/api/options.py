@@ -128,8 +128,12 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         _check_ranks(options)
     if options.files_only:
         _check_files_only(options)
-    if options.hold and coordinator:
-        dialled_host(settings.listen, settings.advertise, coordinator)
+    if options.hold and coordinator:  # refused now, and not when all has been pulled
+        ours = dialled_host(settings.listen, settings.advertise, coordinator)
+        if tls is not None:
+            from mx.wire.tls import check_server_files  # it needs `cryptography`
+
+            check_server_files(tls, ours)
     return replace(options, cache=_cache(options, settings))
 
 

@@ -138,6 +138,8 @@ def test_a_policy_needs_certificates_and_no_mistakes(site: Site, checkpoint: Pat
         "source", "serve", str(checkpoint), "--policy", str(site.folder / "none"), code=2
     )
     assert "No such file" in said
+    said = site.refused("reader", "pull", MODEL, "--hold")  # no coordinator has to answer for that
+    assert "a server's certificate has a DNS name or an address, too" in said
     wrong = ("--policy", str(site.policy))
     said = site.refused("source", "pull", MODEL, "--hold", *wrong, code=2)
     assert "line 1: there is no right 'fly'" in said
