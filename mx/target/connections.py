@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from mx.core.connections import Connections, Entry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
-from mx.errors import ConfigError, MxError, NoSourceError
+from mx.errors import ConfigError, MxError, NoSourceError, PeerLostError
 from mx.runtime import set_by
 from mx.swarm.sharing import Sharing
 from mx.target.connector import Connector
@@ -119,8 +119,10 @@ class ConnectionPool:
             if self._connections.idle and not self._sharing.coordinated:
                 self._sharing.no_whole_source()
             if not self._expects_more(now_s):
-                refusals = await self._connector.refusals()
-                self._causes += [each for each in refusals if each not in self._causes]
+                known = (*self._causes, *self._transfer.causes)
+                if any(isinstance(each, PeerLostError) for each in known):
+                    refusals = await self._connector.refusals()
+                    self._causes += [each for each in refusals if each not in self._causes]
                 if not self._give_up():
                     return
             if not edition.ended:

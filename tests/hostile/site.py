@@ -147,7 +147,7 @@ def failed(pull: Command, *words: str, code: int | None = None, out: Path | None
     assert pull.wait(END_S) == found["error"]["exit_code"] > EXIT_OTHER, pull.err + pull.out
     assert code is None or found["error"]["exit_code"] == code, pull.out
     for word in words:
-        assert word in found["error"]["message"]
+        assert word in found["error"]["message"], found
     assert "Traceback" not in pull.err
     assert out is None or not [*out.glob("*.safetensors"), *out.glob(SIDE_FILE)]
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from mx.memory import collector
 from mx.memory.collector import paused
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_the_suite_is_frozen() -> Iterator[None]:
+def nothing_of_the_suite_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of its own (tests/conftest.py freezes what it has collected)."""
+    monkeypatch.setattr(collector, "_frozen", False)
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -68,3 +70,18 @@ def test_what_the_caller_has_frozen_stays_frozen() -> None:
         assert gc.get_freeze_count() > frozen // 2 > 0
     finally:
         gc.unfreeze()
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That looks at each of them."""
+    counted: list[int] = []
+
+    def count() -> int:
+        counted.append(1)
+        return 5
+
+    monkeypatch.setattr(gc, "get_freeze_count", count)
+    for _ in range(3):
+        with paused():
+            pass
+    assert len(counted) == 1

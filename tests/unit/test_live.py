@@ -31,14 +31,6 @@ from mx.storage.reader import hash_in_place
 from mx.views import ScatteredView, host_view
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_of_the_suite_is_frozen() -> Iterator[None]:
-    """Each description counts what is frozen, one by one: here there are thousands of them."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def none_left() -> Iterator[None]:
     yield

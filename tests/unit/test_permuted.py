@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import io
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,14 +32,6 @@ from mx.storage.writer import CheckpointWriter
 from tests.support.described import describe
 
 DTYPES = list(TORCH_DTYPES.values())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_of_the_suite_is_frozen() -> Iterator[None]:
-    """Each description counts what is frozen, one by one: here there are thousands of them."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 def served(what: Any) -> tuple[Manifest, memoryview]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from mx.coordinator.events import log_changes
@@ -21,7 +23,7 @@ def test_no_message_of_a_source_that_is_gone_stays_where_the_stream_begins_again
 
 def test_sources_that_a_coordinator_finds_do_not_register(caplog: pytest.LogCaptureFixture) -> None:
     up = [Change(ChangeKind.UP, make_record(make_documents(each))) for each in "AB"]
-    with caplog.at_level("INFO"):
+    with caplog.at_level(logging.INFO, "mx"):
         log_changes(Tail(2, up, [], [], begins_again=True))
         assert "source.listed sources=2" in caplog.text and "registered" not in caplog.text
         log_changes(Tail(4, up, [], [], begins_again=False))
