@@ -179,6 +179,7 @@ class FakeTransfer:
         self.stage = stage
         self.manifest = stage.manifest
         self.arena = stage.arena
+        self.causes: tuple[MxError, ...] = ()  # those of reads
 
     @property
     def started(self) -> bool:
