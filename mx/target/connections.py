@@ -119,8 +119,7 @@ class ConnectionPool:
             if self._connections.idle and not self._sharing.coordinated:
                 self._sharing.no_whole_source()
             if not self._expects_more(now_s):
-                known = (*self._causes, *self._transfer.causes)
-                if any(isinstance(each, PeerLostError) for each in known):
+                if all(isinstance(each, PeerLostError) for each in self._causes):
                     refusals = await self._connector.refusals()
                     self._causes += [each for each in refusals if each not in self._causes]
                 if not self._give_up():

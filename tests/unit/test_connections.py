@@ -179,7 +179,6 @@ class FakeTransfer:
         self.stage = stage
         self.manifest = stage.manifest
         self.arena = stage.arena
-        self.causes: tuple[MxError, ...] = ()  # those of reads
 
     @property
     def started(self) -> bool:
