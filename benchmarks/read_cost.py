@@ -77,7 +77,7 @@ class _Lease:
     def ask(self, chunk: int, right: Callable[[], None]) -> None:
         raise NotImplementedError
 
-    def end(self) -> None: ...
+    def end(self, *, lost: bool = False) -> None: ...
 
 
 def _path() -> SourcePath:

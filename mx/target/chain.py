@@ -61,7 +61,7 @@ class _NoLease:
     def ask(self, chunk: int, right: Callable[[], None]) -> None:
         raise NotImplementedError
 
-    def end(self) -> None:
+    def end(self, *, lost: bool = False) -> None:
         """Do nothing."""
 
 

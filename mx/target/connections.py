@@ -281,11 +281,13 @@ class ConnectionPool:
         entry, connection = self._live.pop(number, (None, None))
         if entry is None or connection is None:
             return
-        if not isinstance(error, PeerLeftError):
+        left = isinstance(error, PeerLeftError)
+        if not left:
             self._left[connection.peer] = error.message
         lease_runs = connection.lease.check() is None
         self._connections.lost(entry, error, time.monotonic(), lease_runs=lease_runs)
-        await self._connector.give_back(connection)
+        lost = isinstance(error, PeerLostError) and not left
+        await self._connector.give_back(connection, lost=lost)
         self._report_lost(entry.key)
 
     def _check_leases(self) -> None:

@@ -203,15 +203,16 @@ class Connector:
             content=path.source.content,
         )
 
-    async def give_back(self, connection: Connection) -> None:
-        """Close the session, and the lease if no other session uses it. Once per connection."""
+    async def give_back(self, connection: Connection, *, lost: bool = False) -> None:
+        """Close the session, and the lease if no other session uses it. Once per connection.
+        `lost`: the connection has failed."""
         connection.session.close()
-        await self._leave(connection.lease)
+        await self._leave(connection.lease, lost=lost)
 
-    async def _leave(self, lease: ReadLease) -> None:
+    async def _leave(self, lease: ReadLease, *, lost: bool = False) -> None:
         self._users[lease] -= 1
         if self._users[lease] <= 0:
-            lease.end()  # at once: a draining source would wait for it
+            lease.end(lost=lost)  # at once: a draining source would wait for it
 
     async def refusals(self) -> list[PeerUntrustedError]:
         """Return the last words of sources that have ended a lease since we may not pull any more.

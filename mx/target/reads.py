@@ -54,8 +54,8 @@ class ReadLease(Protocol):
                 `SourceChangedError` soon.
         """
 
-    def end(self) -> None:
-        """Give the lease back; does not block. Idempotent."""
+    def end(self, *, lost: bool = False) -> None:
+        """Give the lease back; does not block. Idempotent. `lost`: a connection on it was lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,16 +339,24 @@ class Lease:
             self._error = error
             self._on_change()
 
-    def end(self) -> None:
-        """Begin to give the lease back: `check` fails from now on. Does not block. Idempotent."""
+    def end(self, *, lost: bool = False) -> None:
+        """Begin to give the lease back: `check` fails from now on. Does not block. Idempotent.
+
+        Args:
+            lost: A connection on it was lost, so that the source may be ending the stream, too.
+                Then nothing is written any more: a write into a stream that has ended may cost
+                gRPC the status that it ended with.
+        """
         if self._giving_back is not None:
             return
         self._on_change = lambda: None
         answering = self._error is None or isinstance(self._error, StaleGenerationError)
         self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
-        self._giving_back = asyncio.create_task(self._give_back(answering), name="mx-lease-end")
+        self._giving_back = asyncio.create_task(
+            self._give_back(answering, silent=lost), name="mx-lease-end"
+        )
 
-    async def _give_back(self, answering: bool) -> None:
+    async def _give_back(self, answering: bool, *, silent: bool) -> None:
         if self._renewer is not None:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
@@ -357,7 +365,7 @@ class Lease:
             return
         if self._listener is not None and answering:
             # A task of its own: cancelling a coroutine that awaits a gRPC call cancels the call.
-            closing = asyncio.create_task(self._last_words(), name="mx-lease-last")
+            closing = asyncio.create_task(self._last_words(silent), name="mx-lease-last")
             await asyncio.wait((closing, self._listener), timeout=_GIVE_BACK_S)
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
@@ -367,8 +375,8 @@ class Lease:
         self._call = self._listener = self._renewer = None  # the call keeps its connection alive
         self._read_nbytes = lambda: 0  # it may refer to connections, which refer to this
 
-    async def _last_words(self) -> None:
-        if self._read_nbytes() or self._wrong:
+    async def _last_words(self, silent: bool) -> None:
+        if not silent and (self._read_nbytes() or self._wrong):
             await self._call.write(self._renewal())  # so that the source counts all bytes read
         await self._call.done_writing()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mx.errors import (
     PeerBusyError,
     PeerProtocolError,
     PeerTimeoutError,
+    PeerUntrustedError,
 )
 from mx.source.service import PeerServicer
 from mx.target.options import PullOptions
@@ -200,13 +202,15 @@ def granted(lease_s: float) -> peer_pb2.OpenEvent:
     return peer_pb2.OpenEvent(granted=peer_pb2.Granted(grant_id="g", lease_s=lease_s))
 
 
-async def lease_on(peer: OddPeer, use: Callable[[Lease], Any]) -> None:
+async def lease_on(
+    peer: OddPeer, use: Callable[[Lease], Any], read_nbytes: Callable[[], int] = lambda: 0
+) -> None:
     service = Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], peer)
     listening = await listen("127.0.0.1:0", [service])
     address = f"127.0.0.1:{listening.port}"
     channel = dial(address)
     source = make_record(make_documents("a"), endpoint=address)
-    lease = Lease(channel, source, lambda: None)
+    lease = Lease(channel, source, lambda: None, read_nbytes)
     try:
         await use(lease)
     finally:
@@ -247,6 +251,32 @@ def test_a_lease_whose_place_was_given_to_another_says_when_to_ask_again() -> No
 
     busy = peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=0.5))
     asyncio.run(lease_on(OddPeer(granted(60.0), busy), use))
+
+
+def test_a_lease_that_was_ended_while_a_connection_was_lost_says_why() -> None:
+    class Strict(OddPeer):
+        told: asyncio.Event
+
+        async def Open(self, requests: Any, context: Any) -> None:
+            await context.write(granted(60.0))
+            await self.told.wait()
+            raise PeerUntrustedError("you may not pull any more")
+
+    async def use(lease: Lease) -> None:
+        await lease.open(Place(), ["tcp"], 5.0)
+        peer.told.set()
+        lease.end(lost=True)
+        await lease.close()
+        assert isinstance(lease.check(), PeerUntrustedError)
+
+    def busy() -> int:  # the loop, while the stream ends
+        time.sleep(0.05)
+        return 1
+
+    for _ in range(10):
+        peer = Strict()
+        peer.told = asyncio.Event()
+        asyncio.run(lease_on(peer, use, busy))
 
 
 def test_a_source_that_only_ever_drains_is_given_up() -> None:

@@ -80,7 +80,7 @@ class Lease:
     def ask(self, chunk: int, right: Callable[[], None]) -> None:
         raise NotImplementedError
 
-    def end(self) -> None: ...
+    def end(self, *, lost: bool = False) -> None: ...
 
 
 def connection_of(

@@ -123,7 +123,7 @@ class Stage:
             raise self.fails[path]
         return Connection(path, Lease(), cast(Session, HeldSession()))
 
-    async def give_back(self, connection: Connection) -> None:
+    async def give_back(self, connection: Connection, *, lost: bool = False) -> None:
         self.given_back.append(connection.path)
 
     async def refusals(self) -> list[PeerUntrustedError]:
