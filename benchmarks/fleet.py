@@ -140,6 +140,7 @@ class Host:
         while not self._whole:
             await self._fleet.sleep(max(ORDINARY_S, self._listed / SOURCES_PER_S))
             await self.look()
+            self._fleet.looked(self._node)
 
     async def _register(self) -> None:
         digests = [digest for digest, _ in self._record.documents]
@@ -266,14 +267,20 @@ class Fleet(Swarm):
         """Not by time: see `joined`."""
 
     def _discover(self, node: Node) -> None:
-        """Connect to peers of the host's last answer."""
-        if node.finish_s is not None:
-            return
-        host = self._hosts[node.number]
-        there = map(self._numbers.get, self.listed[host.id])
-        self._greet(node, node.neighbours.listed(str(each) for each in there if each))
-        self._discover_origin(node)
-        self.network.at(self.network.now_s + ORDINARY_S, self._discover_more, node)
+        self.looked(node)
+        self._discover_more(node)
+
+    def looked(self, node: Node) -> None:
+        """Connect to peers of a host's last answer."""
+        if node.finish_s is None:
+            there = map(self._numbers.get, self.listed[self._hosts[node.number].id])
+            self._greet(node, node.neighbours.listed(str(each) for each in there if each))
+
+    def _discover_more(self, node: Node) -> None:
+        """Connect to the origin; `looked` does to peers."""
+        if node.finish_s is None:
+            self._discover_origin(node)
+            self.network.at(self.network.now_s + ORDINARY_S, self._discover_more, node)
 
     async def _pump(self) -> None:
         while not self._over.is_set():

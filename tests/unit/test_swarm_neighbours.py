@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core.swarm.neighbours import MOST, PICKS, Neighbours
+from mx.core.swarm.neighbours import MOST, PICKS, REFUSALS, Neighbours
 
 NAMES = [f"peer-{number}" for number in range(12)]
 
@@ -23,11 +24,13 @@ class Simulation:
         self.peers: dict[str, Neighbours] = {}
         self.streams: dict[tuple[str, str], list[str]] = {}  # (from, to) -> messages
         self.order: list[tuple[str, str]] = []  # the streams
+        self.sent: Counter[str] = Counter()
 
     def add(self, name: str) -> None:
         self.peers[name] = Neighbours(name, most=self.most, picks=self.picks)
 
     def send(self, sender: str, to: str, message: str) -> None:
+        self.sent[message] += 1
         if (sender, to) not in self.streams:
             self.streams[sender, to] = []
             self.order.append((sender, to))
@@ -184,6 +187,39 @@ def test_a_swarm_stays_connected_when_a_fifth_of_its_peers_fail(seed: int) -> No
     swarm.settle()
     assert swarm.together()
     assert min(len(peer.linked) for peer in swarm.peers.values()) >= PICKS - 1
+
+
+def test_peers_that_all_know_the_same_few_do_not_greet_on_and_on() -> None:
+    """While a fleet starts, lists have its first peers only."""
+    count, first = 200, 60
+    swarm = Simulation(random.Random(0))
+    for number in range(count):
+        swarm.add(f"peer-{number}")
+    for _ in range(4):
+        for name, peer in swarm.peers.items():
+            swarm.greet(name, peer.listed(list(swarm.peers)[:first]))
+        while swarm.step():
+            pass
+    hellos = swarm.sent["hello"]
+    assert hellos <= 4 * count * REFUSALS
+    for name in swarm.peers:
+        swarm.listed(name)
+    swarm.settle()
+    assert min(len(peer.linked) for peer in swarm.peers.values()) >= PICKS - 1
+    assert swarm.together()
+
+
+def test_who_refused_is_greeted_again_after_all_others() -> None:
+    own = Neighbours("self", most=2, picks=1)
+    names = [f"peer-{number}" for number in range(2 * REFUSALS)]
+    for _ in range(2):
+        asked: list[str] = []
+        for _ in range(2):  # lists
+            greeted = own.listed(names)
+            while greeted:
+                asked += greeted
+                greeted = own.answered(greeted[0], welcome=False)
+        assert sorted(asked) == sorted(names)
 
 
 def test_few_peers_are_all_neighbours() -> None:

@@ -6,6 +6,9 @@ accepts peers that greet it while it has places. The result is a random graph, w
 connected when peers fail. A full peer drops neighbours that it greeted itself, down to `PICKS`, in
 favour of peers that greet it, so that on average a quarter of all places is or becomes free for a
 new peer. (Otherwise the first 17 peers, all connected to one another, would be a separate swarm.)
+
+While a fleet starts, a list may have few of its peers, which all greet: those are full, and refuse
+most. So a peer gives up after a few refusals, and goes on with others when it has the next list.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import xxhash
 #: The most neighbours of a peer, and how many of them it chooses itself if there are many peers.
 MOST = 16
 PICKS = 6
+#: The refusals by list after which a peer greets no more.
+REFUSALS = 16
 
 
 class Answer(NamedTuple):
@@ -43,7 +48,8 @@ class Neighbours:
         self._most = most
         self._picks = picks
         self._ranks: dict[str, int] = {}  # of all listed peers
-        self._refused: set[str] = set()  # peers that have refused since the last list
+        self._refused: set[str] = set()  # not to be greeted before all others were
+        self._refusals = 0  # since the last list
         self._greeted: set[str] = set()  # peers without an answer so far
         self._linked: dict[str, bool] = {}  # neighbour -> True if this peer greeted it
 
@@ -53,7 +59,7 @@ class Neighbours:
         return tuple(self._linked)
 
     def listed(self, names: Iterable[str]) -> list[str]:
-        """Set the list of peers. Earlier refusals are forgotten.
+        """Set the list of peers. Earlier refusals are forgotten once all of them have refused.
 
         Neighbours that are not listed stay: their streams show when they are gone.
 
@@ -66,7 +72,10 @@ class Neighbours:
                 text = f"{self._seed}/{self._own}/{name}"
                 ranks[name] = xxhash.xxh3_64_intdigest(text.encode())
         self._ranks = ranks
-        self._refused.clear()
+        self._refusals = 0
+        self._refused &= ranks.keys()
+        if not ranks.keys() - self._refused - self._greeted - self._linked.keys():
+            self._refused.clear()
         return self._greet()
 
     def greeting(self, peer: str) -> Answer:
@@ -96,6 +105,7 @@ class Neighbours:
         if not welcome:
             self._linked.pop(peer, None)
             self._refused.add(peer)
+            self._refusals += 1
         return self._greet()
 
     def gone(self, peer: str) -> list[str]:
@@ -110,7 +120,7 @@ class Neighbours:
         picks = self._most if few and self._picks else self._picks
         mine = len(self._greeted) + sum(self._linked.values())
         free = self._most - len(self._linked) - len(self._greeted)
-        count = min(picks - mine, free)
+        count = min(picks - mine, free) if self._refusals < REFUSALS else 0
         if count <= 0:
             return []
         candidates = [
