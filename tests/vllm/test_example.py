@@ -1,4 +1,4 @@
-"""The example of two replicas, as its line in the README runs it."""
+"""The example of two replicas, as its line in docs/vllm.md runs it."""
 
 from __future__ import annotations
 
