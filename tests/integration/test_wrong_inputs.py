@@ -178,6 +178,8 @@ def there(tmp_path: Path, site: Site) -> dict[str, str]:
         ("serve CHECKPOINT AT --listen 127.0.0.1:PORT", 1, "LocalError"),
         ("serve CHECKPOINT AT --listen 192.0.2.1:0 --insecure", 1, "LocalError"),
         ("serve CHECKPOINT AT --listen 127.0.0.1:1", 1, "LocalError"),
+        ("serve --cache --memory 1GB AT --cache-socket FOLDER/readonly/x/y", 5, "NotAllowedError"),
+        ("cache --cache-socket FOLDER/unreadable/x", 5, "NotAllowedError"),
         ("keygen FOLDER/readonly/key", 2, "ConfigError"),
         ("web AT --listen 127.0.0.1:PORT", 1, "LocalError"),
         ("models AT --config FOLDER/unreadable/model.safetensors", 2, "ConfigError"),
