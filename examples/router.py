@@ -107,18 +107,56 @@ class Service:
         tried: set[str] = set()
         while (replica := self.replicas.choose(tried)) is not None:
             tried.add(replica.replica_id)
-            with self.replicas.in_flight(replica):
-                try:
-                    async with asyncio.timeout(ANSWER_S):
-                        body = await http.post(replica.requests, request.path, request.body)
-                except (OSError, EOFError, ValueError, TimeoutError):
-                    self.replicas.failed(replica)
-                    continue
-            self.replicas.answered(replica)
-            return http.Answer(body, "application/json", headers={"X-Replica": replica.replica_id})
+            answer = await self._asked(replica, request)
+            if answer is not None:
+                return answer
         return http.json_answer(
             {"error": f"no replica of {self.model} takes requests now"}, 503, {"Retry-After": "1"}
         )
+
+    async def _asked(self, replica: mx.Replica, request: http.Request) -> http.Answer | None:
+        """Return a replica's answer, which is passed on as it comes; None if it does not take the
+        request. What it says of the request itself (4xx) is an answer, too."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self.replicas.in_flight(replica))
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    reply = await stack.enter_async_context(
+                        http.posted(replica.requests, request.path, request.body)
+                    )
+                    first = await anext(reply.parts, b"")
+            except (OSError, EOFError, ValueError, TimeoutError):
+                self.replicas.failed(replica)
+                return None
+            if reply.status == 429:  # it has enough to do, and nothing is wrong with it
+                return None
+            if not 200 <= reply.status < 500:
+                self.replicas.failed(replica)
+                return None
+            body = self._passed_on(replica, reply, first, stack.pop_all())
+            headers = {**reply.framing, "X-Replica": replica.replica_id}
+            return http.Answer(body, reply.kind, reply.status, headers)
+
+    async def _passed_on(
+        self,
+        replica: mx.Replica,
+        reply: http.Reply,
+        first: bytes,
+        stack: contextlib.AsyncExitStack,
+    ) -> AsyncIterator[bytes]:
+        """Yield the parts of an answer. One that breaks off ends the connection of the client, who
+        can tell it by the framing."""
+        async with stack:
+            part = first
+            try:
+                while part:
+                    yield part
+                    async with asyncio.timeout(ANSWER_S):
+                        part = await anext(reply.parts, b"")
+            except (OSError, EOFError, TimeoutError):
+                self.replicas.failed(replica)
+                return
+            self.replicas.answered(replica)
 
 
 async def run(

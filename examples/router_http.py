@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """`body` is bytes, or a stream of them that ends with the connection."""
+    """`body` is bytes, or a stream of them, which ends as `headers` say, or with the connection."""
 
     body: bytes | AsyncIterator[bytes]
     kind: str
@@ -116,7 +116,8 @@ async def _answer(
     except BadRequestError as error:
         answer = json_answer({"error": str(error)}, error.status)
     body = answer.body
-    lines = [f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}", f"Content-Type: {answer.kind}"]
+    reason = _REASONS.get(answer.status, "")
+    lines = [f"HTTP/1.1 {answer.status} {reason}", f"Content-Type: {answer.kind}"]
     lines += [f"{name}: {value}" for name, value in answer.headers.items()]
     lines += ["Connection: close", "Cache-Control: no-store"]
     if isinstance(body, bytes):
@@ -132,43 +133,93 @@ async def _answer(
             await writer.drain()
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer, while it comes. `parts` is its body as it was sent, and `framing` the
+    header that says how it ends; the two go together to whoever reads it.
+
+    `parts` raises EOFError where the body breaks off, OSError where the connection does.
+    """
+
+    status: int
+    kind: str
+    framing: Mapping[str, str]
+    parts: AsyncIterator[bytes]
+
+
+@contextlib.asynccontextmanager
+async def posted(address: str, path: str, body: bytes) -> AsyncIterator[Reply]:
+    """POST to HOST:PORT; yield the answer once its head is there.
+
+    Raises:
+        OSError: It does not take the connection, or breaks it.
+        EOFError: It breaks it before it answers.
+        ValueError: Its answer is not HTTP.
+    """
+    async with _asked(address, f"POST {path} HTTP/1.1\r\n", body) as reply:
+        yield reply
+
+
 async def get(address: str, path: str) -> bytes:
     """GET from HOST:PORT and return the answer's body. Raises as `post`."""
-    return await _ask(address, f"GET {path} HTTP/1.1\r\n", b"")
+    return await _whole(address, f"GET {path} HTTP/1.1\r\n", b"")
 
 
 async def post(address: str, path: str, body: bytes) -> bytes:
     """POST to HOST:PORT and return the answer's body.
 
     Raises:
-        OSError: It does not take the connection, or breaks it.
-        EOFError: It breaks it while it answers.
-        ValueError: Its answer is no success.
+        OSError, EOFError, ValueError: As `posted`; or its answer is no success, or too long.
     """
-    return await _ask(address, f"POST {path} HTTP/1.1\r\n", body)
+    return await _whole(address, f"POST {path} HTTP/1.1\r\n", body)
 
 
-async def _ask(address: str, first_line: str, body: bytes) -> bytes:
+async def _whole(address: str, first_line: str, body: bytes) -> bytes:
+    found = b""
+    async with _asked(address, first_line, body) as reply:
+        if reply.status != 200 or "Content-Length" not in reply.framing:
+            raise ValueError(f"it answered with {reply.status}")
+        async for part in reply.parts:
+            found += part
+            if len(found) > MAX_BODY_BYTES:
+                raise ValueError("its answer is too long")
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _asked(address: str, first_line: str, body: bytes) -> AsyncIterator[Reply]:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     try:
-        head = f"Host: {address}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write((first_line + head).encode() + body)
+        head = f"Host: {address}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        writer.write(f"{first_line}{head}Content-Type: application/json\r\n\r\n".encode() + body)
         await writer.drain()
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        if lines[0].split(" ")[1:2] != ["200"]:
-            raise ValueError(lines[0])
-        headers = {name.lower(): value for name, _, value in (x.partition(":") for x in lines[1:])}
-        length = int(headers.get("content-length", ""))
-        if not 0 <= length <= MAX_BODY_BYTES:
-            raise ValueError("its answer is too long")
-        return await reader.readexactly(length)
-    except asyncio.LimitOverrunError as error:
-        raise ValueError("its answer is too long") from error
+        try:
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        except asyncio.LimitOverrunError as error:
+            raise ValueError("its answer has too long a head") from error
+        status = int(lines[0].split(" ")[1]) if " " in lines[0] else 0
+        headers = {n.lower(): v.strip() for n, _, v in (x.partition(":") for x in lines[1:])}
+        framing = {}
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            framing = {"Transfer-Encoding": "chunked"}
+        elif "content-length" in headers:
+            framing = {"Content-Length": str(int(headers["content-length"]))}
+        kind = headers.get("content-type", "application/octet-stream")
+        yield Reply(status, kind, framing, _parts(reader, framing))
     finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        writer.transport.abort()
+
+
+async def _parts(reader: asyncio.StreamReader, framing: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """Yield a body as it comes, up to its end. Raises EOFError: it breaks off."""
+    left, last = int(framing.get("Content-Length", -1)), b""
+    while left and (part := await reader.read(64 << 10 if left < 0 else min(left, 64 << 10))):
+        left -= len(part) if left > 0 else 0
+        last = (last + part)[-5:]
+        yield part
+    if left > 0 or ("Transfer-Encoding" in framing and last != b"0\r\n\r\n"):
+        raise EOFError("its answer breaks off")
 
 
 def address_of(server: asyncio.Server) -> str:

@@ -53,6 +53,16 @@ class Engine:
         }
 
 
+async def _answer(engine: Engine, body: bytes) -> dict[str, object] | None:
+    """Return the answer to a request's body, None if it is none."""
+    try:
+        prompt = str(json.loads(body or b"{}").get("prompt", ""))
+    except (ValueError, AttributeError):
+        return None
+    manifest = await asyncio.to_thread(engine.pull.wait_manifest)
+    return await engine.answer(prompt, len(manifest.layout.layers))
+
+
 async def serve(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer one POST with a JSON body."""
     try:
@@ -62,18 +72,18 @@ async def serve(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.St
             name, _, value = line.partition(":")
             if name.lower() == "content-length":
                 length = min(int(value), 1 << 20)
-        asked = json.loads(await reader.readexactly(length) or b"{}")
-        manifest = await asyncio.to_thread(engine.pull.wait_manifest)
-        found = await engine.answer(str(asked.get("prompt", "")), len(manifest.layout.layers))
+        status, found = "200 OK", await _answer(engine, await reader.readexactly(length))
+        if found is None:
+            status, found = "400 Bad Request", {"error": 'the body is no JSON like {"prompt": "x"}'}
         body = json.dumps(found).encode()
         writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
         await writer.drain()
     except (ValueError, OSError, EOFError, asyncio.LimitOverrunError):
-        pass  # the client sent something else, or has gone
+        pass  # the client sent no request, or has gone
     finally:
         writer.close()
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ caller's (`ConfigError`). Commands exit with an error's `exit_code`.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from types import FrameType
 
 #: Whose frames `release_frames` may clear.
@@ -34,6 +35,35 @@ class MxError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and notebooks show: where the user's code called mx, and
+        the error. (They ask for a method of this name.)"""
+        frames = []
+        for frame, line in traceback.walk_tb(self.__traceback__):
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if package in _OWN:
+                break
+            if package != "IPython":
+                frames.append((frame, line))
+        shown = traceback.StackSummary.extract(iter(frames)).format()
+        hint = [f"  {self.hint}"] if self.hint else []
+        return [
+            *(line.rstrip("\n") for line in shown),
+            f"{type(self).__name__}: {self.message}",
+            *hint,
+        ]
+
+
+def install_hint(extra: str, *others: str) -> str:
+    """Return how to install an extra of mx.
+
+    Args:
+        extra: The extra's name.
+        others: Extras that do as well.
+    """
+    instead = "".join(f" or '.[{each}]'" for each in others)
+    return f"in a clone of mx: pip install '.[{extra}]'" + instead
 
 
 def another(error: MxError) -> MxError:

@@ -76,9 +76,10 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     reference = parse_reference(model, revision=asked.get("revision", ""), variant=variant)
     transport, known = asked.get("transport"), transports()
     if transport is not None and transport not in known:
-        raise ConfigError(
-            f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
-        )
+        hint = f"there are: {', '.join(sorted(known))}"
+        if str(transport).lower() in ("rdma", "nixl", "ib", "infiniband", "roce", "verbs"):
+            hint += "; RDMA is used by `transport=ucx`"
+        raise ConfigError(f"there is no transport {transport!r}", hint=hint)
     peer, path, fallback = asked.get("peer"), asked.get("path"), asked.get("fallback")
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("give only one of `peer`, `path` and `fallback`")

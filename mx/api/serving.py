@@ -32,6 +32,7 @@ from mx.errors import (
     ConfigError,
     CoordinatorError,
     CoordinatorVersionError,
+    LocalError,
     NotAllowedError,
 )
 from mx.namekey import NameKey
@@ -39,6 +40,7 @@ from mx.runtime import uncut
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.storage.names import model_name_of
+from mx.storage.safetensors import tensor_files
 from mx.text import has_control
 from mx.transport import Transport
 from mx.units import parse_ports
@@ -147,8 +149,10 @@ async def join_or_embed(
     coordinator = Coordinator(lease_s=settings.lease_s, receipt_key=key, access=access)
     try:
         await coordinator.start(address, tls=tls, insecure=settings.insecure)
-    except BaseException:
+    except BaseException as error:
         await uncut(coordinator.stop())
+        if type(error) is LocalError:  # its hint is about a source's own address
+            error.hint = "something else is there: end it, or name a coordinator with `coordinator`"
         raise
     return coordinator, None
 
@@ -293,6 +297,8 @@ def serve(
         )
     folder = None if files is None else Path(files)
     key = _key_of(what, model, revision, variant)
+    if isinstance(what, str | Path):
+        tensor_files(Path(what))  # before a coordinator is started for them
     name_key = namekey.load(settings)
     address = coordinator or settings.coordinator
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from mx import config
+from mx.errors import EXIT_CONFIG
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 __all__ = ["coordinator_main", "main"]
 
 _EXIT_INTERRUPTED = 130
+_AGAIN_S = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +44,21 @@ def coordinator_main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """End the process where it is interrupted while it is still importing."""
+    """End the process where it is interrupted while it is still importing, or misses a package."""
+    before = sys.unraisablehook
+
+    def raise_again(lost: UnraisableHookArgs) -> None:
+        # It came where Python can raise nothing, as in a destructor: Ctrl-C would be lost. It is
+        # raised again a little later, since it can't be raised in here either.
+        if lost.exc_type is KeyboardInterrupt:
+            main_thread = threading.main_thread().ident
+            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread, signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            before(lost)
+
+    sys.unraisablehook = raise_again
     try:
         yield
     except KeyboardInterrupt:
@@ -44,3 +67,21 @@ def _interruptible() -> Iterator[None]:
         if isinstance(error.__cause__, KeyboardInterrupt):
             sys.exit(_EXIT_INTERRUPTED)
         raise
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        if name in ("mx", "mx_transports") or "--debug" in sys.argv:
+            raise
+        sys.exit(_missing(name))
+    finally:
+        sys.unraisablehook = before
+
+
+def _missing(name: str) -> int:
+    """Say that a package is not installed, with nothing but Python: it may be any that mx needs."""
+    message, hint = f"{name} is not installed, and mx needs it", "in a clone of mx: pip install ."
+    print(f"error: {message}\n  {hint}", file=sys.stderr)
+    if "--json" in sys.argv:
+        kind = "ConfigError"
+        error = {"type": kind, "message": message, "hint": hint, "exit_code": EXIT_CONFIG}
+        print(json.dumps({"error": error}), flush=True)
+    return EXIT_CONFIG

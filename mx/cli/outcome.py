@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import signal
 import sys
@@ -27,6 +28,11 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 #: Progress, notes and errors; standard output is for results.
 notes = Console(stderr=True, highlight=False)
 
+
+#: What the machine refuses is no fault of mx.
+_MACHINES = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+)
 
 _as_lines = False
 
@@ -195,4 +201,8 @@ class _Unexpected:
             sys.stderr.write(plain_lines("".join(lines)))
         hint = "this is a fault in mx: please report it with what --debug prints"
         text = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+        if isinstance(error, OSError) and error.errno in _MACHINES:
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}{error.strerror}"
+            hint = "check permissions, free space and limits; --debug shows what needed it"
         fail(EXIT_OTHER, kind.__name__, text, hint, as_json=self._as_json)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,11 +17,13 @@ class Stop:
     SIGHUP, which a terminal sends when it is closed, is ignored."""
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._number = 0
+        self._is_asked = False
+        # Not an Event: its lock may be held by the very code that the handler interrupts.
+        self._reading = self._writing = -1
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
+        self._reading, self._writing = os.pipe()
         previous = {n: signal.signal(n, self._take) for n in (signal.SIGTERM, signal.SIGINT)}
         previous[signal.SIGHUP] = outcome.ignore_hangup()
         try:
@@ -29,14 +31,16 @@ class Stop:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            os.close(self._reading)
+            os.close(self._writing)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
+        if self._is_asked:
             sys.exit(128 + number)
-        self._number = number
-        self._asked.set()
+        self._is_asked = True
+        os.write(self._writing, b"\0")
 
     def wait(self) -> None:
         """Wait for the first signal, and tell the service manager."""
-        self._asked.wait()
+        os.read(self._reading, 1)
         notify.stopping()

@@ -9,7 +9,7 @@ import signal
 import typer
 
 from mx.cli import options, outcome
-from mx.errors import ConfigError
+from mx.errors import ConfigError, install_hint
 
 
 @options.takes_settings
@@ -31,7 +31,7 @@ def web(context: typer.Context, *, as_json: bool) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise ConfigError(
             "the page needs starlette and uvicorn, which are not installed",
-            hint="pip install 'mx-peer[web]', or in a clone of mx, pip install '.[web]'",
+            hint=install_hint("web"),
         )
     from mx.web import server
 

@@ -17,6 +17,7 @@ from mx.coordinator.listings import ListingServicer
 from mx.coordinator.marks import Marks
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.proofs import Proofs
+from mx.coordinator.reached import warn_of_unreached
 from mx.coordinator.state import State
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
@@ -36,6 +37,7 @@ from mx.errors import (
     PeerProtocolError,
     UnknownSourceError,
 )
+from mx.wire.address import host_of_peer
 from mx.wire.documents import pages
 from mx.wire.principals import Access, Caller, caller_of, write
 from mx.wire.v1 import common_pb2 as pb_common
@@ -181,6 +183,7 @@ class CoordinatorServicer(ListingServicer):
         if listed.pin_only or record.role is SourceRole.RELAY:
             done = "listed"
         write(done, caller, **about, endpoint=listed.endpoint)
+        await warn_of_unreached(listed.endpoint, host_of_peer(context.peer()))
         return pb.RegisterResponse(
             source_id=listed.source_id,
             lease_s=self._state.lease_s,

@@ -46,6 +46,7 @@ class Fleet:
         self._allow = allow
         self._known: dict[str, _Known] = {}
         self._connection = 0
+        self._syncing = False
         self._returned_s = math.inf
         #: How many replicas were left out, since there are too many.
         self.left_out = 0
@@ -64,11 +65,13 @@ class Fleet:
     def connected(self) -> None:
         """Begin to take a snapshot from a new connection to the coordinator."""
         self._connection += 1
+        self._syncing = True
         self._returned_s = math.inf
 
     def synced(self, now: float) -> list[FleetEvent]:
         """Record the end of the snapshot: what is not in it may still come back for a while."""
         self._returned_s = now + RETURN_S
+        self._syncing = False
         return [*self.tick(now), FleetEvent(EventKind.SYNCED)]
 
     def tick(self, now: float) -> list[FleetEvent]:
@@ -163,7 +166,7 @@ class Fleet:
         first = replace(_bare(after), state=ReplicaState.RECEIVING)
         events = list(_steps(first if is_new else before, after, is_new=is_new))
         known.shown = events[-1].replica or after if events else after
-        return events
+        return [replace(each, known_before=self._syncing) for each in events]
 
 
 def _requests(known: _Known, source: SourceRecord | None, pull: PullStatus | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
@@ -154,4 +155,8 @@ def _unknown(
     names = bindings.names
     there = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
     hint = f"there is {there}" if names else "nothing is registered here yet"
+    # Few are compared: it takes long, and whoever asks is not known to be a friend.
+    alike = [each for each in names if each[:1].lower() == key.name[:1].lower()][:200]
+    if near := get_close_matches(key.name, alike, 1):
+        hint = f"the nearest name that is listed is {near[0]}"
     return UnknownModelError(f"no model {key.name!r} here", hint=hint)

@@ -115,8 +115,9 @@ class FleetEvent:
     """One event of a watch, with the replica as it is from then on (None for those of the watch
     itself).
 
-    `layers` are those of LAYERS_READY, ascending. `known_before` is True for what was there when
-    the watch began, or began again.
+    `layers` are those of LAYERS_READY, ascending. `known_before` is True for what comes before
+    SYNCED, of the watch's beginning or of a new one: it tells what is there, and not that it
+    happens now. (LOST always happens now.)
     """
 
     kind: EventKind

@@ -227,7 +227,10 @@ def _check_slice(name: str, slice_: object) -> None:
             hint="give (dim, begin, end), or mx.Shard(dim, rank, size)",
         )
     if isinstance(slice_, Shard) and not 0 <= slice_.rank < slice_.size:
-        raise ConfigError(f"`slices`: there is no rank {slice_.rank} of {slice_.size} for {name!r}")
+        raise ConfigError(
+            f"`slices`: there is no rank {slice_.rank} of {slice_.size} for {name!r}",
+            hint="ranks count from 0",
+        )
 
 
 def _matching(entry: str, names: Mapping[str, object]) -> list[str]:
@@ -246,7 +249,10 @@ def _range_of(form: Tensor | Alias, slice_: Slice) -> _Range | None:
     given = slice_.dim if isinstance(slice_, Shard) else slice_[0]
     dim = given + len(shape) if given < 0 else given
     if not 0 <= dim < len(shape):
-        raise ConfigError(f"`slices`: {name} has the shape {list(shape)}, and no dimension {given}")
+        raise ConfigError(
+            f"`slices`: {name} has the shape {list(shape)}, and no dimension {given}",
+            hint="dimensions count from 0, or from the last, which is -1",
+        )
     length = shape[dim]
     if isinstance(slice_, Shard):
         share, rest = divmod(length, slice_.size)
@@ -254,7 +260,7 @@ def _range_of(form: Tensor | Alias, slice_: Slice) -> _Range | None:
             raise ConfigError(
                 f"`slices`: dimension {dim} of {name} has {length} elements, of which "
                 f"{slice_.size} ranks can't have equal shares",
-                hint="give (dim, begin, end) for uneven ones",
+                hint="give the begin and the end of each for uneven ones",
             )
         begin, end = slice_.rank * share, (slice_.rank + 1) * share
     else:
@@ -262,7 +268,8 @@ def _range_of(form: Tensor | Alias, slice_: Slice) -> _Range | None:
         if not 0 <= begin < end <= length:
             raise ConfigError(
                 f"`slices`: {begin} to {end} is no part of dimension {dim} of {name}, which has "
-                f"{length} elements"
+                f"{length} elements",
+                hint="elements count from 0, and the end is not part of it",
             )
     if (begin, end) == (0, length):
         return None

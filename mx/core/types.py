@@ -19,7 +19,7 @@ from mx.core.digest import document_digest, pin_of
 from mx.core.grid import ChunkGrid
 from mx.core.layout_rules import RULES, newest
 from mx.core.topology import Place
-from mx.units import align_up
+from mx.units import align_up, count, format_bytes
 
 TENSOR_ALIGNMENT_BYTES = 256
 LAYER_ALIGNMENT_BYTES = 4096
@@ -278,8 +278,17 @@ class Manifest:
     ref: ManifestRef
     layout: Layout
     packaging: Packaging
-    roots: tuple[bytes, ...] = field(repr=False)
-    documents: dict[bytes, bytes] = field(repr=False)
+    roots: tuple[bytes, ...]
+    documents: dict[bytes, bytes]
+
+    def __repr__(self) -> str:
+        """One line: what it describes, and its pin."""
+        layout = self.layout
+        return (
+            f"<Manifest: {count(len(layout.tensors), 'tensor')} in "
+            f"{count(len(layout.layers), 'layer')}, {format_bytes(layout.payload_nbytes)}, "
+            f"pin {self.ref.pin.hex()[:16]}>"
+        )
 
     @cached_property
     def grid(self) -> ChunkGrid:

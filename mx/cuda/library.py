@@ -10,10 +10,11 @@ from functools import cache
 from types import ModuleType
 
 from mx.cuda.errors import CudaUnavailableError
+from mx.errors import install_hint
 
 _BINDINGS = "cuda.bindings.driver"
 _NO_DRIVER = "there is no NVIDIA driver, and so no CUDA, here"
-_INSTALL = "in a clone of mx: pip install '.[cuda13]' ('.[cuda12]' for a driver of CUDA 12)"
+_INSTALL = install_hint("cuda13", "cuda12")
 # WSL has only /dev/dxg; a container that has GPUs has one of these.
 _SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
 

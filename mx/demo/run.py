@@ -15,12 +15,13 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mx import api
 from mx.demo import first_token, memcpy, models
 from mx.demo.processes import Child
-from mx.errors import ConfigError, IntegrityError
+from mx.errors import ConfigError, IntegrityError, install_hint
 from mx.units import GB, count, format_bytes, format_rate, format_seconds
 
 START_TIMEOUT_S = 60.0
@@ -118,7 +119,7 @@ def _sum_up(rows: Sequence[Row], console: Console) -> None:
 def _start_page(stack: ExitStack, folder: Path, coordinator: str, console: Console) -> str:
     """Start the page, for as long as the stack lasts. Returns its URL; "" without its libraries."""
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        console.print(r"[bold]page[/]         not shown: pip install 'mx-peer\[web]'")
+        console.print("[bold]page[/]         not shown:", escape(install_hint("web")))
         return ""
     arguments = ["--listen", "127.0.0.1:0", "--coordinator", coordinator]
     page = stack.enter_context(_command("web", arguments, folder))
@@ -176,7 +177,7 @@ def _examples(folder: Path, own: Path | None, console: Console) -> Iterator[mode
     elif small is None:
         raise ConfigError(
             "there is no model to show: the demo's own need torch and transformers",
-            hint="name one with `checkpoint=DIR`, or in a clone of mx, pip install '.[demo]'",
+            hint=f"name one with `checkpoint=DIR`, or {install_hint('demo')}",
         )
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mx.core.topology import Gpu, GpuPeer
+from mx.errors import install_hint
 from mx.hardware import sysfs
 
 _DRIVER_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia")
 _NO_DRIVER = "there is no NVIDIA driver on this machine"
-_NOT_INSTALLED = (
-    "nvidia-ml-py is not installed: in a clone of mx, pip install '.[cuda13]' (or '.[cuda12]')"
-)
+_NOT_INSTALLED = f"nvidia-ml-py is not installed: {install_hint('cuda13', 'cuda12')}"
 
 # From nvml.h, since nvidia-ml-py's NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
 _P2P_READ, _P2P_WRITE, _P2P_NVLINK = 0, 1, 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mx.errors import ConfigError
+from mx.errors import ConfigError, install_hint
 
 
 def torch_missing(error: ModuleNotFoundError) -> ConfigError:
@@ -15,5 +15,5 @@ def torch_missing(error: ModuleNotFoundError) -> ConfigError:
         raise error
     return ConfigError(
         "tensors need torch, and torch is not installed",
-        hint="pip install torch, or mx with its extra: from a clone, pip install '.[torch]'",
+        hint=install_hint("torch"),
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mx import config, counters, runtime, trace
 from mx.api.common import tls_of
-from mx.errors import ConfigError
+from mx.errors import ConfigError, install_hint
 from mx.log import event
 from mx.wire.address import require_protection
 from mx.wire.tls import check_server_files
@@ -63,7 +63,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
     except ImportError:
         raise ConfigError(
             f"{settings.origin('metrics')}: metrics need prometheus_client",
-            hint="pip install 'mx-peer[metrics]'",
+            hint=install_hint("metrics"),
         ) from None
     import mx
     from mx.metrics.listener import Listener

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mx.core.packaging import TENSOR_SUFFIX
-from mx.errors import ClosedError, ConfigError, LocalError, StoreError
+from mx.errors import ClosedError, ConfigError, LocalError, StoreError, install_hint
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import HUB, Opening
 from mx.text import plain
@@ -204,5 +204,5 @@ def _written_nbytes(pid: int) -> int:
 def _no_extra() -> ConfigError:
     return ConfigError(
         "the Hugging Face hub needs huggingface_hub, which is not installed",
-        hint="pip install huggingface_hub, or from a clone of mx: pip install '.[hub]'",
+        hint=install_hint("hub"),
     )

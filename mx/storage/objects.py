@@ -15,7 +15,7 @@ from mx import runtime
 from mx.buffers import copy_bytes
 from mx.core.naming import natural_key
 from mx.core.packaging import MAX_SIDE_FILE_BYTES
-from mx.errors import CheckpointError, ClosedError, ConfigError, MxError, StoreError
+from mx.errors import CheckpointError, ClosedError, ConfigError, MxError, StoreError, install_hint
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.safetensors import Checkpoint, assembled
@@ -102,7 +102,7 @@ class Requests:
                 raise
             raise ConfigError(
                 "object stores need obstore, which is not installed",
-                hint="pip install obstore, or from a clone of mx: pip install '.[objects]'",
+                hint=install_hint("objects"),
             ) from error
         runtime.settle_at_exit("tokio")
         self.where = shown_url(url).rstrip("/")

@@ -36,7 +36,7 @@ MAX_ENDED = 32
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
 #: Only a person mends a refusal.
-_REFUSED_BACKOFF_S = 20.0
+_REFUSED_BACKOFF_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +226,10 @@ class Follower:
         while True:
             await self._looked_at.wait()
             began_s = self.clock()
-            # The streams say that the coordinator is gone, and why.
-            with contextlib.suppress(MxError):
-                await self._list()
+            # The streams say that the coordinator is gone, or refuses, and why.
+            if self.connection.is_up:
+                with contextlib.suppress(MxError):
+                    await self._list()
             took_s = self.clock() - began_s
             await asyncio.sleep(max(POLL_S, took_s / _POLL_SHARE))
 

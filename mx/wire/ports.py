@@ -40,7 +40,9 @@ async def require_free(host: str, port: int) -> None:
                 probe.bind(endpoint)
     except OSError as error:
         hint = "choose another port with `listen`, or port 0 for any free one"
-        if error.errno != errno.EADDRINUSE:
+        if error.errno == errno.EACCES:
+            hint = "choose a port from 1024 on with `listen`: lower ones are for root"
+        elif error.errno != errno.EADDRINUSE:
             hint = "give `listen` an address of this machine"
         what = f"port {port}: " if port else ""
         raise LocalError(

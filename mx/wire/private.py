@@ -16,6 +16,7 @@ from mx.errors import NotAllowedError
 CACHE_SOCKET = "cache.sock"
 #: The longest path of a unix socket.
 _MOST_CHARS = 107
+_ANOTHER = "name a path in a folder of yours with `cache_socket`"
 
 
 def default_folder() -> Path:
@@ -48,7 +49,7 @@ def make_folder(socket: Path) -> None:
     except OSError as error:
         raise NotAllowedError(
             f"the folder {socket.parent} can't be made: {error.strerror}",
-            hint="name a path in a folder of yours with `cache_socket`",
+            hint=_ANOTHER,
         ) from error
     check_folder(socket)
 
@@ -63,7 +64,9 @@ def check_folder(socket: Path) -> None:
     try:
         status = folder.stat(follow_symlinks=False)
     except OSError as error:
-        raise NotAllowedError(f"the folder {folder} can't be used: {error.strerror}") from error
+        raise NotAllowedError(
+            f"the folder {folder} can't be used: {error.strerror}", hint=_ANOTHER
+        ) from error
     private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
     if not stat.S_ISDIR(status.st_mode) or not private:
         raise NotAllowedError(
@@ -95,6 +98,6 @@ def socket_in_use(where: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:  # another user may have made the folder
-        raise NotAllowedError(f"{socket} can't be used: {error.strerror}") from error
+        raise NotAllowedError(f"{socket} can't be used: {error.strerror}", hint=_ANOTHER) from error
     check_folder(socket)
     return str(socket)

@@ -227,11 +227,12 @@ class SourceCalls:
                 if is_registered and self._coordinators.current not in lost:
                     continue  # another one, which may list the source
                 is_registered = False
+                refused = isinstance(error, NotAllowedError)
                 if known is not False or failed_with is not type(error):
                     known, failed_with = False, type(error)
-                    on_state(False, f"not registered: {error}")
+                    # It is tried again by itself, unless it is refused.
+                    on_state(False, f"not registered: {error if refused else error.message}")
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                refused = isinstance(error, NotAllowedError)
                 backoff_s = min(2 * backoff_s, _REFUSED_BACKOFF_S if refused else _MAX_BACKOFF_S)
 
     async def _beat(

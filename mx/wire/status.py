@@ -45,6 +45,7 @@ from mx.errors import (
 )
 from mx.text import plain
 from mx.transport import TlsFiles
+from mx.wire.address import host_of
 from mx.wire.versions import answered
 
 DETAIL_KEY = "mx-error-bin"
@@ -73,6 +74,11 @@ _CODES: tuple[tuple[type[MxError], grpc.StatusCode], ...] = (
     (CoordinatorError, grpc.StatusCode.FAILED_PRECONDITION),
     (MxError, grpc.StatusCode.INTERNAL),
 )
+
+
+#: Words in gRPC's message where what listens does not speak HTTP/2.
+_OTHER_PROTOCOL = ("http1.x", "http2 frame", "unexpected content", "parsing http/2")
+_NO_SUCH_NAME = ("name not found", "dns resolution failed", "errors resolving")
 
 
 class Role(enum.Enum):
@@ -164,8 +170,15 @@ def _first_line(text: str | None) -> str:
 def _silent(remote: Remote, said: str) -> MxError:
     """Return the error for an address at which no mx process answers."""
     lowered = said.lower()
-    if "http1.x" in lowered or "http2 frame" in lowered or "unexpected content" in lowered:
-        return foreign(remote, said)
+    if any(sign in lowered for sign in _OTHER_PROTOCOL):
+        return foreign(remote, "something else listens there, such as a web server")
+    if any(sign in lowered for sign in _NO_SUCH_NAME):
+        message = (
+            f"the {remote.role.value}'s name {host_of(remote.address)} is not known here (DNS)"
+        )
+        if remote.role is Role.COORDINATOR:
+            return CoordinatorError(message, hint="check `coordinator`, or give an address")
+        return PeerLostError(message, peer=remote.address, hint="check it, or give an address")
     # "Handshake read failed" is not a refusal: a stopped process causes it.
     if any(sign in lowered for sign in ("ssl", "certificate", "handshake failed")):
         hint = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"

@@ -21,10 +21,8 @@ from google.protobuf.message import DecodeError
 
 from mx.errors import (
     ConfigError,
-    CoordinatorError,
     MxError,
     NotAllowedError,
-    PeerLostError,
     PeerUntrustedError,
 )
 from mx.runtime import in_thread
@@ -43,7 +41,7 @@ _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
 _UNTRUSTED = (2, 18, 19, 20, 21)
 _OTHER_NAME = (62, 64)
 #: Words in gRPC's message if TLS may be the reason.
-_SIGNS = ("handshake", "ssl", "tls", "certificate", "verification", "closed", "reset")
+_SIGNS = ("handshake", "ssl", "tls", "certificate", "verification", "closed", "reset", "http/2")
 
 
 def check_server_files(tls: TlsFiles, host: str = "") -> Subject:
@@ -233,11 +231,8 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
         return translated
     message = f"no secure connection to the {who.role.value} at {who.address}: {found}"
     if who.role is Role.COORDINATOR:
-        # Without files this process was not refused: the two use different protocols.
-        kind = CoordinatorError if who.tls is None else NotAllowedError
-        return kind(message, hint=_BOTH_SIDES)
-    refused = PeerLostError if who.tls is None else PeerUntrustedError
-    return refused(message, peer=who.address, hint=_BOTH_SIDES)
+        return NotAllowedError(message, hint=_BOTH_SIDES)
+    return PeerUntrustedError(message, peer=who.address, hint=_BOTH_SIDES)
 
 
 def _probe(address: str, tls: TlsFiles | None) -> str | None:

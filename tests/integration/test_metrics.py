@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import mx
 from benchmarks.checkpoints import write_checkpoint
 from mx import api, config
-from mx.errors import MxError
+from mx.errors import MxError, install_hint
 from mx.metrics import exporting, listener
 from mx.transport import TlsFiles
 from mx.wire.client import CoordinatorClient
@@ -250,7 +250,7 @@ def test_without_prometheus_client_the_extra_is_named(run: Run, tmp_path: Path) 
         env=settings | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "pip install 'mx-peer[metrics]'" in done.stderr
+    assert install_hint("metrics") in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoints import write_checkpoint
+from mx.errors import install_hint
 from tests.support.commands import Run, environment, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -86,7 +87,7 @@ def test_serve_pull_and_look(run: Run, plain: dict[str, str], tmp_path: Path) ->
 def test_the_page_names_its_extra(run: Run, plain: dict[str, str]) -> None:
     command = run("web", env=plain)
     assert command.wait() == 2
-    assert "pip install 'mx-peer[web]'" in command.err
+    assert install_hint("web") in command.err
 
 
 def test_the_environment_lacks_what_is_an_extra(plain: dict[str, str]) -> None:

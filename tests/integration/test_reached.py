@@ -144,6 +144,22 @@ def test_a_source_behind_address_translation_is_read(
         assert same(load_file(out / "model.safetensors"), load_file(checkpoint))
 
 
+def test_the_coordinator_says_that_it_cannot_reach_a_source(
+    hosts: Hosts, run_in: RunIn, checkpoint: Path
+) -> None:
+    """The source sees the coordinator through a gateway, and the other way there is none."""
+    towards_inside, inside = hosts.link("gateway", "inside").addresses
+    outside, coordinator = hosts.link("gateway", "outside").addresses
+    daemon = run_in("outside", "--listen", f"{coordinator}:7600", "--insecure", daemon=True)
+    daemon.until(lambda: "listens" in daemon.err, "listening")
+    hosts.start("gateway", [sys.executable, "-c", _FORWARD, towards_inside, coordinator, "7600"])
+    serving = ("serve", str(checkpoint), "--model", "m", "--listen", "0.0.0.0:7601", "--insecure")
+    source = run_in("inside", *serving, "--coordinator", f"{towards_inside}:7600", "--wait", "60")
+    source.until(lambda: "stop with Ctrl-C" in source.err, "source")
+    daemon.until(lambda: "source.unreached" in daemon.err, "warning")
+    assert f"endpoint={inside}:7601" in daemon.err and f"address={outside}" in daemon.err
+
+
 def test_a_source_waits_for_its_coordinator(run: Run, checkpoint: Path) -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     at = ("--coordinator", coordinator, "--json")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import json
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import mx
 from tests.integration.example_router import Router
 from tests.support.commands import Run, environment, serve, start_coordinator
 
@@ -42,6 +46,7 @@ def test_requests_are_answered_by_a_replica_that_still_loads(demo: Router) -> No
     assert kinds.index("accepts_requests") < kinds.index("sent") < kinds.index("fully_loaded")
     status, body = demo.ask("POST", "/generate", b'{"prompt": "hello"}')
     assert status == 200 and json.loads(body)["layers"] == 12
+    assert demo.ask("POST", "/generate", b"[")[0] == 400  # the replica's answer
     status, body = demo.ask("GET", "/estimate")
     assert status == 200 and json.loads(body)["seconds_to_ready"] > 0
 
@@ -109,6 +114,65 @@ def test_a_replica_that_claims_a_port_where_nothing_listens_gets_no_answer_for_l
         liar.wait()
         assert liar.stdin is not None
         liar.stdin.close()
+        assert router.end() == 0
+
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    """A replica's server: its answer is in two parts, of which the second waits for `release`."""
+
+    protocol_version = "HTTP/1.1"
+    release = threading.Event()
+
+    def do_POST(self) -> None:
+        wanted = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.send_response(int(wanted) if wanted.isdigit() else 200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"4\r\nfrom\r\n")
+        if wanted == "wait":
+            assert self.release.wait(60)
+        if wanted != "break":
+            self.wfile.write(b"3\r\n me\r\n0\r\n\r\n")
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_answers_are_passed_on_as_they_come_and_bad_requests_rest_no_replica(
+    run: Run, checkpoint: Path
+) -> None:
+    address, _ = start_coordinator(run)
+    serve(run, checkpoint, "m", address)
+    router = Router("m", "--coordinator", address)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with mx.pull("m", coordinator=address) as pull:
+            pull.wait(60)
+            pull.accept_requests(server.server_port)
+            router.until(lambda: any(r["accepts_requests"] for r in router.replicas()), "replica")
+            for status in (400, 422, 404):  # no status is held against it
+                assert router.ask("POST", "/generate", str(status).encode()) == (status, b"from me")
+            (replica,) = router.replicas()
+            assert (replica["failed"], replica["answered"]) == (0, 3)
+            connection = http.client.HTTPConnection(router.address, timeout=60)
+            connection.request("POST", "/generate", b"wait")
+            answer = connection.getresponse()
+            assert answer.getheader("Content-Type") == "text/event-stream"
+            assert answer.read(4) == b"from"
+            Engine.release.set()
+            assert answer.read() == b" me"
+            connection.close()
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                router.ask("POST", "/generate", b"break")
+            assert [each["failed"] for each in router.replicas()] == [1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
         assert router.end() == 0
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import typer
 
+import mx
 import mx.cli
 import mx.cli.app
 import mx.cli.coordinator
 from mx import config
+from mx.cli.stop import Stop
 
 VERBS = (
     "serve",
@@ -330,3 +332,66 @@ cli.main(["--version"])
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
+    code = """
+import os, signal, threading
+from mx.cli import _interruptible
+
+class Left:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        list(range(1000))
+
+with _interruptible():
+    left = Left()
+    del left
+    threading.Event().wait(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), timeout=60, check=False)
+    assert done.returncode == 130
+
+
+def test_a_signal_stops_what_does_not_wait_for_it_yet() -> None:
+    stop = Stop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with stop.on_signals():
+            if number == signal.SIGINT:
+                os.kill(os.getpid(), number)
+                stop.wait()
+            else:
+                with pytest.raises(SystemExit):  # the second one ends it at once
+                    os.kill(os.getpid(), number)
+                    signal.pause()
+
+
+@pytest.mark.parametrize("package", ["grpc", "typer", "numpy"])
+def test_a_package_that_is_not_installed_is_named(package: str, tmp_path: Path) -> None:
+    absent = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')"
+    (tmp_path / f"{package}.py").write_text(absent)
+    code = f"import mx.cli, sys; sys.path.insert(0, {str(tmp_path)!r}); mx.cli.main()"
+    command = [sys.executable, "-c", code, "artifacts", "list", "m", "--json"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    error = the_object(done.stdout)["error"]
+    assert error["exit_code"] == 2 and error["message"].startswith(package) and error["hint"]
+    assert "Traceback" not in done.stderr
+
+
+def test_no_coordinator_is_started_for_a_checkpoint_that_is_not_there(
+    run_mx: Mx, tmp_path: Path
+) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        result = run_mx("serve", str(path))
+        assert result.returncode == 2 and "coordinator." not in result.stderr
+
+
+def test_an_error_is_short_in_a_notebook() -> None:
+    with pytest.raises(mx.errors.ConfigError) as caught:
+        mx.pull("m", transport="rdma")
+    lines = caught.value._render_traceback_()
+    assert "mx.pull" in lines[0] and f"line {caught.tb.tb_lineno}, in " in lines[0]
+    assert lines[1].startswith("ConfigError: ") and "ucx" in lines[2] and len(lines) == 3

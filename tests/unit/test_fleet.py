@@ -56,6 +56,21 @@ def kinds(events: list[FleetEvent]) -> list[str]:
     return [event.kind.value for event in events]
 
 
+def test_what_is_there_first_is_known_before() -> None:
+    fleet = Fleet()
+    for again in (False, True):  # the watch begins, and begins again
+        fleet.connected()
+        there = fleet.source(source(IDS[0], ((0, 2 if again else 1),)))
+        there += fleet.pull(pull(IDS[2 if again else 1], ready=0b11))
+        assert len(there) >= 3 and all(event.known_before for event in there)
+        assert not any(event.known_before for event in fleet.synced(0.0))
+        now = fleet.pull(pull(IDS[3], ready=0b1)) + fleet.pull_gone(IDS[3])
+        assert len(now) >= 3 and not any(event.known_before for event in now)
+    fleet.connected()
+    (lost,) = fleet.pull(pull(IDS[2], phase=PullPhase.FAILED))
+    assert lost.kind is EventKind.LOST and not lost.known_before
+
+
 def test_a_replica_answers_before_it_is_loaded_and_is_lost_when_its_pull_fails() -> None:
     fleet = Fleet()
     assert kinds(fleet.pull(pull(IDS[0]))) == ["replica_up"]

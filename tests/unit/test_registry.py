@@ -296,8 +296,10 @@ def test_the_error_for_an_unknown_name_lists_known_ones() -> None:
     with pytest.raises(UnknownModelError, match="nothing is registered"):
         registry.resolve("llama")
     register_source(registry, 0, make_record(WEIGHTS["A"], variant="tp0of2"), ALICE)
-    with pytest.raises(UnknownModelError, match="there is llama"):
+    with pytest.raises(UnknownModelError, match="listed is llama"):
         registry.resolve("lama")
+    with pytest.raises(UnknownModelError, match="there is llama"):
+        registry.resolve("other")
     with pytest.raises(UnknownModelError, match="tp0of2"):
         registry.resolve("llama", variant="tp1of2")
 

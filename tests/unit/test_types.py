@@ -8,7 +8,7 @@ import pytest
 
 from mx.core.digest import pin_of
 from mx.core.layout import TensorSpec, plan_layout
-from mx.core.types import Layer, Layout, ManifestRef, Tensor
+from mx.core.types import Layer, Layout, Manifest, ManifestRef, Packaging, Tensor
 
 LAYERS = [Layer(0, "part.0", 1, 0, ((0, 1),), 0)]
 REF = ManifestRef(b"\xab" * 32, b"l" * 32, b"p" * 32, (3, 5, 7))
@@ -27,6 +27,12 @@ def test_tensors_are_made_once_and_when_asked_for() -> None:
     assert made == [1]
     assert layout == Layout(LAYERS, make())
     assert layout != Layout(LAYERS, [])
+
+
+def test_a_manifest_is_shown_on_one_line() -> None:
+    layout = Layout(LAYERS, [Tensor("a", "U8", (1,), 0, 0, 1)])
+    shown = repr(Manifest(REF, layout, Packaging(), (b"r" * 32,), {b"d" * 32: b"document" * 1000}))
+    assert "\n" not in shown and len(shown) < 100 and REF.pin.hex()[:16] in shown
 
 
 def test_threads_that_ask_for_tensors_at_once_all_get_them() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from mx.errors import NotAllowedError
+from mx.web import follow
 from mx.web.board import Board
 from mx.web.browsers import Browsers
 from mx.web.follow import Follower
@@ -65,3 +70,36 @@ async def test_a_browser_that_does_not_read_has_no_queue() -> None:
         assert ("begin", {}) in sent[before:]
         browsers.stop()
         await serving
+
+
+class Refusing:
+    """A coordinator that lets this page see nothing, and counts who asks it for lists."""
+
+    def __init__(self) -> None:
+        self.lists = 0
+
+    async def watch(self) -> AsyncIterator[None]:
+        raise NotAllowedError("this certificate may not observe")
+        yield
+
+    watch_pulls = watch
+
+    async def list_models(self) -> tuple[()]:
+        self.lists += 1
+        return ()
+
+
+async def test_what_may_not_be_seen_is_not_asked_for_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    client: Any = Refusing()
+    follower = Follower(client, Board())
+    running = asyncio.create_task(follower.run())
+    with follower.browser():
+        while not follower.connection.why:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert client.lists == 0

@@ -161,6 +161,24 @@ def test_foreign_statuses(
     assert type(translate(rpc_error(code, "said"), who=SOURCE.address)) is source
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "errors resolving a.example:1: [field:hostname lookup error:address lookup failed for "
+        "a.example:1: Domain name not found]",
+        "DNS resolution failed for a.example:1: C-ares status is not ARES_SUCCESS",
+        "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:1: Failed "
+        "parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)",
+    ],
+)
+def test_unknown_names_and_other_servers_are_not_silent_ones(said: str) -> None:
+    absent = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, "refused"), who=COORDINATOR)
+    for who, kinds in ((COORDINATOR, CoordinatorError), (SOURCE, errors.SourceError)):
+        error = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, said), who=who)
+        assert isinstance(error, kinds) and error.exit_code == errors.EXIT_NO_SOURCE
+        assert error.hint != absent.hint and said not in error.message
+
+
 def test_the_error_for_an_absent_coordinator_says_what_to_do() -> None:
     error = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, "refused"), who=COORDINATOR)
     assert "no coordinator answers at 10.0.0.1:7600" in str(error)

@@ -18,7 +18,7 @@ from pathlib import Path
 from mx import keyfile
 from mx.api.caching import cached
 from mx.api.doctor.findings import Finding, Subject, failure, note, ok, warning
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, MxError, install_hint
 from mx.memory.budget import available_nbytes
 from mx.units import GIB, count, format_bytes
 from mx.wire.descriptors import MOST_DESCRIPTORS
@@ -32,9 +32,10 @@ GRPC_FAULTS = {
     (1, 85): "whatever listens on a peer's port can abort this process",
 }
 _GRPC = "pip install 'grpcio>=1.71.2,!=1.83.*,!=1.84.*,!=1.85.*'"
-#: What an extra brings, by a module of it.
+#: What an extra brings, by a module of it, or several of which one is enough.
 _EXTRAS = {"torch": "torch", "redis": "redis", "metrics": "prometheus_client", "web": "starlette"}
 _EXTRAS |= {"transformers": "transformers", "hub": "huggingface_hub", "objects": "obstore"}
+_EXTRAS |= {"cuda12": "nixl_cu12 nixl_cu13"}
 #: Fewer descriptors than these are soon used up: each connection takes one.
 _FEW_DESCRIPTORS = 4096
 #: Linux has MADV_COLLAPSE from here on; and memfd, pidfd and their like from there.
@@ -58,12 +59,12 @@ def python(subject: Subject) -> Iterator[Finding]:
     else:
         yield warning(f"mx is not tested with Python {version}", "use Python 3.11, 3.12 or 3.13")
     yield grpc_finding(importlib.metadata.version("grpcio"))
-    there = [name for name, module in _EXTRAS.items() if importlib.util.find_spec(module)]
+    there = [n for n, known in _EXTRAS.items() if any(map(importlib.util.find_spec, known.split()))]
     absent = [name for name in _EXTRAS if name not in there]
     yield ok(f"installed extras: {', '.join(there) or 'none'}")
     if absent:
         what = f"extras that are not installed: {', '.join(absent)}"
-        yield note(what, f"what needs one says so; pip install 'mx-peer[{absent[0]}]'")
+        yield note(what, f"what needs one says so; {install_hint(absent[0])}")
 
 
 def grpc_finding(version: str) -> Finding:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mx.api.common import known_host
 from mx.api.doctor.findings import Finding, Subject, failure, note, ok, warning
-from mx.errors import ConfigError, MxError, NotAllowedError
+from mx.errors import ConfigError, MxError, NotAllowedError, install_hint
 from mx.source.endpoint import dialled_host
 from mx.text import listed, plain
 from mx.transport import TlsFiles, Unavailable
@@ -69,7 +69,7 @@ def rdma(subject: Subject) -> Iterator[Finding]:
         yield note("no RDMA device: ucx goes over TCP")
         return
     if isinstance(subject.topology.transports.get("ucx", Unavailable("")), Unavailable):
-        yield warning(f"{can} ucx is not there to use it", "pip install 'mx-peer[cuda12]' (or 13)")
+        yield warning(f"{can} ucx is not there to use it", install_hint("cuda12", "cuda13"))
         return
     if not any(subject.root.glob(_VERBS)):
         yield warning(

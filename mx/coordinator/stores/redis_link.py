@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from mx.errors import CapacityError, ConfigError, CoordinatorError, MxError
+from mx.errors import CapacityError, ConfigError, CoordinatorError, MxError, install_hint
 
 #: The longest that Redis takes to answer; a coordinator that waits longer takes it for gone.
 ANSWER_S = 1.0
@@ -34,9 +34,7 @@ class RedisLink:
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
         except ImportError:
-            raise ConfigError(
-                "`state=redis:` needs redis-py", hint="pip install 'mx-peer[redis]'"
-            ) from None
+            raise ConfigError("`state=redis:` needs redis-py", hint=install_hint("redis")) from None
         self._errors = redis
         try:
             parts = urlsplit(url)

@@ -99,7 +99,10 @@ class SqliteStore(KeptStore):
         """Return why the file cannot be used, in words."""
         name = self._path
         if isinstance(error, OSError):
-            return ConfigError(f"the state file {name} cannot be used: {error.strerror or error}")
+            return ConfigError(
+                f"the state file {name} cannot be used: {error.strerror or error}",
+                hint="name one in a folder that is there, and that this user may write to",
+            )
         if not isinstance(error, sqlite3.Error):
             if isinstance(error, ConfigError) and str(name) not in error.message:
                 return ConfigError(f"the state file {name}: {error.message}", hint=_ANOTHER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mx.errors import ConfigError
+from mx.errors import ConfigError, install_hint
 
 
 def transformers() -> Any:
@@ -22,6 +22,5 @@ def transformers() -> Any:
             raise
         raise ConfigError(
             f"models of transformers need {error.name}, and it is not installed",
-            hint="pip install transformers torch, or mx with its extra: from a clone, "
-            "pip install '.[transformers]'",
+            hint=install_hint("transformers"),
         ) from None

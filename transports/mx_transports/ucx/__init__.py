@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mx.core.topology import Place
-from mx.errors import LocalError
+from mx.errors import LocalError, install_hint
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -37,10 +37,7 @@ GB_PER_S = 2.1
 #: An RDMA port of 400 Gbit/s; the rail's own speed is the limit where it is lower.
 RDMA_GB_PER_S = 50.0
 
-_NOT_INSTALLED = (
-    "NIXL is not installed: in a clone of mx, pip install '.[cuda12]' (it also runs without a "
-    "GPU), or '.[cuda13]' on machines with CUDA 13"
-)
+_NOT_INSTALLED = f"NIXL is not installed (it needs no GPU): {install_hint('cuda12', 'cuda13')}"
 
 
 class UcxTransport:
