@@ -8,6 +8,7 @@ comes next. An attempt is made for one run, and fills one edition (`mx.target.ed
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -129,6 +130,7 @@ class Attempt:
         if self._options.out is not None:
             self._log.phase = "writing"
             await in_thread(delivery.finish)
+            report.seconds = time.monotonic() - self._log.started_s
         if self.edition.log.failure is not None:
             raise self.edition.log.failure
         return report

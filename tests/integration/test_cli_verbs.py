@@ -87,9 +87,10 @@ def test_the_summary_for_people_says_what_was_kept(
     run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     at = ("--coordinator", coordinator)
-    serve(run, checkpoint, "small", coordinator)
+    source = serve(run, checkpoint, "small", coordinator)
     plain = finished(run, "pull", "small", *at)
     assert "nothing was kept" in plain.out
+    assert f"on the word of your own process {source.process.pid}\n" in plain.out
     assert "attached, no copy" in plain.out
     assert "B/s" not in plain.out
     out = tmp_path / "out"
