@@ -79,6 +79,11 @@ class Attempt:
             return Progress(*edition.counted, phase=phase)
         return progress_of(edition.layout, None, edition.log.is_ready, phase)
 
+    def written_nbytes(self) -> int:
+        """Return the bytes that were written to `out` so far."""
+        delivery = self._delivery
+        return 0 if delivery is None else delivery.written_nbytes
+
     def paths(self) -> list[PathReport]:
         """Return what has come over each path so far."""
         return []

@@ -65,6 +65,7 @@ def test_seconds_end_when_the_folder_is_written(
     with api.pull("m", coordinator=coordinator, out=tmp_path / "out", attach=attach) as pull:
         ready_s = max(event.at_s for event in pull.layers())
         report = pull.wait(60)
+        assert pull.progress().bytes_written == report.bytes
     assert any((tmp_path / "out").iterdir())
     assert report.seconds > ready_s  # all layers were ready before the folder was in its place
 
