@@ -96,11 +96,15 @@ def pin_covers(files: object) -> str:
     return "(weights and files)" if files else "(weights only: there are no files)"
 
 
-def show(table: Table) -> None:
-    """Write a table to standard output: to a terminal in its width, to a pipe in full."""
+def page() -> Console:
+    """Return standard output for tables: a terminal in its width, a pipe in full."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=250)
+    return console if console.is_terminal else Console(highlight=False, width=250)
+
+
+def show(table: Table, console: Console | None = None) -> None:
+    """Write a table to standard output, or to what `page` has returned."""
+    console = console or page()
     # What comes from elsewhere is text, not markup.
     console.print(Plain(table), markup=False)
 

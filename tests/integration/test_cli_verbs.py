@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mx.errors import EXIT_NO_SOURCE
 from tests.support.commands import Command, Run, serve
 
 pytestmark = pytest.mark.integration
@@ -59,7 +60,12 @@ def test_what_is_served_is_listed_and_pulled(
     assert entry["pid"] == source.process.pid
     assert entry["layers_held"] == served["layers"]
     assert set(entry["transports"]) >= {"shm", "tcp"}
-    assert finished(run, "sources", "other", *at, "--json").json()["sources"] == []
+    for verb in ("sources", "models"):
+        other = finished(run, verb, "other", *at, "--json")
+        assert (other.json()[verb], other.process.returncode) == ([], EXIT_NO_SOURCE)
+        unknown = finished(run, verb, "other", *at)
+        assert unknown.process.returncode == EXIT_NO_SOURCE
+        assert "other\n  mx models lists" in unknown.err
 
     tables = finished(run, "models", *at).out + finished(run, "sources", *at).out
     assert "small" in tables
