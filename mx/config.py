@@ -100,7 +100,7 @@ class Settings:
         "127.0.0.1:7600", values.addresses,
         "Where the coordinator is. Of several that share a state, the next one is asked where one "
         "does not answer.",
-        _ASKING, "HOST:PORT[,HOST:PORT...]", group=CONNECTION,
+        _ASKING, "HOST:PORT[,...]", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
         "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",

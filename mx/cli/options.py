@@ -68,8 +68,8 @@ Slices = Annotated[
     typer.Option(
         "--slice",
         help="Of the tensors of this name or pattern only rank R's share of N along dimension DIM, "
-        "or elements BEGIN to END of it; may be repeated.",
-        metavar="PATTERN=DIM:R/N|DIM:BEGIN-END",
+        "or with DIM:BEGIN-END those elements of it; may be repeated.",
+        metavar="PATTERN=DIM:R/N",
     ),
 ]
 Json = Annotated[

@@ -57,7 +57,7 @@ def serve(
         str,
         typer.Option(
             help="Which of the model's variants this is: a word, or the fields of a rank, like "
-            "engine=vllm,version=0.32.0,tp=0/2,dtype=bf16. (default: checkpoint)",
+            "tp=0/2,dtype=bf16. (default: checkpoint)",
             metavar="V",
         ),
     ] = "",
