@@ -29,6 +29,7 @@ notes = Console(stderr=True, highlight=False)
 
 
 _as_lines = False
+_quiet = False
 
 
 class Interrupted(Exception):
@@ -53,13 +54,25 @@ def use_json_lines(wanted: bool) -> None:
     _as_lines = wanted
 
 
+def be_quiet(wanted: bool) -> None:
+    """Choose whether progress, notes and summaries are left out from now on."""
+    global _quiet
+    _quiet = wanted
+
+
 def shows_progress() -> bool:
     """Return True where standard error is a terminal and gets text."""
-    return notes.is_terminal and not _as_lines
+    return notes.is_terminal and not _as_lines and not _quiet
 
 
 def say(text: str) -> None:
-    """Write a line to standard error as it is: no markup, no wrapping."""
+    """Write a note to standard error as it is (no markup, no wrapping), unless it is to be
+    quiet."""
+    if not _quiet:
+        _tell(text)
+
+
+def _tell(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal was closed, and a server goes on
         if _as_lines:
             _write("info", "message", {"text": text})
@@ -89,6 +102,12 @@ def emit(result: Mapping[str, object]) -> None:
 def write(text: str) -> None:
     """Write a result to standard output as it is."""
     print(plain_lines(text), flush=True)
+
+
+def summarise(text: str) -> None:
+    """Write to standard output what a command has done, unless it is to be quiet."""
+    if not _quiet:
+        write(text)
 
 
 def pin_covers(files: object) -> str:
@@ -173,9 +192,9 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
         _write("error", "error", error)
         return exit_code
     notes.print("[bold red]error:[/] ", end="")
-    say(message)
+    _tell(message)
     if hint:
-        say(f"  {hint}")
+        _tell(f"  {hint}")
     return exit_code
 
 

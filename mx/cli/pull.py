@@ -155,9 +155,9 @@ def pull(
         else:
             told = settings.log_level in ("debug", "info")  # all steps
             kept = hold or out is not None
-            outcome.write(_summary(report, out=out, kept=kept, all_steps=told))
+            outcome.summarise(_summary(report, out=out, kept=kept, all_steps=told))
             if caches is not None:
-                outcome.write(obtained_line(caches))
+                outcome.summarise(obtained_line(caches))
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")

@@ -106,6 +106,21 @@ def test_the_summary_for_people_says_what_was_kept(
     assert list(out.glob("*.safetensors"))
 
 
+def test_quiet_prints_errors_alone(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    at = ("-q", "--coordinator", coordinator)
+    serve(run, checkpoint, "small", coordinator, "-q")
+    out = tmp_path / "out"
+    pull = finished(run, "pull", "small", *at, "--no-attach", "--out", str(out))
+    assert (pull.process.returncode, pull.out, pull.err) == (0, "", "")
+    assert list(out.glob("*.safetensors"))
+    assert finished(run, "pull", "small", *at, "--json").json()["model"] == "small"
+    unknown = finished(run, "pull", "other", *at)
+    assert unknown.process.returncode == EXIT_NO_SOURCE
+    assert unknown.err.startswith("error: ")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_and_hold_end_when_they_are_asked(
     run: Run, coordinator: str, checkpoint: Path, number: int
