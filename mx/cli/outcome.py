@@ -22,6 +22,8 @@ from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 from mx.text import plain_lines
 
+#: The version of the objects of `--json`; raised when a field goes or changes its meaning.
+SCHEMA = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 #: Progress, notes and errors; standard output is for results.
@@ -94,7 +96,9 @@ def _write(level: str, event: str, fields: Mapping[str, object]) -> None:
 
 
 def emit(result: Mapping[str, object]) -> None:
-    """Write the one object of `--json` to standard output, on a line of its own."""
+    """Write the one object of `--json` to standard output, on a line of its own. It says which
+    version of these objects it is (`schema`)."""
+    result = {"schema": SCHEMA, **result}
     # DEL is the one control character that JSON leaves as it is.
     print(json.dumps(result).replace("\x7f", "\\u007f"), flush=True)
 

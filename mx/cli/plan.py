@@ -119,7 +119,8 @@ def _json(planned: PlannedPull) -> dict[str, object]:
     estimate_s = planned.estimate_s
     return {
         "model": str(planned.model),
-        "manifest": planned.ref.identity.hex(),
+        "identity": planned.ref.identity.hex(),
+        "pin": planned.ref.pin.hex(),
         "bytes": planned.nbytes,
         "layers": planned.layers,
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),

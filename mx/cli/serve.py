@@ -224,7 +224,6 @@ def _object(source: Source) -> dict[str, object]:
         "model": source.model.name,
         "revision": source.model.revision,
         "variant": source.model.variant,
-        "manifest": source.identity_hex,
         "identity": source.identity_hex,
         "pin": ref.pin.hex(),
         "pin_covers_files": bool(ref.packaging),

@@ -118,7 +118,7 @@ class Attempt:
         log, ready = self._log, self.edition.log
         return PullReport(
             model=str(self._history.key),
-            manifest=manifest.ref.identity.hex(),
+            identity=manifest.ref.identity.hex(),
             pin=manifest.ref.pin.hex(),
             bytes=(self.edition.layout or manifest.layout).payload_nbytes,
             seconds=ready.last_layer_s(),

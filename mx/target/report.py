@@ -144,7 +144,7 @@ class PullReport:
     for a pull of some tensors the bytes of all blocks that hold some of theirs, which were moved:
     without those that other ranks on this host have moved (paths whose transport is "rank").
 
-    `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
+    `identity` is that of the weights. `pin` covers their files too, if there are any, else
     it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose
     weights are not read. `bytes`, `layers` and `paths` count weights: a pull of files only has
     none, and has `files`. `fallback` is the step ("disk", "hub", "objects") with which a pull was
@@ -154,7 +154,7 @@ class PullReport:
     """
 
     model: str
-    manifest: str
+    identity: str
     pin: str
     bytes: int
     seconds: float
@@ -174,7 +174,7 @@ class PullReport:
     @property
     def pin_covers_files(self) -> bool:
         """True if the pin covers files, False if there are none."""
-        return self.pin != self.manifest
+        return self.pin != self.identity
 
     @property
     def gb_per_s(self) -> float | None:
@@ -191,7 +191,7 @@ class PullReport:
     @property
     def verdict(self) -> str:
         """Who vouches for the bytes, in words."""
-        if self.defined_by or (self.files is not None and not self.manifest):
+        if self.defined_by or (self.files is not None and not self.identity):
             return "compared with nothing (no pin)"
         if self.verified == VerifiedBy.SOURCE.value:
             pids = listed([*dict.fromkeys(str(path.pid) for path in self.paths if path.pid)])
@@ -214,7 +214,7 @@ class PullReport:
     def to_json(self) -> dict[str, object]:
         return {
             "model": self.model,
-            "manifest": self.manifest,
+            "identity": self.identity,
             "pin": self.pin,
             "pin_covers_files": self.pin_covers_files,
             "bytes": self.bytes,

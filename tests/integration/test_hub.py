@@ -73,7 +73,7 @@ def test_it_is_downloaded_once(run: Run, store: Store, tmp_path: Path) -> None:
 def test_offline(run: Run, cache: Path, folder: Path) -> None:
     env = of(cache, HF_HUB_OFFLINE="1")
     disk = run("pull", "m", "--from", f"disk={folder}", "--json").json()
-    found = pull(run, env, "--hub-id", f"org/model@{COMMIT}", model=f"m@{disk['manifest']}").json()
+    found = pull(run, env, "--hub-id", f"org/model@{COMMIT}", model=f"m@{disk['identity']}").json()
     assert (found["fallback"], found["pin"]) == ("hub", disk["pin"])
     wrong = pull(run, env, "--hub-id", "org/{name}", model=f"model@{'0' * 64}")
     assert wrong.json()["error"]["exit_code"] == wrong.wait(60) == EXIT_INTEGRITY

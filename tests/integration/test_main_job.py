@@ -144,9 +144,9 @@ def test_a_held_pull_serves_when_the_origin_is_gone(
 
 
 def test_identity_pins(run: Run, coordinator: str, checkpoint: Path) -> None:
-    identity = serve(run, checkpoint, "m", coordinator).json()["manifest"]
+    identity = serve(run, checkpoint, "m", coordinator).json()["identity"]
     with api.pull(f"m@{identity[:12]}", coordinator=coordinator) as pull:
-        assert pull.wait(30).manifest == identity
+        assert pull.wait(30).identity == identity
     wrong = "0" * 12 if not identity.startswith("0") else "f" * 12
     with api.pull(f"m@{wrong}", coordinator=coordinator) as pull:
         assert isinstance(error_of(pull), UnknownModelError)

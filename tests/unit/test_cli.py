@@ -97,6 +97,7 @@ def the_object(text: str) -> dict[str, Any]:
     (line,) = text.splitlines()
     result = json.loads(line)
     assert isinstance(result, dict)
+    assert result["schema"] == 1
     return result
 
 
