@@ -147,6 +147,7 @@ class CheckpointWriter(StagedWriter):
     def _sync(self) -> None:
         for fd in self._fds:
             os.fsync(fd)
+        self._staging.record(self._manifest.ref.pin.hex())
 
     def _published(self) -> None:
         records, self._records = self._records, None

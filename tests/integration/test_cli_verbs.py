@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from mx.errors import EXIT_NO_SOURCE
+from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_NO_SOURCE
 from tests.support.commands import Command, Run, serve
 
 pytestmark = pytest.mark.integration
@@ -120,6 +121,55 @@ def test_quiet_prints_errors_alone(
     unknown = finished(run, "pull", "other", *at)
     assert unknown.process.returncode == EXIT_NO_SOURCE
     assert unknown.err.startswith("error: ")
+
+
+def _keeps_records(folder: Path) -> bool:
+    try:
+        os.setxattr(folder, "user.test", b"")
+    except OSError:
+        return False
+    return True
+
+
+def test_a_folder_is_verified_against_a_pin_or_its_record(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    shutil.copy(checkpoint, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    served = serve(run, folder, "small", coordinator).json()
+    out, pinned = tmp_path / "out", f"small@{served['pin']}"
+    finished(run, "pull", "small", "--coordinator", coordinator, "--out", str(out))
+
+    def verified(code: int, *arguments: str) -> dict[str, object]:
+        command = finished(run, "verify", str(out), *arguments, "--json")
+        assert command.process.returncode == code, command.err
+        return dict(command.json())
+
+    for pin in (pinned, served["identity"]):
+        found = verified(0, pin)
+        assert (found["pin"], found["recorded"]) == (served["pin"], False)
+        assert found["files_verified"] == (pin == pinned)
+    if _keeps_records(tmp_path):
+        assert verified(0)["recorded"]
+        assert "its weights and files are" in finished(run, "verify", str(out)).out
+    verified(EXIT_INTEGRITY, "0" * 64)
+    verified(EXIT_CONFIG, "small@")
+
+    (out / "config.json").write_text("{}")
+    verified(0, served["identity"])  # which covers no files
+    verified(EXIT_INTEGRITY, pinned)
+    with open(next(out.glob("*.safetensors")), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert "not" in str(verified(EXIT_INTEGRITY, served["identity"])["error"])
+    os.rename(out, tmp_path / "moved")
+    verified(EXIT_CONFIG, pinned)
+    out.mkdir()
+    verified(EXIT_CONFIG)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

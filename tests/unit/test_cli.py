@@ -24,6 +24,7 @@ VERBS = (
     "serve",
     "pull",
     "plan",
+    "verify",
     "models",
     "sources",
     "cache",
