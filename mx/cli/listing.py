@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.cli.completing import model_names
 from mx.cli.printing import NAMES, Column, table_of
 from mx.core.artifact_names import model_and_set
 from mx.core.reference import parse_reference
@@ -30,7 +31,10 @@ _MAX_SHOWN = 8
 @options.takes_settings
 def models(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Only this one.", metavar="MODEL")] = "",
+    model: Annotated[
+        str,
+        typer.Argument(help="Only this one.", metavar="MODEL", autocompletion=model_names),
+    ] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is, at each source.")
     ] = False,
@@ -131,7 +135,10 @@ def _say_sets(sets: int) -> None:
 @options.takes_settings
 def sources(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="MODEL")] = "",
+    model: Annotated[
+        str,
+        typer.Argument(help="Only those of this one.", metavar="MODEL", autocompletion=model_names),
+    ] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")
     ] = False,

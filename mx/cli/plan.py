@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.cli.completing import model_names
 from mx.cli.words import in_flags
 from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
@@ -28,6 +29,7 @@ def plan(
         typer.Argument(
             help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights.",
             metavar="MODEL",
+            autocompletion=model_names,
         ),
     ],
     source: Annotated[

@@ -10,6 +10,7 @@ import typer
 
 from mx.cli import live, notify, options, outcome
 from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
+from mx.cli.completing import model_names
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
@@ -29,6 +30,7 @@ def pull(
         typer.Argument(
             help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models).",
             metavar="MODEL",
+            autocompletion=model_names,
         ),
     ],
     source: Annotated[

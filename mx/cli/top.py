@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mx.cli import options, outcome
+from mx.cli.completing import model_names
 from mx.cli.keys import Keys
 from mx.cli.listing import layers_held, source_object
 from mx.cli.printing import NAMES, Column, Plain, table_of
@@ -40,7 +41,10 @@ _STYLES = {"complete": "green", "failed": "red"}
 def top(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="Only what concerns this one.", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="Only what concerns this one.", metavar="MODEL", autocompletion=model_names
+        ),
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     *,

@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import signal
+import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_NO_SOURCE
-from tests.support.commands import Command, Run, serve
+from tests.support.commands import Command, Run, free_port, serve
 
 pytestmark = pytest.mark.integration
 
@@ -253,3 +254,28 @@ def test_a_failing_demo_says_why(run: Run, tmp_path: Path) -> None:
     assert error["type"] == "CheckpointError"
     assert command.process.returncode == error["exit_code"] == 4
     assert "Traceback" not in command.err
+
+
+def test_the_shell_completes_names_of_models(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    def completed(verb: str, where: str, incomplete: str) -> list[str]:
+        words = ("mx", verb, "--coordinator", where, incomplete)
+        env = {
+            **os.environ,
+            "_MX_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+        }
+        command = run(env=env)
+        assert (command.wait(60), command.err) == (0, "")
+        return command.out.split()
+
+    for name in ("small-one", "small-two", "other", "small$(id)"):
+        serve(run, checkpoint, name, coordinator)
+    deadline_s = time.monotonic() + 60  # a busy coordinator may not answer at once
+    while not (found := completed("pull", coordinator, "small")):
+        assert time.monotonic() < deadline_s
+    assert found == ["small-one", "small-two"]  # a shell may evaluate what it gets
+    assert completed("pull", f"127.0.0.1:{free_port()}", "small") == []
+    assert completed("pull", "nonsense", "small") == []
