@@ -335,6 +335,14 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     return home / "mx"
 
 
+def hub_cache() -> Path:
+    """Return the folder in which Hugging Face's library keeps what it has downloaded."""
+    if named := os.environ.get("HF_HUB_CACHE", ""):
+        return Path(named).expanduser()
+    home = os.environ.get("HF_HOME", "") or str(cache_folder().parent / "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
 def _has_home(environ: Mapping[str, str]) -> bool:
     """Return True if the state folder is named, or in a home that exists."""
     named = environ.get("XDG_STATE_HOME", "").startswith("/")
