@@ -103,22 +103,20 @@ def models(
         _say_unknown(f"model {model}" if model else "models", model, settings)
         _say_sets(len(sets))
         return
-    shown = Table("model", "revision", "variant", box=None, pad_edge=False)
-    for name in ("size", "layers", "sources"):
-        shown.add_column(name, justify="right")
-    shown.add_column("found by")
-    for entry in found:
-        shown.add_row(
-            entry.model.name,
-            entry.model.revision,
-            _spaced(entry.model.variant),
-            # Without a source that holds all of it nothing is known of its size.
-            format_bytes(entry.nbytes) if entry.layers else "-",
-            str(entry.layers) if entry.layers else "-",
-            str(entry.sources),
-            "its pin only" if entry.pin_only else "name or pin",
-        )
-    outcome.show(shown)
+    page = outcome.page()
+    # Without a source that holds all of it nothing is known of its size.
+    sizes = [format_bytes(entry.nbytes) if entry.layers else "-" for entry in found]
+    ways = ["its pin only" if entry.pin_only else "name or pin" for entry in found]
+    columns = [
+        Column("model", [entry.model.name for entry in found], folds=NAMES),
+        Column("revision", [entry.model.revision for entry in found], folds=8),
+        Column("variant", [_spaced(entry.model.variant) for entry in found], folds=12),
+        Column("size", sizes, right=True),
+        Column("layers", [str(entry.layers or "-") for entry in found], right=True),
+        Column("sources", [str(entry.sources) for entry in found], right=True),
+        Column("found by", ways, folds=5),
+    ]
+    outcome.show(table_of(columns, page.width), page)
     _say_sets(len(sets))
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
