@@ -30,17 +30,15 @@ def cached_snapshot(cache: Path, text: str) -> Path:
     """
     name, _, revision = text.partition("@")
     model = cache / "--".join(["models", *name.split("/")])
-    revision = revision or "main"
-    commit = revision
+    commit = revision = revision or "main"
     if ".." not in revision and not revision.startswith("/"):
         with contextlib.suppress(OSError, ValueError):  # it may be a commit
             commit = (model / "refs" / revision).read_text(encoding="ascii").strip()
         found = model / "snapshots" / commit
         if "/" not in commit and any(found.glob(f"*{TENSOR_SUFFIX}")):
             return found
-    at = "" if revision == "main" else f" --revision {revision}"
     raise ConfigError(
         f"there is no {text} here: neither as a path, nor with its weights in Hugging Face's cache "
         f"at {cache}",
-        hint=f"download it: hf download {name}{at} (of huggingface_hub), or name a folder",
+        hint=f"get it with huggingface_hub (hf download {name}), or name a folder",
     )
