@@ -6,7 +6,7 @@ import re
 
 import typer
 
-#: How long a shell waits for the coordinator.
+#: How long a shell waits for the coordinator, unless `connect_timeout_s` is set.
 TIMEOUT_S = 0.5
 #: The shell's script may evaluate what it gets, and a coordinator lists what anybody registers.
 _HARMLESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*", re.ASCII)
@@ -32,7 +32,10 @@ def _listed(context: typer.Context) -> set[str]:
     from mx.core.artifact_names import model_and_set
 
     given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
-    given["connect_timeout_s"] = str(TIMEOUT_S)
-    settings = config.load(given, file=context.params.get("config"), typed=True)
+    file = context.params.get("config")
+    settings = config.load(given, file=file, typed=True)
+    if not settings.is_set("connect_timeout_s"):
+        given["connect_timeout_s"] = str(TIMEOUT_S)
+        settings = config.load(given, file=file, typed=True)
     names = {each.model.name for each in api.list_models(settings=settings)}
     return {name for name in names if model_and_set(name) is None}
