@@ -100,7 +100,7 @@ class Settings:
         "127.0.0.1:7600", values.addresses,
         "Where the coordinator is. Of several that share a state, the next one is asked where one "
         "does not answer.",
-        _ASKING, "HOST:PORT[,HOST:PORT...]", group=CONNECTION,
+        _ASKING, "HOST:PORT[,...]", group=CONNECTION,
     )
     coordinator_listen: str = _setting(
         "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",
@@ -333,6 +333,14 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     base = environ.get("XDG_CACHE_HOME", "")
     home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".cache")
     return home / "mx"
+
+
+def hub_cache() -> Path:
+    """Return the folder in which Hugging Face's library keeps what it has downloaded."""
+    if named := os.environ.get("HF_HUB_CACHE", ""):
+        return Path(named).expanduser()
+    home = os.environ.get("HF_HOME", "") or str(cache_folder().parent / "huggingface")
+    return Path(home).expanduser() / "hub"
 
 
 def _has_home(environ: Mapping[str, str]) -> bool:

@@ -198,6 +198,10 @@ class PathSlowError(SourceError):
     """The path works, but was given up: the other paths finish its work much sooner."""
 
 
+class ChunkElsewhereError(PathSlowError):
+    """What is read over the path was requested elsewhere: neither path nor peer did wrong."""
+
+
 class PathError(SourceError):
     """One path to the peer does not work here: a driver's call, peer access, a registration or an
     export failed. The message names the path; others to the same peer may work."""

@@ -19,6 +19,7 @@ from mx.cli import (
     show,
     top,
     topo,
+    verify,
     web,
 )
 from mx.cli.commands import Command, Group
@@ -57,6 +58,7 @@ def root(
 app.command("serve", cls=Command)(serve.serve)
 app.command("pull", cls=Command)(pull.pull)
 app.command("plan", cls=Command)(plan.plan)
+app.command("verify", cls=Command)(verify.verify)
 app.command("models", cls=Command)(listing.models)
 app.command("sources", cls=Command)(listing.sources)
 app.command("cache", cls=Command)(cache.cache)

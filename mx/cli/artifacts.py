@@ -81,7 +81,7 @@ def artifacts_keygen(
 
     public = make_key(Path(file))
     if as_json:
-        outcome.emit({"schema": 1, "key_file": file, "key": public})
+        outcome.emit({"key_file": file, "key": public})
         return
     outcome.say(f"made the publisher's key {file}\n  in a trust file:")
     outcome.write(f'[[signer]]\nname = "NAME"\nkey = "{public}"\nmodels = ["MODEL"]')
@@ -126,7 +126,6 @@ def artifacts_record(
     if as_json:
         outcome.emit(
             {
-                "schema": 1,
                 "folder": folder,
                 "files": len(found.files),
                 "bytes": nbytes,
@@ -211,7 +210,7 @@ def artifacts_list(
             }
             for each in found
         ]
-        outcome.emit({"schema": 1, "coordinator": settings.coordinator, "sets": sets})
+        outcome.emit({"coordinator": settings.coordinator, "sets": sets})
         return
     if not found:
         what = f"sets for {model}" if model else "sets"
@@ -341,7 +340,7 @@ def artifacts_pull(
     settings = options.settings_of(context)
     found = obtain(model, settings, folder, fields)
     if as_json:
-        outcome.emit({"schema": 1, "model": model, **obtained_object(found)})
+        outcome.emit({"model": model, **obtained_object(found)})
     if found.folder is None:
         from mx.errors import NoSourceError
 
@@ -413,7 +412,6 @@ def obtained_line(found: Obtained) -> str:
 def _object(signed: Signed) -> dict[str, Any]:
     document = signed.document
     return {
-        "schema": 1,
         "set": signed.set_id,
         "model": document.model,
         "kind": document.kind,

@@ -10,15 +10,18 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.cli.completing import model_names
+from mx.cli.printing import NAMES, Column, table_of
 from mx.core.artifact_names import model_and_set
 from mx.core.reference import parse_reference
 from mx.core.variant import ProcessingKey
-from mx.errors import ConfigError
+from mx.errors import EXIT_NO_SOURCE, ConfigError, UnknownModelError
 from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.config import Settings
     from mx.core.answers import BundleStatus
+    from mx.core.types import SourceRecord
     from mx.wire.listing import SourceStatus
 
 #: The most missing ranks of a bundle that the table names.
@@ -28,7 +31,10 @@ _MAX_SHOWN = 8
 @options.takes_settings
 def models(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Only this one.", metavar="MODEL")] = "",
+    model: Annotated[
+        str,
+        typer.Argument(help="Only this one.", metavar="MODEL", autocompletion=model_names),
+    ] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is, at each source.")
     ] = False,
@@ -78,7 +84,6 @@ def models(
                 "model": entry.model.name,
                 "revision": entry.model.revision,
                 "variant": entry.model.variant,
-                "manifest": entry.ref.identity.hex(),
                 "identity": entry.ref.identity.hex(),
                 "pin": entry.ref.pin.hex(),
                 "pin_covers_files": bool(entry.ref.packaging),
@@ -92,28 +97,26 @@ def models(
         ]
         in_bundles = [bundle_object(bundle) for bundle in bundles]
         outcome.emit({"coordinator": settings.coordinator, "models": listed, "bundles": in_bundles})
+        _end_unknown(model, listed)
         return
     if not found:
-        what = f"{model} as a model" if model else "models"
-        outcome.say(f"the coordinator at {settings.coordinator} knows no {what}")
+        _say_unknown(f"model {model}" if model else "models", model, settings)
         _say_sets(len(sets))
         return
-    shown = Table("model", "revision", "variant", box=None, pad_edge=False)
-    for name in ("size", "layers", "sources"):
-        shown.add_column(name, justify="right")
-    shown.add_column("found by")
-    for entry in found:
-        shown.add_row(
-            entry.model.name,
-            entry.model.revision,
-            _spaced(entry.model.variant),
-            # Without a source that holds all of it nothing is known of its size.
-            format_bytes(entry.nbytes) if entry.layers else "-",
-            str(entry.layers) if entry.layers else "-",
-            str(entry.sources),
-            "its pin only" if entry.pin_only else "name or pin",
-        )
-    outcome.show(shown)
+    page = outcome.page()
+    # Without a source that holds all of it nothing is known of its size.
+    sizes = [format_bytes(entry.nbytes) if entry.layers else "-" for entry in found]
+    ways = ["its pin only" if entry.pin_only else "name or pin" for entry in found]
+    columns = [
+        Column("model", [entry.model.name for entry in found], folds=NAMES),
+        Column("revision", [entry.model.revision for entry in found], folds=8),
+        Column("variant", [_spaced(entry.model.variant) for entry in found], folds=12),
+        Column("size", sizes, right=True),
+        Column("layers", [str(entry.layers or "-") for entry in found], right=True),
+        Column("sources", [str(entry.sources) for entry in found], right=True),
+        Column("found by", ways, folds=5),
+    ]
+    outcome.show(table_of(columns, page.width), page)
     _say_sets(len(sets))
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
@@ -130,7 +133,10 @@ def _say_sets(sets: int) -> None:
 @options.takes_settings
 def sources(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="MODEL")] = "",
+    model: Annotated[
+        str,
+        typer.Argument(help="Only those of this one.", metavar="MODEL", autocompletion=model_names),
+    ] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")
     ] = False,
@@ -139,7 +145,9 @@ def sources(
 ) -> None:
     """List who serves what, where, and how long they stay listed.
 
-    An origin holds every layer; a relay holds those that it has received so far.
+    An origin holds every layer; a relay holds those that it has received so far. A narrow
+    terminal gets no hosts, transports and roles; `--json` has them. Of a model that has no sources
+    the exit code is 3.
 
     **Examples**
 
@@ -159,29 +167,51 @@ def sources(
     if as_json:
         listed = [source_object(status) for status in found]
         outcome.emit({"coordinator": settings.coordinator, "sources": listed})
+        _end_unknown(model, found)
         return
     if not found:
-        of = f" of {model}" if model else ""
-        outcome.say(f"the coordinator at {settings.coordinator} knows no sources{of}")
+        _say_unknown(f"sources of {model}" if model else "sources", model, settings)
         return
-    rows = Table("model", "endpoint", "host", "role", "state", box=None, pad_edge=False)
-    for name in ("layers", "readers", "lease"):
-        rows.add_column(name, justify="right")
-    rows.add_column("transports")
-    for status in found:
-        record = status.record
-        rows.add_row(
-            _spaced(str(record.model)),
-            record.endpoint,
-            record.place.hostname,
-            record.role.value,
-            record.state.value + (", by pin only" if record.pin_only else ""),
-            str(sum(end - begin for begin, end in record.table.held)),
-            str(status.readers),
-            format_seconds(status.lease_left_s),
-            ", ".join(record.transports),
-        )
-    outcome.show(rows)
+    records, page = [status.record for status in found], outcome.page()
+    columns = [
+        Column("model", [_spaced(str(each.model)) for each in records], folds=NAMES),
+        Column("endpoint", [each.endpoint for each in records]),
+        Column("host", [each.place.hostname for each in records], spare=3),
+        Column("role", [each.role.value for each in records], spare=1),
+        Column("state", [_state(each) for each in records], folds=8),
+        Column("layers", [str(layers_held(each)) for each in records], right=True),
+        Column("readers", [str(each.readers) for each in found], right=True),
+        Column("lease", [format_seconds(each.lease_left_s) for each in found], right=True),
+        Column("transports", [", ".join(each.transports) for each in records], spare=2),
+    ]
+    outcome.show(table_of(columns, page.width), page)
+
+
+def _end_unknown(model: str, found: Sequence[object]) -> None:
+    """End with the exit code for it if a model that was named is not known."""
+    if model and not found:
+        raise typer.Exit(EXIT_NO_SOURCE)
+
+
+def _state(record: SourceRecord) -> str:
+    return record.state.value + (", by pin only" if record.pin_only else "")
+
+
+def layers_held(record: SourceRecord) -> int:
+    """Return how many layers a source holds."""
+    return sum(end - begin for begin, end in record.table.held)
+
+
+def _say_unknown(what: str, model: str, settings: Settings) -> None:
+    """Say that the coordinator knows none.
+
+    Raises:
+        UnknownModelError: One was asked for by its name.
+    """
+    text = f"the coordinator at {settings.coordinator} knows no {what}"
+    if model:
+        raise UnknownModelError(text, hint="mx models lists what it knows")
+    outcome.say(text)
 
 
 def _show_tables(model: str, settings: Settings, as_json: bool) -> None:
@@ -267,7 +297,7 @@ def source_object(status: SourceStatus) -> dict[str, object]:
         "model": record.model.name,
         "revision": record.model.revision,
         "variant": record.model.variant,
-        "manifest": record.ref.identity.hex(),
+        "identity": record.ref.identity.hex(),
         "pin": record.ref.pin.hex(),
         "pin_only": record.pin_only,
         "source_id": record.source_id,
@@ -277,7 +307,7 @@ def source_object(status: SourceStatus) -> dict[str, object]:
         "role": record.role.value,
         "state": record.state.value,
         "generation": record.generation,
-        "layers_held": sum(end - begin for begin, end in record.table.held),
+        "layers_held": layers_held(record),
         "transports": list(record.transports),
         "lease_left_s": round(status.lease_left_s, 3),
         "readers": status.readers,

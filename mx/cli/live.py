@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ from rich.text import Text
 from mx.cli.outcome import notes, say, shows_progress
 from mx.cli.printing import Plain
 from mx.text import plain
-from mx.units import format_bytes, format_rate
+from mx.units import count, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from mx.api import Progress, Pull, PullReport
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 #: A table of more rows than this is no longer looked at.
 MAX_ROWS = 16
 PLAIN_INTERVAL_S = 1.0
+#: Rates are of this time.
+RATE_S = 5.0
+#: The phase of a pull that writes what it has received (`mx.target.attempt`).
+WRITING = "writing"
 
 
 @contextmanager
@@ -45,28 +51,80 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def follow(pull: Pull) -> PullReport:
     """Wait for a pull's end and show it by layer. Raises what the pull fails with."""
+    rate = Rate()
     if not shows_progress():
-        return _follow_plainly(pull)
-    start = time.monotonic()
+        return _follow_plainly(pull, rate)
 
     def frame() -> Plain:
-        return Plain(render(pull.progress(), time.monotonic() - start, rows=notes.height - 6))
+        progress = pull.progress()
+        speed = rate.at(progress.bytes_done, time.monotonic())
+        return Plain(render(progress, speed, rows=notes.height - 6))
 
-    with Live(get_renderable=frame, console=notes, refresh_per_second=8):
-        return pull.wait()
+    with Live(get_renderable=frame, console=notes, refresh_per_second=8) as shown:
+        try:
+            return pull.wait()
+        except BaseException:
+            shown.transient = True  # an error says how far it came
+            raise
 
 
-def _follow_plainly(pull: Pull) -> PullReport:
-    said = time.monotonic()
-    for _ in pull.layers():
-        if time.monotonic() - said >= PLAIN_INTERVAL_S:
-            said = time.monotonic()
+def _follow_plainly(pull: Pull, rate: Rate) -> PullReport:
+    said = ""
+    while True:
+        try:
+            return pull.wait(PLAIN_INTERVAL_S)
+        except TimeoutError:
             progress = pull.progress()
-            say(
-                f"{progress.layers_ready} of {progress.layers_total} layers ready, "
-                f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
-            )
-    return pull.wait()
+            text = state_of(progress, rate.at(progress.bytes_done, time.monotonic()))
+        if text != said:
+            said = text
+            say(text)
+
+
+class Rate:
+    """The rate at which a count of bytes has grown in the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+
+    def at(self, nbytes: int, now_s: float) -> float:
+        """Return the rate in bytes per second.
+
+        Args:
+            nbytes: The count.
+            now_s: When it was that (monotonic).
+        """
+        self._seen.append((now_s, nbytes))
+        while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_S:
+            self._seen.popleft()
+        then_s, before = self._seen[0]
+        return max(0, nbytes - before) / (now_s - then_s) if now_s > then_s else 0.0
+
+
+def state_of(progress: Progress, bytes_per_s: float) -> str:
+    """Return a line of how far a pull is, and how long it still takes at this rate."""
+    total = progress.bytes_total
+    if progress.phase == WRITING and progress.layers_total:
+        if progress.bytes_written >= total:
+            return f"{format_bytes(total)} written, making them durable"
+        return f"writing, {format_bytes(progress.bytes_written)} of {format_bytes(total)}"
+    text = progress.phase
+    if total:
+        text += f", {format_bytes(progress.bytes_done)} of {format_bytes(total)}"
+    if progress.layers_total:
+        text += f", {progress.layers_ready} of {count(progress.layers_total, 'layer')}"
+    left = total - progress.bytes_done
+    if left > 0 and bytes_per_s > 0:
+        text += f", {format_rate(bytes_per_s)}, {_duration(left / bytes_per_s)} left"
+    return text
+
+
+def _duration(seconds: float) -> str:
+    """Return about how long that is, like "42 s", "3 min" or "2 h 10 min"."""
+    if seconds < 99.5:
+        return f"{math.ceil(seconds)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int, int, int, int]]:
@@ -92,22 +150,16 @@ def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int
     return groups
 
 
-def render(progress: Progress, elapsed_s: float, *, rows: int) -> Group:
-    """Return one frame: a bar for each group of layers, and the total with its rate."""
+def render(progress: Progress, bytes_per_s: float, *, rows: int) -> Group:
+    """Return one frame: a bar for each group of layers, and a line of the whole with its rate."""
     table = Table.grid(padding=(0, 1), expand=False)
-    table.add_column(max_width=44, no_wrap=True, overflow="ellipsis")
-    table.add_column(width=32)
+    table.add_column(max_width=40, no_wrap=True, overflow="ellipsis")
+    table.add_column(width=28)
     table.add_column(justify="right")
     if progress.layers:
-        for label, done, total, ready, count in groups_of(progress.layers, rows):
-            complete = ready == count
+        for label, done, total, ready, layers in groups_of(progress.layers, rows):
+            complete = ready == layers
             bar = ProgressBar(total=max(total, 1), completed=done if total else int(complete))
-            state = Text("ready", style="green") if complete else Text(f"{ready}/{count}")
+            state = Text("ready", style="green") if complete else Text(f"{ready}/{layers}")
             table.add_row(Text(label), bar, state)
-    rate = progress.bytes_done / elapsed_s if elapsed_s > 0 else 0.0
-    total_line = Text.assemble(
-        (progress.phase, "bold"),
-        f"  {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
-        f"  {format_rate(rate)}  {progress.layers_ready}/{progress.layers_total} layers ready",
-    )
-    return Group(table, total_line)
+    return Group(table, Text(state_of(progress, bytes_per_s), style="bold"))

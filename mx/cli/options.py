@@ -68,8 +68,8 @@ Slices = Annotated[
     typer.Option(
         "--slice",
         help="Of the tensors of this name or pattern only rank R's share of N along dimension DIM, "
-        "or elements BEGIN to END of it; may be repeated.",
-        metavar="PATTERN=DIM:R/N|DIM:BEGIN-END",
+        "or with DIM:BEGIN-END those elements of it; may be repeated.",
+        metavar="PATTERN=DIM:R/N",
     ),
 ]
 Json = Annotated[
@@ -77,6 +77,15 @@ Json = Annotated[
     typer.Option(
         "--json",
         help="One JSON object on standard output, errors too; progress stays on standard error.",
+        rich_help_panel=_COMMON,
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "-q",
+        "--quiet",
+        help="Print no progress, notes and summaries: only errors, and what was asked for.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -115,19 +124,19 @@ Version = Annotated[
 
 
 def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return a verb with the flags of the settings that name it, and `--config`, `--json` and
-    `--debug`. It gets `as_json`; `settings_of` has the others."""
+    """Return a verb with the flags of the settings that name it, and `--config`, `--json`,
+    `--quiet` and `--debug`. It gets `as_json`; `settings_of` has the others."""
     own = inspect.signature(verb, eval_str=True).parameters
     settings = {
         n: _option(each) for n, each in config.DESCRIPTIONS.items() if verb.__name__ in each.verbs
     }
-    added = {"config": _ConfigFile, "as_json": Json} | settings | {"debug": Debug}
+    added = {"config": _ConfigFile, "as_json": Json, "quiet": Quiet} | settings | {"debug": Debug}
     parameters = [each for name, each in own.items() if name not in added] + [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=kind,
-            default=False if kind in (Json, Debug) else None,
+            default=False if kind in (Json, Quiet, Debug) else None,
         )
         for name, kind in added.items()
     ]
@@ -174,13 +183,15 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     """
     given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
     settings = config.load(given, file=context.params.get("config"), typed=True)
-    if settings.is_set("log_level") or not level:
+    quiet = bool(context.params.get("quiet"))
+    if settings.is_set("log_level") or not level or (quiet and level == "info"):
         level = settings.log_level
     style = settings.log_format
     if runs_long and context.params.get("as_json") and not settings.is_set("log_format"):
         style = "json"
     log.set_up("debug" if context.params.get("debug") else level, style, words=in_flags)
     outcome.use_json_lines(style == "json")
+    outcome.be_quiet(quiet)
     return settings
 
 

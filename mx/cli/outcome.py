@@ -23,6 +23,8 @@ from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 from mx.text import plain_lines
 
+#: The version of the objects of `--json`; raised when a field goes or changes its meaning.
+SCHEMA = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 #: Progress, notes and errors; standard output is for results.
@@ -35,6 +37,7 @@ _MACHINES = frozenset(
 )
 
 _as_lines = False
+_quiet = False
 
 
 class Interrupted(Exception):
@@ -59,13 +62,25 @@ def use_json_lines(wanted: bool) -> None:
     _as_lines = wanted
 
 
+def be_quiet(wanted: bool) -> None:
+    """Choose whether progress, notes and summaries are left out from now on."""
+    global _quiet
+    _quiet = wanted
+
+
 def shows_progress() -> bool:
     """Return True where standard error is a terminal and gets text."""
-    return notes.is_terminal and not _as_lines
+    return notes.is_terminal and not _as_lines and not _quiet
 
 
 def say(text: str) -> None:
-    """Write a line to standard error as it is: no markup, no wrapping."""
+    """Write a note to standard error as it is (no markup, no wrapping), unless it is to be
+    quiet."""
+    if not _quiet:
+        _tell(text)
+
+
+def _tell(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal was closed, and a server goes on
         if _as_lines:
             _write("info", "message", {"text": text})
@@ -87,7 +102,9 @@ def _write(level: str, event: str, fields: Mapping[str, object]) -> None:
 
 
 def emit(result: Mapping[str, object]) -> None:
-    """Write the one object of `--json` to standard output, on a line of its own."""
+    """Write the one object of `--json` to standard output, on a line of its own. It says which
+    version of these objects it is (`schema`)."""
+    result = {"schema": SCHEMA, **result}
     # DEL is the one control character that JSON leaves as it is.
     print(json.dumps(result).replace("\x7f", "\\u007f"), flush=True)
 
@@ -97,16 +114,26 @@ def write(text: str) -> None:
     print(plain_lines(text), flush=True)
 
 
+def summarise(text: str) -> None:
+    """Write to standard output what a command has done, unless it is to be quiet."""
+    if not _quiet:
+        write(text)
+
+
 def pin_covers(files: object) -> str:
     """Return what a pin covers, in words; `files` is true if it covers files."""
     return "(weights and files)" if files else "(weights only: there are no files)"
 
 
-def show(table: Table) -> None:
-    """Write a table to standard output: to a terminal in its width, to a pipe in full."""
+def page() -> Console:
+    """Return standard output for tables: a terminal in its width, a pipe in full."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=250)
+    return console if console.is_terminal else Console(highlight=False, width=250)
+
+
+def show(table: Table, console: Console | None = None) -> None:
+    """Write a table to standard output, or to what `page` has returned."""
+    console = console or page()
     # What comes from elsewhere is text, not markup.
     console.print(Plain(table), markup=False)
 
@@ -175,9 +202,9 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
         _write("error", "error", error)
         return exit_code
     notes.print("[bold red]error:[/] ", end="")
-    say(message)
+    _tell(message)
     if hint:
-        say(f"  {hint}")
+        _tell(f"  {hint}")
     return exit_code
 
 

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.cli.completing import model_names
+from mx.cli.printing import Column, table_of
 from mx.cli.words import in_flags
 from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from mx.core.planner import Rejected, SourcePath
     from mx.core.selection import Subset
 
+#: The columns of the table of paths, and the widths to which they may be folded.
+_COLUMNS = (("source", 0), ("path", 8), ("use", 0), ("GB/s", 0), ("carries", 0), ("why", 20))
+
+#: Those of the table of memories, and the order in which a narrow terminal leaves them out.
+_MEMORY_COLUMNS = (
+    ("source", 0), ("memory", 0), ("device", 0), ("regions", 1), ("rows", 2),
+    ("bytes", 0), ("layers", 0), ("bytes per layer", 3),
+)  # fmt: skip
+_DEVICE = 2
+
 
 @options.takes_settings
 def plan(
@@ -28,6 +39,7 @@ def plan(
         typer.Argument(
             help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights.",
             metavar="MODEL",
+            autocompletion=model_names,
         ),
     ],
     source: Annotated[
@@ -119,7 +131,8 @@ def _json(planned: PlannedPull) -> dict[str, object]:
     estimate_s = planned.estimate_s
     return {
         "model": str(planned.model),
-        "manifest": planned.ref.identity.hex(),
+        "identity": planned.ref.identity.hex(),
+        "pin": planned.ref.pin.hex(),
         "bytes": planned.nbytes,
         "layers": planned.layers,
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),
@@ -190,35 +203,30 @@ def _show(planned: PlannedPull) -> None:
     else:
         summary += f", about {format_seconds(estimate_s)} at {format_rate(found.gb_per_s * 1e9)}"
     outcome.write(summary)
-    table = Table("source", "path", "use", box=None, pad_edge=False)
-    table.add_column("GB/s", justify="right")
-    table.add_column("carries", justify="right")
-    table.add_column("why")
+    rows = []
     for path, nbytes in zip(found.chosen, found.shares(planned.nbytes), strict=True):
         carries = "-" if path.attach else format_bytes(nbytes)
         rate = f"{path.gb_per_s:.3g}"
-        table.add_row(path.source.endpoint, path.label, "chosen", rate, carries, _chosen(path))
+        rows.append((path.source.endpoint, path.label, "chosen", rate, carries, _chosen(path)))
     for spare in found.spare:
         path, rate = spare.path, f"{spare.path.gb_per_s:.3g}"
-        table.add_row(path.source.endpoint, path.label, "spare", rate, "-", in_flags(spare.reason))
+        why = in_flags(spare.reason)
+        rows.append((path.source.endpoint, path.label, "spare", rate, "-", why))
     for rejected in found.rejected:
-        table.add_row(
-            rejected.source.endpoint,
-            rejected.transport,
-            _use(rejected),
-            "-",
-            "-",
-            in_flags(rejected.reason),
-        )
-    outcome.show(table)
+        where, why = rejected.source.endpoint, in_flags(rejected.reason)
+        rows.append((where, rejected.transport, _use(rejected), "-", "-", why))
+    page = outcome.page()
+    columns = [
+        Column(name, [row[at] for row in rows], right=name in ("GB/s", "carries"), folds=folds)
+        for at, (name, folds) in enumerate(_COLUMNS)
+    ]
+    outcome.show(table_of(columns, page.width), page)
     _show_memories(planned)
 
 
 def _show_memories(planned: PlannedPull) -> None:
     """Show where each source has the bytes: a row for each of its devices."""
-    table = Table("source", "memory", "device", box=None, pad_edge=False)
-    for name in ("regions", "rows", "bytes", "layers", "bytes per layer"):
-        table.add_column(name, justify="right")
+    rows = []
     for memory in planned.memories:
         sizes = sorted(layer.nbytes for layer in memory.layers) or [0]
         per_layer = " to ".join(dict.fromkeys(map(format_bytes, (sizes[0], sizes[-1]))))
@@ -226,11 +234,16 @@ def _show_memories(planned: PlannedPull) -> None:
         layers = f"{len(memory.layers)} of {planned.layers}", per_layer
         for device in () if memory.error else memory.devices:
             regions = [each for each in memory.regions if each.device == device]
-            rows = sum(each.rows for each in regions)
+            pieces = str(sum(each.rows for each in regions) or "-")
             nbytes = format_bytes(sum(each.nbytes for each in regions))
-            table.add_row(*what, device, str(len(regions)), str(rows or "-"), nbytes, *layers)
-    if table.row_count:
-        outcome.show(table)
+            rows.append((*what, device, str(len(regions)), pieces, nbytes, *layers))
+    if rows:
+        page = outcome.page()
+        columns = [
+            Column(name, [row[at] for row in rows], right=at > _DEVICE, spare=spare)
+            for at, (name, spare) in enumerate(_MEMORY_COLUMNS)
+        ]
+        outcome.show(table_of(columns, page.width), page)
     for memory in planned.memories:
         if memory.error:
             devices = ", ".join(memory.devices)

@@ -10,6 +10,7 @@ import typer
 
 from mx.cli import live, notify, options, outcome
 from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
+from mx.cli.completing import model_names
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
@@ -29,6 +30,7 @@ def pull(
         typer.Argument(
             help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models).",
             metavar="MODEL",
+            autocompletion=model_names,
         ),
     ],
     source: Annotated[
@@ -155,9 +157,9 @@ def pull(
         else:
             told = settings.log_level in ("debug", "info")  # all steps
             kept = hold or out is not None
-            outcome.write(_summary(report, out=out, kept=kept, all_steps=told))
+            outcome.summarise(_summary(report, out=out, kept=kept, all_steps=told))
             if caches is not None:
-                outcome.write(obtained_line(caches))
+                outcome.summarise(obtained_line(caches))
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
@@ -213,16 +215,12 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool
     if report.files is not None:
         return _files_summary(report, report.files, out=out)
     # Nothing is copied to attach: a rate of it would say nothing.
-    attached = all(path.attached for path in report.paths)
     moved = sum(path.bytes for path in report.paths if path.transport != "resume")
-    rate = "" if attached or not report.seconds else f" ({format_rate(moved / report.seconds)})"
-    verified = f"verified by {report.verified}"
-    if report.defined_by:
-        verified = "compared with nothing (no pin)"
+    rate = "" if report.gb_per_s is None else f" ({format_rate(moved / report.seconds)})"
     lines = [
         f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
         f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "
-        f"{verified}"
+        f"{report.verdict}"
     ]
     if report.moved_bytes is not None:
         lines.append(f"  {format_bytes(report.moved_bytes)} moved for these tensors")
@@ -270,11 +268,10 @@ def _steps(steps: Sequence[StepReport], *, shows_all: bool) -> list[str]:
 def _files_summary(report: PullReport, files: FilesReport, *, out: str | None) -> str:
     from mx.core.reference import with_pin
 
-    verified = f"verified by {report.verified}" if report.manifest else "compared with nothing"
     lines = [
         f"{report.model}: {count(files.count, 'file')} without weights, "
         f"{format_bytes(files.bytes)} in {format_seconds(report.seconds)} from {files.source}, "
-        f"{verified}"
+        f"{report.verdict}"
     ]
     lines += [f"  left {each.source}: {in_flags(each.reason)}" for each in report.left]
     if report.fallback:

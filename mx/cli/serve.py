@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mx import config
 from mx.cli import live, notify, options, outcome
 from mx.cli.cache import run_cache
 from mx.cli.pipeline import run_pipeline
@@ -34,7 +35,12 @@ def _is_given(context: typer.Context, name: str) -> bool:
 def serve(
     context: typer.Context,
     checkpoint: Annotated[
-        str, typer.Argument(help="A safetensors file, or a folder of them.", metavar="CHECKPOINT")
+        str,
+        typer.Argument(
+            help="A safetensors file, a folder of them, or ORG/NAME[@REVISION] in Hugging Face's "
+            "cache on this machine.",
+            metavar="CHECKPOINT",
+        ),
     ] = "",
     as_cache: Annotated[
         bool,
@@ -46,7 +52,8 @@ def serve(
     model: Annotated[
         str,
         typer.Option(
-            help="The name to serve it under, or NAME:REVISION. (default: the folder's name)",
+            help="The name to serve it under, or NAME:REVISION. (default: the folder's name, or "
+            "ORG/NAME)",
             metavar="NAME",
         ),
     ] = "",
@@ -57,7 +64,7 @@ def serve(
         str,
         typer.Option(
             help="Which of the model's variants this is: a word, or the fields of a rank, like "
-            "engine=vllm,version=0.32.0,tp=0/2,dtype=bf16. (default: checkpoint)",
+            "tp=0/2,dtype=bf16. (default: checkpoint)",
             metavar="V",
         ),
     ] = "",
@@ -99,6 +106,8 @@ def serve(
 
     - `mx serve /models/llama-8b --model llama-8b`
 
+    - `mx serve Qwen/Qwen2.5-0.5B`  from Hugging Face's cache
+
     - `mx serve model.safetensors --model small --coordinator 10.0.0.1:7600 --listen 10.0.0.2:0
       --tls-cert me.pem --tls-key me.key --tls-ca ours.pem`
 
@@ -129,7 +138,11 @@ def serve(
     raise_limit()
     from mx import api
     from mx.api.pipelines import is_pipeline
+    from mx.storage.hub_cache import cached_snapshot, hub_name
 
+    if name := hub_name(checkpoint):
+        checkpoint = str(cached_snapshot(config.hub_cache(), checkpoint))
+        model = model or name
     if checkpoint and is_pipeline(checkpoint):
         if artifacts:
             raise ConfigError(
@@ -224,7 +237,6 @@ def _object(source: Source) -> dict[str, object]:
         "model": source.model.name,
         "revision": source.model.revision,
         "variant": source.model.variant,
-        "manifest": source.identity_hex,
         "identity": source.identity_hex,
         "pin": ref.pin.hex(),
         "pin_covers_files": bool(ref.packaging),

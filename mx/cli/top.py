@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from mx.cli import options, outcome
+from mx.cli.completing import model_names
 from mx.cli.keys import Keys
-from mx.cli.listing import source_object
-from mx.cli.printing import Plain
+from mx.cli.listing import layers_held, source_object
+from mx.cli.printing import NAMES, Column, Plain, table_of
 from mx.errors import CoordinatorError, NotAllowedError
 from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Observer, Overview
     from mx.core.pull_status import PullStatus
+    from mx.wire.listing import SourceStatus
 
 INTERVAL_S = 0.5
 #: What is older than this is shown with its age.
 OLD_S = 2.0
 #: Layers are shown one mark each up to this many, else in groups.
 MARKS = 40
+#: In a terminal of fewer columns than `WIDE` up to that many.
+NARROW_MARKS, WIDE = 12, 120
 _SIGNS = ("█", "▒", "·")
 _ASCII_SIGNS = ("#", "+", ".")
 _STYLES = {"complete": "green", "failed": "red"}
@@ -37,7 +41,10 @@ _STYLES = {"complete": "green", "failed": "red"}
 def top(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="Only what concerns this one.", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="Only what concerns this one.", metavar="MODEL", autocompletion=model_names
+        ),
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     *,
@@ -63,9 +70,8 @@ def top(
             outcome.emit(_object(settings.coordinator, observer.look(model)))
             return
         if once or not console.is_terminal:
-            width = console.width if console.is_terminal else 250
-            page = Console(highlight=False, width=width)
-            page.print(Plain(render(observer.look(model), ascii_only=page.options.ascii_only)))
+            page, ascii_only = outcome.page(), console.options.ascii_only
+            page.print(Plain(render(observer.look(model), page.width, ascii_only=ascii_only)))
             return
         try:
             _watch(observer, model, settings.coordinator, console)
@@ -82,7 +88,7 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
             title = Text.assemble(
                 ("mx top", "bold"), f"  {address}  {_age(seen_s, time.time())}  q ends it"
             )
-            tables = render(overview, ascii_only=console.options.ascii_only)
+            tables = render(overview, console.width, ascii_only=console.options.ascii_only)
             live.update(Plain(Group(title, Text(note, style="red"), tables)), refresh=True)
             looked = looked or looking.submit(observer.look, model)
             if "q" in keys.wait(INTERVAL_S).lower():
@@ -109,57 +115,61 @@ def _age(seen_s: float, now_s: float) -> str:
     return text if old_s < OLD_S else f"{text}, {old_s:.0f} s ago"
 
 
-def render(overview: Overview, *, ascii_only: bool = False) -> Group:
-    """Return both tables."""
-    pulls = Table("pull of", "by", "layers", box=None, pad_edge=False)
-    for name in ("ready", "bytes", "rate", "time", "sources", "retries"):
-        pulls.add_column(name, justify="right")
-    pulls.add_column("")
-    for pull in overview.pulls:
-        phase = pull.phase.value
-        pulls.add_row(
-            Text(str(pull.model)),
-            Text(f"{pull.host}:{pull.pid}"),
-            marks(pull, ascii_only=ascii_only),
-            f"{pull.layers_ready}/{pull.layers}",
-            f"{format_bytes(pull.done_bytes)} of {format_bytes(pull.nbytes)}",
-            format_rate(pull.gb_per_s * 1e9),
-            format_seconds(pull.seconds),
-            str(len(pull.sources)),
-            str(pull.retries),
-            Text(_note(pull), style=_STYLES.get(phase, "")),
-        )
-    sources = Table("source of", "endpoint", "host", "role", "state", box=None, pad_edge=False)
-    for name in ("layers", "readers", "rate"):
-        sources.add_column(name, justify="right")
-    for status in overview.sources:
-        record = status.record
-        sources.add_row(
-            Text(str(record.model)),
-            Text(record.endpoint),
-            Text(record.place.hostname),
-            record.role.value,
-            record.state.value,
-            str(sum(end - begin for begin, end in record.table.held)),
-            str(status.readers),
-            format_rate(status.gb_per_s * 1e9),
-        )
+def render(overview: Overview, width: int, *, ascii_only: bool = False) -> Group:
+    """Return both tables, for a terminal of this width."""
+    most = MARKS if width >= WIDE else NARROW_MARKS
     return Group(
-        pulls if overview.pulls else Text("no pulls"),
+        table_of(_pull_columns(overview.pulls, most, ascii_only=ascii_only), width)
+        if overview.pulls
+        else Text("no pulls"),
         Text(),
-        sources if overview.sources else Text("no sources"),
+        table_of(_source_columns(overview.sources), width)
+        if overview.sources
+        else Text("no sources"),
     )
 
 
+def _pull_columns(pulls: Sequence[PullStatus], most: int, *, ascii_only: bool) -> list[Column]:
+    sizes = [f"{format_bytes(p.done_bytes)} of {format_bytes(p.nbytes)}" for p in pulls]
+    states = [Text(_note(pull), style=_STYLES.get(pull.phase.value, "")) for pull in pulls]
+    return [
+        Column("pull of", [str(pull.model) for pull in pulls], folds=NAMES),
+        Column("by", [f"{pull.host}:{pull.pid}" for pull in pulls], spare=1),
+        Column("layers", [marks(pull, most=most, ascii_only=ascii_only) for pull in pulls]),
+        Column("ready", [f"{p.layers_ready}/{p.layers}" for p in pulls], right=True, spare=2),
+        Column("bytes", sizes, right=True, spare=3),
+        Column("rate", [format_rate(pull.gb_per_s * 1e9) for pull in pulls], right=True),
+        Column("time", [format_seconds(pull.seconds) for pull in pulls], right=True, spare=4),
+        Column("sources", [str(len(pull.sources)) for pull in pulls], right=True, spare=5),
+        Column("retries", [str(pull.retries) for pull in pulls], right=True, spare=6),
+        Column("state", states, folds=8),
+    ]
+
+
+def _source_columns(sources: Sequence[SourceStatus]) -> list[Column]:
+    records = [status.record for status in sources]
+    return [
+        Column("source of", [str(record.model) for record in records], folds=NAMES),
+        Column("endpoint", [record.endpoint for record in records]),
+        Column("host", [record.place.hostname for record in records], spare=3),
+        Column("role", [record.role.value for record in records], spare=2),
+        Column("state", [record.state.value for record in records]),
+        Column("layers", [str(layers_held(each)) for each in records], right=True, spare=1),
+        Column("readers", [str(status.readers) for status in sources], right=True),
+        Column("rate", [format_rate(each.gb_per_s * 1e9) for each in sources], right=True),
+    ]
+
+
 def _note(pull: PullStatus) -> str:
-    phase = "" if pull.phase.value == "running" else pull.phase.value
-    return ", ".join(filter(None, [phase, f"requests at {pull.requests}" * bool(pull.requests)]))
+    asked = f", requests at {pull.requests}" if pull.requests else ""
+    return f"{pull.phase.value}{asked}"
 
 
-def marks(pull: PullStatus, *, ascii_only: bool = False) -> str:
-    """Return a sign for each layer, or each group of neighbours: ready, in part, not yet."""
+def marks(pull: PullStatus, *, most: int = MARKS, ascii_only: bool = False) -> str:
+    """Return at most `most` signs, each for a layer or a group of neighbours: ready, in part, not
+    yet."""
     full, some, none = _ASCII_SIGNS if ascii_only else _SIGNS
-    size = max(1, -(-pull.layers // MARKS))
+    size = max(1, -(-pull.layers // most))
     signs = []
     for begin in range(0, pull.layers, size):
         count = min(size, pull.layers - begin)

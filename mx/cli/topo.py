@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import options, outcome, topo_tables
+from mx.cli.completing import model_names
 
 if TYPE_CHECKING:
     from mx.api.survey import SourceReach, TopologyReport
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 def topo(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="Also the paths from the sources of this one.", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="Also the paths from the sources of this one.",
+            metavar="MODEL",
+            autocompletion=model_names,
+        ),
     ] = "",
     sources: Annotated[
         bool,

@@ -29,7 +29,7 @@ def log_changes(tail: Tail) -> None:
             "role": record.role.value,
         }
         if change.kind is ChangeKind.UP:
-            who["identity"] = record.ref.identity.hex()[:16]
+            who["pin"] = record.ref.pin.hex()[:16]
             if record.pin_only:
                 event(log, "source.pin_only", level=logging.WARNING, **who)
             else:
@@ -37,7 +37,7 @@ def log_changes(tail: Tail) -> None:
         elif change.kind is ChangeKind.GONE:
             event(log, "source.gone", **who, reason=change.reason)
         elif before is not None and before.pin_only and not record.pin_only:
-            event(log, "source.named", **who, identity=record.ref.identity.hex()[:16])
+            event(log, "source.named", **who, pin=record.ref.pin.hex()[:16])
         elif before is not None and before.state is not record.state:
             event(log, f"source.{record.state.value}", **who)
     for each in tail.meant:

@@ -60,9 +60,9 @@ class ModelStatus:
         return pinned_name(self.model, self.ref)
 
     def __repr__(self) -> str:
-        """Return one line: its name, the beginning of its identity, its size."""
+        """Return one line: its name, the beginning of its pin, its size."""
         return (
-            f"<ModelStatus {self.model}@{self.ref.identity.hex()[:16]}: "
+            f"<ModelStatus {self.model}@{self.ref.pin.hex()[:16]}: "
             f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}, "
             f"{count(self.sources, 'source')}>"
         )

@@ -154,7 +154,7 @@ def updated_by_another(key: ModelKey, other: Binding) -> BindingError:
     if other.key == key:
         made = f"bound {key} to"
     return BindingError(
-        f"another holder of the name key has {made} other weights, {other.identity.hex()[:16]}",
+        f"another holder of the name key has {made} other weights, {other.ref.pin.hex()[:16]}",
         hint="let one process alone update the name; or serve these weights anew with `update`, if "
         "they are to come after those",
     )
@@ -171,6 +171,6 @@ def not_the_owner(name: str, what: str) -> BindingError:
 def bound_to_others(binding: Binding, ref: ManifestRef, *, own: bool) -> BindingError:
     """Return the error for other weights than a key is bound to."""
     return BindingError(
-        f"{binding.key} is bound to {binding.identity.hex()[:16]}, not {ref.identity.hex()[:16]}",
+        f"{binding.key} is bound to {binding.ref.pin.hex()[:16]}, not {ref.pin.hex()[:16]}",
         hint=UPDATE_HINT if own else "register other weights under another name or `revision`",
     )

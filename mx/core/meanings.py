@@ -148,7 +148,7 @@ def _unknown(
             return UnknownModelError(message, hint="; ".join(map(_difference, differing)))
     if named:
         others = ", ".join(
-            str(b.key) if b.bound else f"{b.key} by its pin only, @{b.identity.hex()[:16]}"
+            str(b.key) if b.bound else f"{b.key} by its pin only, @{b.ref.pin.hex()[:16]}"
             for b in named[:5]
         )
         return UnknownModelError(f"no {key} here", hint=f"there is {others}")

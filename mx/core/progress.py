@@ -20,7 +20,8 @@ class LayerProgress:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A snapshot. Before the manifest is known it has no layers, and counts only bytes read from
-    disk. `sources` are the HOST:PORT of the sources in use."""
+    disk. `sources` are the HOST:PORT of the sources in use; `bytes_written` counts what a pull with
+    `out` has written there, to make durable at the end."""
 
     bytes_done: int = 0
     bytes_total: int = 0
@@ -30,6 +31,7 @@ class Progress:
     phase: str = "resolving"
     sources: tuple[str, ...] = ()
     retries: int = 0
+    bytes_written: int = 0
 
 
 def summary(progress: Progress) -> str:

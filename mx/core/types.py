@@ -334,8 +334,9 @@ class AddressTable:
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
     `row_count` is the number of rows, which are a document of their own (`mx.wire.rows`), and
     `rows_digest` that one's digest. `frozen`: readers on the GPU that rows describe may attach to
-    its memory. `layer_count` is the number of the model's layers, and `payload_nbytes` that of its
-    bytes, where rows describe the regions, which may span far more; else 0.
+    its memory. `layer_count` is the number of the model's layers where rows describe the regions,
+    else 0. `payload_nbytes` is the number of the model's bytes, of which regions span more; 0: the
+    source's release does not say it.
     """
 
     layout_digest: bytes
@@ -355,7 +356,7 @@ class AddressTable:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the model, padding of contiguous regions included."""
+        """The bytes of the model; of an older release's contiguous regions those, with padding."""
         return self.payload_nbytes or sum(region.nbytes for region in self.regions)
 
     @property

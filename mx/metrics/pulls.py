@@ -48,7 +48,7 @@ class Pulls:
         )
         self._ready = prometheus.Histogram(
             "mx_pull_ready_seconds",
-            "Seconds from the call of a pull to its last verified layer.",
+            "Seconds from the call of a pull to its end: verified and, with `out`, written.",
             buckets=BUCKETS_S,
             registry=registry,
         )

@@ -164,7 +164,7 @@ class HeldModel:
                 regions=(Region(0, self.device, self.arena.address, nbytes, contiguous),),
                 held=((0, layers),) if self.layers is None else tuple(self.layers),
                 layer_count=layers if self.scattered else 0,
-                payload_nbytes=self.manifest.layout.payload_nbytes if self.scattered else 0,
+                payload_nbytes=self.manifest.layout.payload_nbytes,
                 row_count=sum(map(len, self._rows.values())) // ROW_BYTES,
                 rows_digest=next((digest for digest, rows in self._rows.items() if rows), b""),
                 frozen=self.frozen,

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mx.core import manifest as manifests
+from mx.core.types import Manifest
 from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex, settles_in_s
 from mx.storage.own_weights import stamps_in
@@ -49,14 +51,41 @@ def identity_of(path: Path, threads: int = 1) -> tuple[str, tuple[Stamp, ...]]:
     Raises:
         MxError: As `open_checkpoint` and `fill`.
     """
+    manifest, stamps = manifest_of(path, threads)
+    return manifest.ref.identity.hex(), stamps
+
+
+def manifest_of(
+    path: Path, threads: int, progress: Callable[[int, int], None] | None = None
+) -> tuple[Manifest, tuple[Stamp, ...]]:
+    """Return the manifest of a folder, and the stamps of its files.
+
+    Args:
+        path: As `identity_of`.
+        threads: As `identity_of`.
+        progress: Called with (bytes read, bytes in all), from the threads that read.
+
+    Returns:
+        The manifest; the stamps as `identity_of`.
+
+    Raises:
+        MxError: As `identity_of`.
+    """
     checkpoint = open_checkpoint(path)
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
     nowhere = ScatteredView.over((), (), layout.arena_nbytes)
-    filled = fill(checkpoint, layout, nowhere, copy=lambda place, data: None, threads=threads)
+    filled = fill(
+        checkpoint,
+        layout,
+        nowhere,
+        copy=lambda place, data: None,
+        threads=threads,
+        progress=progress and (lambda done: progress(done, layout.payload_nbytes)),
+    )
     manifest = manifests.encode(
         layout, checkpoint.packaging, filled.roots, checkpoint.side_documents
     )
-    return manifest.ref.identity.hex(), filled.stamps
+    return manifest, filled.stamps
 
 
 def remember(path: Path, state: Path) -> bool:

@@ -57,6 +57,11 @@ class Output:
         return str(self._writer.folder)
 
     @property
+    def written_nbytes(self) -> int:
+        """The bytes of tensors that are in the folder's files."""
+        return self._writer.written_nbytes
+
+    @property
     def left(self) -> list[int]:
         """The layers that an earlier run recorded as written, in execution order."""
         return sorted(self._writer.claimed)

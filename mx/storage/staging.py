@@ -23,10 +23,20 @@ from mx.units import format_bytes
 _SUFFIX = ".mx-partial"
 _FILES = "files"
 JOURNAL = "journal"
+#: The extended attribute of a folder that says what was pulled there.
+_RECORD = "user.mx.pulled"
 #: How many times the partial folder is made anew if it vanishes between two steps.
 _TRIES = 100
 
 log = logging.getLogger(__name__)
+
+
+def recorded(folder: Path) -> str:
+    """Return what `Staging.record` has recorded on a folder; "" for nothing."""
+    try:
+        return os.getxattr(folder, _RECORD).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _is_staged(fd: int, link: str) -> bool:
@@ -176,6 +186,12 @@ class Staging:
                 f"{format_bytes(free)} free",
                 hint="free space or name an `out` on another disk",
             )
+
+    def record(self, text: str) -> None:
+        """Record on the folder itself what was pulled there, where the file system can (as an
+        extended attribute): `recorded` reads it."""
+        with contextlib.suppress(OSError):
+            os.setxattr(self._files, _RECORD, text.encode())
 
     def publish(self) -> None:
         """Make `files` durable and rename them to `out`.

@@ -68,6 +68,7 @@ class CheckpointWriter(StagedWriter):
         # Per layer: its tensors, without the empty ones, with descriptor and offset in the file.
         self._pieces: list[list[tuple[Tensor, int, int]]] = [[] for _ in manifest.layout.layers]
         self._records: Records | None = None
+        self.written_nbytes = 0  # of tensors, with what an earlier run left and is right
         self.claimed: frozenset[int] = frozenset()
         with self._using():
             self._create_files(keep=keep)
@@ -102,6 +103,7 @@ class CheckpointWriter(StagedWriter):
         with self._lock:
             if right:
                 self._layers_left.discard(index)
+                self.written_nbytes += sum(tensor.nbytes for tensor, *_ in self._pieces[index])
             elif self._records is not None:
                 self._records.layers.discard(index)
 
@@ -130,6 +132,8 @@ class CheckpointWriter(StagedWriter):
                         if self._ended:
                             raise OutputError(f"{self._staging.out} was abandoned")
                         _write(fd, rows, position + at)
+                        with self._lock:
+                            self.written_nbytes += len(rows)
             if self._records is not None:
                 self._records.wrote(index, {fd for _, fd, _ in self._pieces[index]})
         with self._lock:
@@ -143,6 +147,7 @@ class CheckpointWriter(StagedWriter):
     def _sync(self) -> None:
         for fd in self._fds:
             os.fsync(fd)
+        self._staging.record(self._manifest.ref.pin.hex())
 
     def _published(self) -> None:
         records, self._records = self._records, None

@@ -8,6 +8,7 @@ comes next. An attempt is made for one run, and fills one edition (`mx.target.ed
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,11 @@ class Attempt:
             return Progress(*edition.counted, phase=phase)
         return progress_of(edition.layout, None, edition.log.is_ready, phase)
 
+    def written_nbytes(self) -> int:
+        """Return the bytes that were written to `out` so far."""
+        delivery = self._delivery
+        return 0 if delivery is None else delivery.written_nbytes
+
     def paths(self) -> list[PathReport]:
         """Return what has come over each path so far."""
         return []
@@ -112,7 +118,7 @@ class Attempt:
         log, ready = self._log, self.edition.log
         return PullReport(
             model=str(self._history.key),
-            manifest=manifest.ref.identity.hex(),
+            identity=manifest.ref.identity.hex(),
             pin=manifest.ref.pin.hex(),
             bytes=(self.edition.layout or manifest.layout).payload_nbytes,
             seconds=ready.last_layer_s(),
@@ -129,6 +135,7 @@ class Attempt:
         if self._options.out is not None:
             self._log.phase = "writing"
             await in_thread(delivery.finish)
+            report.seconds = time.monotonic() - self._log.started_s
         if self.edition.log.failure is not None:
             raise self.edition.log.failure
         return report

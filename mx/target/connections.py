@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from mx.core.connections import Connections, Entry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
-from mx.errors import ConfigError, MxError, NoSourceError, PeerLostError
+from mx.errors import ChunkElsewhereError, ConfigError, MxError, NoSourceError, PeerLostError
 from mx.runtime import set_by
 from mx.swarm.sharing import Sharing
 from mx.target.connector import Connector
@@ -281,12 +281,11 @@ class ConnectionPool:
         entry, connection = self._live.pop(number, (None, None))
         if entry is None or connection is None:
             return
-        left = isinstance(error, PeerLeftError)
-        if not left:
+        if not isinstance(error, PeerLeftError | ChunkElsewhereError):
             self._left[connection.peer] = error.message
         lease_runs = connection.lease.check() is None
         self._connections.lost(entry, error, time.monotonic(), lease_runs=lease_runs)
-        lost = isinstance(error, PeerLostError) and not left
+        lost = isinstance(error, PeerLostError) and not isinstance(error, PeerLeftError)
         await self._connector.give_back(connection, lost=lost)
         self._report_lost(entry.key)
 

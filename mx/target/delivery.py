@@ -54,6 +54,11 @@ class Delivery:
         self._output = None if out is None else Output(out, manifest, log.raised, keep=keep)
 
     @property
+    def written_nbytes(self) -> int:
+        """The bytes of tensors that were written to `out` so far."""
+        return 0 if self._output is None else self._output.written_nbytes
+
+    @property
     def resumable(self) -> bool:
         """Return True if an earlier pull has left layers on disk to go on from."""
         return self._output is not None and bool(self._output.left)

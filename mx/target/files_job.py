@@ -96,7 +96,7 @@ class FilesJob:
 
         source = await self._get("fetching files", packaging, fetch) or self.edition.files.source
         report = self._report(packaging, source)
-        report.manifest, report.pin = manifest.ref.identity.hex(), manifest.ref.pin.hex()
+        report.identity, report.pin = manifest.ref.identity.hex(), manifest.ref.pin.hex()
         report.left = list(dict.fromkeys(left))
         return report
 
@@ -163,7 +163,7 @@ class FilesJob:
         count = len(packaging.side_files)
         return PullReport(
             model=str(self.key),
-            manifest="",
+            identity="",
             pin="",
             bytes=0,
             seconds=time.monotonic() - self._log.started_s,

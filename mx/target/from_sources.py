@@ -16,7 +16,7 @@ from mx.core.connections import Connections, Entry
 from mx.core.pages import Pages
 from mx.core.progress import Progress, progress_of
 from mx.core.selection import Subset
-from mx.core.types import Layout, Manifest
+from mx.core.types import Layout, Manifest, SourceRecord
 from mx.core.wanted import Wanted
 from mx.errors import LocalError, MxError, NoSourceError
 from mx.memory.arena import BorrowedArena
@@ -300,6 +300,7 @@ class FromSources(Attempt):
         self.edition.arena, self.edition.pages = BorrowedArena(view), Pages(manifest)
         self._log.reading_began(time.monotonic())
         by = VerifiedBy.STRONG if self._options.strong else VerifiedBy.SOURCE
+        source = connection.path.source
         for layer in range(len(manifest.layout.layers)):
             delivery.announce(view, layer, by)
         path = PathReport(
@@ -308,6 +309,7 @@ class FromSources(Attempt):
             manifest.layout.payload_nbytes,
             self.edition.log.last_layer_s(),
             attached=True,
+            pid=source.place.pid if isinstance(source, SourceRecord) else 0,
         )
         return self._report(manifest, [path], by, left=self._history.left)
 

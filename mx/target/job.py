@@ -7,6 +7,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mx import trace
 from mx.core.progress import Progress
@@ -81,7 +82,10 @@ class Job:
 
     def progress(self) -> Progress:
         """Return a snapshot."""
-        return self._attempt.progress()
+        attempt = self._attempt
+        if self.options.out is None:
+            return attempt.progress()
+        return replace(attempt.progress(), bytes_written=attempt.written_nbytes())
 
     def paths(self) -> list[PathReport]:
         """Return what the present attempt has brought over each path so far."""

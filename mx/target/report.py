@@ -79,7 +79,8 @@ class LayerEvent:
 @dataclass(frozen=True, slots=True)
 class PathReport:
     """What came over one path; if `attached`, `bytes` were mapped, and none was moved. `rail`
-    names the pair of interfaces, where the path is one of several."""
+    names the pair of interfaces, where the path is one of several; `pid` the process whose memory
+    was attached."""
 
     transport: str
     source: str
@@ -87,6 +88,7 @@ class PathReport:
     seconds: float
     attached: bool = False
     rail: str = ""
+    pid: int = 0
 
     @property
     def given(self) -> bool:
@@ -137,11 +139,12 @@ class StepReport:
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 
-    `bytes` are those of the tensors that were pulled. `moved_bytes` is None, or for a pull of some
-    tensors the bytes of all blocks that hold some of theirs, which were moved: without those that
-    other ranks on this host have moved (paths whose transport is "rank").
+    `bytes` are those of the tensors that were pulled; `seconds` end when the caller has what he
+    asked for: every layer ready and, with `out`, the folder in its place. `moved_bytes` is None, or
+    for a pull of some tensors the bytes of all blocks that hold some of theirs, which were moved:
+    without those that other ranks on this host have moved (paths whose transport is "rank").
 
-    `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
+    `identity` is that of the weights. `pin` covers their files too, if there are any, else
     it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose
     weights are not read. `bytes`, `layers` and `paths` count weights: a pull of files only has
     none, and has `files`. `fallback` is the step ("disk", "hub", "objects") with which a pull was
@@ -151,7 +154,7 @@ class PullReport:
     """
 
     model: str
-    manifest: str
+    identity: str
     pin: str
     bytes: int
     seconds: float
@@ -171,11 +174,29 @@ class PullReport:
     @property
     def pin_covers_files(self) -> bool:
         """True if the pin covers files, False if there are none."""
-        return self.pin != self.manifest
+        return self.pin != self.identity
 
     @property
-    def gb_per_s(self) -> float:
-        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+    def gb_per_s(self) -> float | None:
+        """The rate; None where nothing was moved: memory was attached, or there are no weights."""
+        if self.attached or not self.bytes or self.seconds <= 0:
+            return None
+        return self.bytes / self.seconds / 1e9
+
+    @property
+    def attached(self) -> bool:
+        """True if all of it is memory of a process on this host, of which nothing was copied."""
+        return bool(self.paths) and all(path.attached for path in self.paths)
+
+    @property
+    def verdict(self) -> str:
+        """Who vouches for the bytes, in words."""
+        if self.defined_by or (self.files is not None and not self.identity):
+            return "compared with nothing (no pin)"
+        if self.verified == VerifiedBy.SOURCE.value:
+            pids = listed([*dict.fromkeys(str(path.pid) for path in self.paths if path.pid)])
+            return f"attached, on the word of your own process {pids}".rstrip()
+        return f"verified by {self.verified}"
 
     def __repr__(self) -> str:
         """Return one line: what came, how long it took, and by which paths."""
@@ -187,18 +208,18 @@ class PullReport:
         by = f" by {listed([*ways])}" if ways else ""
         return (
             f"<PullReport {self.model}: {what} in {format_seconds(self.seconds)}{by}, "
-            f"verified by {self.verified}>"
+            f"{self.verdict}>"
         )
 
     def to_json(self) -> dict[str, object]:
         return {
             "model": self.model,
-            "manifest": self.manifest,
+            "identity": self.identity,
             "pin": self.pin,
             "pin_covers_files": self.pin_covers_files,
             "bytes": self.bytes,
             "seconds": round(self.seconds, 6),
-            "gb_per_s": round(self.gb_per_s, 3),
+            "gb_per_s": None if self.gb_per_s is None else round(self.gb_per_s, 3),
             "first_layer_s": round(self.first_layer_s, 6),
             "layers": self.layers,
             "verified": self.verified,
@@ -210,6 +231,7 @@ class PullReport:
                     "seconds": round(path.seconds, 6),
                 }
                 | ({"rail": path.rail} if path.rail else {})
+                | ({"pid": path.pid} if path.pid else {})
                 for path in self.paths
             ],
             "retries": self.retries,

@@ -29,7 +29,7 @@ from mx.core.transfer_commands import (
 )
 from mx.core.types import Manifest
 from mx.core.wanted import Wanted
-from mx.errors import ClosedError, MxError, PathSlowError, another
+from mx.errors import ChunkElsewhereError, ClosedError, MxError, another
 from mx.memory.arena import MakeHasher, host_hasher
 from mx.memory.subset import SubsetMemory
 from mx.runtime import unexpected
@@ -173,19 +173,18 @@ class Transfer:
             return list(self._connections)
 
     def paths(self) -> list[PathReport]:
-        """Return what came over each path that brought anything, connections first."""
+        """Return what came over each path that brought anything, connections first; those of one
+        path, which was left and opened again, as one."""
+        found: dict[tuple[str, ...], PathReport] = {}
         with self._lock:
-            return [
-                PathReport(
-                    each.path.transport,
-                    each.peer,
-                    each.verified_nbytes,
-                    each.verified_at_s - each.opened_at_s,
-                    rail=str(each.path.rail or ""),
-                )
-                for each in self._connections
-                if each.verified_nbytes
-            ] + list(self._others.values())
+            for each in self._connections:
+                if nbytes := each.verified_nbytes:
+                    key = (each.path.transport, each.peer, str(each.path.rail or ""))
+                    seconds = each.verified_at_s - each.opened_at_s
+                    if key in found:
+                        nbytes, seconds = nbytes + found[key].bytes, seconds + found[key].seconds
+                    found[key] = PathReport(*key[:2], nbytes, seconds, rail=key[2])
+            return [*found.values(), *self._others.values()]
 
     def progress(self) -> tuple[int, list[int]]:
         """Return the payload bytes that have landed, in all and by layer, also of running reads."""
@@ -361,7 +360,7 @@ class Transfer:
     def withdraw(self, source: str, chunk: int) -> None:
         """Stop reading the chunk from this source: give up the connections that do."""
         for number in self._call(lambda machine: machine.withdraw(source, chunk)):
-            self.connection_lost(number, PathSlowError("the chunk was requested elsewhere"))
+            self.connection_lost(number, ChunkElsewhereError("the chunk was requested elsewhere"))
 
     # -- parts that ranks on this host hand each other --------------------------------------------
 

@@ -26,7 +26,7 @@ def model_row(status: ModelStatus) -> Row:
     """Return the row of a model's variant."""
     return {
         **_key(status.model),
-        "pin": status.ref.identity.hex()[:_PIN_CHARS],
+        "pin": status.ref.pin.hex()[:_PIN_CHARS],
         "bytes": status.nbytes,
         "layers": status.layers,
         "sources": status.sources,
@@ -39,7 +39,7 @@ def source_row(record: SourceRecord) -> Row:
     table, layers = record.table, _layers_of(record.table)
     return {
         **_key(record.model),
-        "pin": record.ref.identity.hex()[:16],
+        "pin": record.ref.pin.hex()[:16],
         "endpoint": _text(record.endpoint),
         "host": _text(record.place.hostname),
         "pid": record.place.pid,

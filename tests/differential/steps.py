@@ -379,7 +379,7 @@ def _whole(
 def _as_reported(name: Name, report: api.PullReport, version: Version) -> None:
     """The revision and the identity that a pull reports are those of its bytes."""
     truth = name.truth
-    for said in (truth.revisions.get(report.model), truth.identities.get(report.manifest)):
+    for said in (truth.revisions.get(report.model), truth.identities.get(report.identity)):
         assert said is None or said is version, (
             f"the report says {report.model}, which is version {said.number}, "
             f"and the bytes are version {version.number}"

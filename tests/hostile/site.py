@@ -134,7 +134,7 @@ def succeeded(pull: Command, weights: Weights, out: Path | None = None) -> dict[
     """The pull delivered these weights, to `out` if that is given. Returns its report."""
     report = pull.json(END_S)
     assert pull.wait(END_S) == EXIT_OK, pull.err + pull.out
-    assert report["manifest"] == weights.identity
+    assert report["identity"] == weights.identity
     assert out is None or weights.are_in(out)
     assert report.get("delivered", weights.hashes) == weights.hashes
     return report

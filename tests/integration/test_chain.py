@@ -173,7 +173,7 @@ def test_without_any_source_the_disk_defines_the_model(
     assert (found["fallback"], found["defined_by"]) == ("disk", "disk")
     outcomes = steps(found)
     assert (outcomes["peers"], outcomes["disk"]) == ("failed", "used")
-    pinned = run("pull", f"m@{found['manifest']}", *where, "--json").json()
+    pinned = run("pull", f"m@{found['identity']}", *where, "--json").json()
     assert "defined_by" not in pinned
     wrong = run("pull", f"m@{'0' * 64}", *where, "--out", str(tmp_path / "out"))
     assert wrong.wait(60) == EXIT_INTEGRITY, wrong.err

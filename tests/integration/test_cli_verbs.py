@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Command, Run, serve
+from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_NO_SOURCE
+from tests.support.commands import Command, Run, free_port, serve
 
 pytestmark = pytest.mark.integration
 
 PULL_KEYS = {
     "model",
-    "manifest",
+    "schema",
+    "identity",
+    "pin",
     "bytes",
     "seconds",
     "gb_per_s",
@@ -48,18 +52,22 @@ def test_what_is_served_is_listed_and_pulled(
 
     listed = finished(run, "models", *at, "--json").json()["models"]
     assert [entry["model"] for entry in listed] == ["small"]
-    assert listed[0]["manifest"] == listed[0]["identity"] == served["manifest"]
-    assert listed[0]["pin"] == served["pin"] != served["manifest"]
+    assert listed[0]["identity"] == served["identity"]
+    assert listed[0]["pin"] == served["pin"] != served["identity"]
     assert listed[0]["pin_covers_files"] and not listed[0]["pin_only"]
     assert listed[0]["layers"] == served["layers"]
-    # As the source's memory has it: with the padding between layers.
-    assert 0 <= listed[0]["bytes"] - served["bytes"] < 8192 * served["layers"]
+    assert listed[0]["bytes"] == served["bytes"]  # without the padding between layers
     (entry,) = finished(run, "sources", "small", *at, "--json").json()["sources"]
     assert entry["endpoint"] == served["endpoint"]
     assert entry["pid"] == source.process.pid
     assert entry["layers_held"] == served["layers"]
     assert set(entry["transports"]) >= {"shm", "tcp"}
-    assert finished(run, "sources", "other", *at, "--json").json()["sources"] == []
+    for verb in ("sources", "models"):
+        other = finished(run, verb, "other", *at, "--json")
+        assert (other.json()[verb], other.process.returncode) == ([], EXIT_NO_SOURCE)
+        unknown = finished(run, verb, "other", *at)
+        assert unknown.process.returncode == EXIT_NO_SOURCE
+        assert "other\n  mx models lists" in unknown.err
 
     tables = finished(run, "models", *at).out + finished(run, "sources", *at).out
     assert "small" in tables
@@ -87,9 +95,10 @@ def test_the_summary_for_people_says_what_was_kept(
     run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     at = ("--coordinator", coordinator)
-    serve(run, checkpoint, "small", coordinator)
+    source = serve(run, checkpoint, "small", coordinator)
     plain = finished(run, "pull", "small", *at)
     assert "nothing was kept" in plain.out
+    assert f"on the word of your own process {source.process.pid}\n" in plain.out
     assert "attached, no copy" in plain.out
     assert "B/s" not in plain.out
     out = tmp_path / "out"
@@ -97,6 +106,71 @@ def test_the_summary_for_people_says_what_was_kept(
     assert f"written to {out}" in written.out
     assert re.search(r"[GM]B/s\)", written.out)
     assert list(out.glob("*.safetensors"))
+
+
+def test_quiet_prints_errors_alone(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    at = ("-q", "--coordinator", coordinator)
+    serve(run, checkpoint, "small", coordinator, "-q")
+    out = tmp_path / "out"
+    pull = finished(run, "pull", "small", *at, "--no-attach", "--out", str(out))
+    assert (pull.process.returncode, pull.out) == (0, "")
+    assert "layer" not in pull.err and "written" not in pull.err
+    assert list(out.glob("*.safetensors"))
+    assert finished(run, "pull", "small", *at, "--json").json()["model"] == "small"
+    unknown = finished(run, "pull", "other", *at)
+    assert unknown.process.returncode == EXIT_NO_SOURCE
+    assert unknown.err.startswith("error: ")
+
+
+def _keeps_records(folder: Path) -> bool:
+    try:
+        os.setxattr(folder, "user.test", b"")
+    except OSError:
+        return False
+    return True
+
+
+def test_a_folder_is_verified_against_a_pin_or_its_record(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    shutil.copy(checkpoint, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    served = serve(run, folder, "small", coordinator).json()
+    out, pinned = tmp_path / "out", f"small@{served['pin']}"
+    finished(run, "pull", "small", "--coordinator", coordinator, "--out", str(out))
+
+    def verified(code: int, *arguments: str) -> dict[str, object]:
+        command = finished(run, "verify", str(out), *arguments, "--json")
+        assert command.process.returncode == code, command.err
+        return dict(command.json())
+
+    for pin in (pinned, served["identity"]):
+        found = verified(0, pin)
+        assert (found["pin"], found["recorded"]) == (served["pin"], False)
+        assert found["files_verified"] == (pin == pinned)
+    if _keeps_records(tmp_path):
+        assert verified(0)["recorded"]
+        assert "its weights and files are" in finished(run, "verify", str(out)).out
+    verified(EXIT_INTEGRITY, "0" * 64)
+    verified(EXIT_CONFIG, "small@")
+
+    (out / "config.json").write_text("{}")
+    verified(0, served["identity"])  # which covers no files
+    verified(EXIT_INTEGRITY, pinned)
+    with open(next(out.glob("*.safetensors")), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert "not" in str(verified(EXIT_INTEGRITY, served["identity"])["error"])
+    os.rename(out, tmp_path / "moved")
+    verified(EXIT_CONFIG, pinned)
+    out.mkdir()
+    verified(EXIT_CONFIG)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -180,3 +254,27 @@ def test_a_failing_demo_says_why(run: Run, tmp_path: Path) -> None:
     assert error["type"] == "CheckpointError"
     assert command.process.returncode == error["exit_code"] == 4
     assert "Traceback" not in command.err
+
+
+def test_the_shell_completes_names_of_models(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    def completed(verb: str, where: str, incomplete: str) -> list[str]:
+        words = ("mx", verb, "--coordinator", where, incomplete)
+        env = {
+            **os.environ,
+            "_MX_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+            "MX_PEER_CONNECT_TIMEOUT_S": "60",  # a busy machine does not answer at once
+        }
+        command = run(env=env)
+        assert (command.wait(60), command.err) == (0, "")
+        return command.out.split()
+
+    for name in ("small-one", "small-two", "small$(id)"):
+        serve(run, checkpoint, name, coordinator)
+    # A shell may evaluate what it gets.
+    assert completed("pull", coordinator, "small") == ["small-one", "small-two"]
+    assert completed("pull", f"127.0.0.1:{free_port()}", "small") == []
+    assert completed("pull", "nonsense", "small") == []

@@ -246,7 +246,7 @@ found["memory"] = refused(pull("kept", MEMORY_BYTES=16 << 20))
 found["taken"] = refused(pull("kept", FAIL="{taken}:-2:CUDA_ERROR_OUT_OF_MEMORY"))
 lost = served("lost", FAIL="cuMemExportToShareableHandle:-1" + broken)
 found["lost"] = refused(pull("lost"))
-while (left := run("sources", "lost")[1]["sources"]):
+while "lost" in [each["model"] for each in run("sources")[1]["sources"]]:
     time.sleep(0.05)
 run("pull", "kept", *to)
 found["held"].append(holds(kept))

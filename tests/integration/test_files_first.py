@@ -227,7 +227,7 @@ def test_files_of_a_checkpoint_on_disk(folder: Path, settings: config.Settings) 
     with api.pull("m", path=folder, settings=settings) as pull:
         assert pull.files(60) == FILES
         manifest = pull.wait_manifest(60)
-        assert pull.wait(60).manifest == manifest.ref.identity.hex()
+        assert pull.wait(60).identity == manifest.ref.identity.hex()
     with api.pull(f"m@{manifest.ref.pin.hex()}", path=folder, settings=settings) as pull:
         assert pull.files(60) == FILES
     with api.pull(f"m@{'0' * 64}", path=folder, settings=settings) as pull:
@@ -263,7 +263,7 @@ def test_files_alone_into_memory(
         report, manifest = pull.wait(60), pull.wait_manifest()
         assert list(pull.layers()) == []
         assert (report.bytes, report.layers, report.paths) == (0, 0, [])
-        assert (report.manifest, report.pin) == (
+        assert (report.identity, report.pin) == (
             manifest.ref.identity.hex(),
             manifest.ref.pin.hex(),
         )

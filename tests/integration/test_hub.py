@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
-from mx.errors import EXIT_INTEGRITY, EXIT_NO_SOURCE
+from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_NO_SOURCE
 from tests.support.chains import bytes_from, pulling, steps
 from tests.support.commands import Command, Run, environment, free_port, serve
 from tests.support.web_stores import COMMIT, Store, hub
@@ -73,7 +73,7 @@ def test_it_is_downloaded_once(run: Run, store: Store, tmp_path: Path) -> None:
 def test_offline(run: Run, cache: Path, folder: Path) -> None:
     env = of(cache, HF_HUB_OFFLINE="1")
     disk = run("pull", "m", "--from", f"disk={folder}", "--json").json()
-    found = pull(run, env, "--hub-id", f"org/model@{COMMIT}", model=f"m@{disk['manifest']}").json()
+    found = pull(run, env, "--hub-id", f"org/model@{COMMIT}", model=f"m@{disk['identity']}").json()
     assert (found["fallback"], found["pin"]) == ("hub", disk["pin"])
     wrong = pull(run, env, "--hub-id", "org/{name}", model=f"model@{'0' * 64}")
     assert wrong.json()["error"]["exit_code"] == wrong.wait(60) == EXIT_INTEGRITY
@@ -81,6 +81,24 @@ def test_offline(run: Run, cache: Path, folder: Path) -> None:
     error = absent.json()["error"]
     assert error["exit_code"] == absent.wait(60) == EXIT_NO_SOURCE
     assert "org/other@main is not in the cache" in error["message"]
+
+
+def test_what_the_cache_has_is_served_by_its_id(
+    run: Run, coordinator: str, cache: Path, folder: Path
+) -> None:
+    env, where = of(cache), ("--coordinator", coordinator, "--json")
+    pin = run("pull", "m", "--from", f"disk={folder}", "--json").json()["pin"]
+    for number, text in enumerate(("org/model", f"org/model@{COMMIT}")):
+        served = run("serve", text, *where, "--revision", f"r{number}", env=env).json()
+        assert (served["model"], served["pin"]) == ("org/model", pin)
+    named = run("serve", "org/model", "--model", "m", *where, env=env).json()
+    assert named["model"] == "m"
+    for text in ("org/other", "org/model@v2", "org/model@../main"):
+        absent = run("serve", text, *where, env=env)
+        error = absent.json()["error"]
+        assert error["exit_code"] == absent.wait(60) == EXIT_CONFIG
+        assert str(cache / "hub") in error["message"]
+        assert f"hf download {text.partition('@')[0]}" in error["hint"]
 
 
 def test_the_cache_gives_the_rest(run: Run, coordinator: str, cache: Path, folder: Path) -> None:

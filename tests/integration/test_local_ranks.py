@@ -390,11 +390,11 @@ def test_a_rank_lends_its_slices_as_a_variant(run: Run, coordinator: str, checkp
     right = right_of(checkpoint, 1)
     here = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
     with api.pull("m", coordinator=coordinator, slices=slices_of(1), into=here) as pull:
-        whole = pull.wait(60).manifest
+        whole = pull.wait(60).identity
     key = mx.ProcessingKey(tp="1/2")
     with (
         api.serve(here, model="m", variant=key, coordinator=coordinator, copy=False),
         api.pull("m", variant=key, coordinator=coordinator) as again,
     ):
-        assert again.wait(60).manifest != whole
+        assert again.wait(60).identity != whole
         check(again.state_dict(), right)

@@ -57,6 +57,19 @@ def test_a_pull_gives_the_bytes_on_disk(
     assert report.fallback is None
 
 
+@pytest.mark.parametrize("attach", [True, False])
+def test_seconds_end_when_the_folder_is_written(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path, attach: bool
+) -> None:
+    serve(run, checkpoint, "m", coordinator)
+    with api.pull("m", coordinator=coordinator, out=tmp_path / "out", attach=attach) as pull:
+        ready_s = max(event.at_s for event in pull.layers())
+        report = pull.wait(60)
+        assert pull.progress().bytes_written == report.bytes
+    assert any((tmp_path / "out").iterdir())
+    assert report.seconds > ready_s  # all layers were ready before the folder was in its place
+
+
 @pytest.mark.parametrize("options", [{}, {"attach": False}, {"transport": "tcp"}, {"hold": True}])
 def test_writing_to_a_tensor_changes_no_other_process(
     run: Run, coordinator: str, checkpoint: Path, options: dict[str, object]
@@ -131,9 +144,9 @@ def test_a_held_pull_serves_when_the_origin_is_gone(
 
 
 def test_identity_pins(run: Run, coordinator: str, checkpoint: Path) -> None:
-    identity = serve(run, checkpoint, "m", coordinator).json()["manifest"]
+    identity = serve(run, checkpoint, "m", coordinator).json()["identity"]
     with api.pull(f"m@{identity[:12]}", coordinator=coordinator) as pull:
-        assert pull.wait(30).manifest == identity
+        assert pull.wait(30).identity == identity
     wrong = "0" * 12 if not identity.startswith("0") else "f" * 12
     with api.pull(f"m@{wrong}", coordinator=coordinator) as pull:
         assert isinstance(error_of(pull), UnknownModelError)

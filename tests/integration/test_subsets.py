@@ -147,11 +147,11 @@ def test_the_disk_gives_the_same(weights: Path, coordinator: str) -> None:
     right = expected(weights)
     with api.pull("m", path=weights, **WHAT) as pull:
         check(pull.state_dict(), right)
-        identity = pull.wait().manifest
+        identity = pull.wait().identity
     here = blank(right)
     with api.pull("m", coordinator=coordinator, fallback=weights, into=here, **WHAT) as pull:
         report = pull.wait(30)
-        assert (report.fallback, report.manifest) == ("disk", identity)
+        assert (report.fallback, report.identity) == ("disk", identity)
         assert report.bytes == sum(tensor.nbytes for tensor in right.values())
         check(pull.state_dict(), right)
     check(here, right)

@@ -284,16 +284,16 @@ def test_only_the_owner_updates(
         with pytest.raises(BindingError, match="another name key"):
             api.serve(changed, model="m", coordinator=coordinator, settings=stranger, update=True)
         with api.pull("m", peer=other.endpoint, coordinator=coordinator) as pull:
-            assert pull.wait(30).manifest == other.identity_hex
+            assert pull.wait(30).identity == other.identity_hex
     for revision in ("main", "main.2"):
         with api.serve(
             changed, model="m", revision=revision, coordinator=coordinator, settings=stranger
         ) as other:
             assert other.stats().pin_only
             with api.pull("m", coordinator=coordinator) as pull:
-                assert pull.wait(30).manifest != other.identity_hex
+                assert pull.wait(30).identity != other.identity_hex
             with api.pull(other.pinned, coordinator=coordinator) as pull:
-                assert pull.wait(30).manifest == other.identity_hex
+                assert pull.wait(30).identity == other.identity_hex
     assert [str(m.model) for m in api.list_models(coordinator=coordinator)] == ["m"]
     with (
         api.pull("m", coordinator=coordinator, hold=True) as pull,

@@ -26,6 +26,7 @@ VERBS = (
     "serve",
     "pull",
     "plan",
+    "verify",
     "models",
     "sources",
     "cache",
@@ -99,6 +100,7 @@ def the_object(text: str) -> dict[str, Any]:
     (line,) = text.splitlines()
     result = json.loads(line)
     assert isinstance(result, dict)
+    assert result["schema"] == 1
     return result
 
 
@@ -108,6 +110,8 @@ def test_each_verb_teaches_with_an_example(run_mx: Mx, verb: str) -> None:
     assert result.returncode == 0, result.stderr
     assert f"mx {verb}" in result.stdout.split("Example", 1)[1]
     assert result.stderr == ""
+    narrow = run_mx(*verb.split(), "--help", COLUMNS="80")
+    assert "…" not in narrow.stdout  # nothing is cut
 
 
 def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import io
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from mx.cli import live
 from mx.core.progress import LayerProgress, Progress
+from mx.errors import IncompleteError
 
 layers = st.lists(
     st.builds(
@@ -36,8 +41,49 @@ def test_any_snapshot_is_drawn_within_the_terminal(shown: list[LayerProgress]) -
     console = Console(width=80, height=24, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     progress = Progress(5, 9, 1, len(shown), tuple(shown), "reading")
     with console.file:
-        console.print(live.render(progress, 1.0, rows=18))
+        console.print(live.render(progress, 1e-6, rows=18))
         text = console.export_text()
     assert len(text.splitlines()) <= live.MAX_ROWS + 1
     assert "reading" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_line_says_how_long_it_takes_and_what_is_written() -> None:
+    reading = Progress(10**9, 3 * 10**9, 4, 12, phase="reading")
+    assert live.state_of(reading, 0.0) == "reading, 1 GB of 3 GB, 4 of 12 layers"
+    assert live.state_of(reading, 5e7).endswith("12 layers, 50 MB/s, 40 s left")
+    assert live.state_of(reading, 5e6).endswith(" 7 min left")
+    assert live.state_of(reading, 2e5).endswith(" 2 h 47 min left")
+    assert live.state_of(Progress(), 0.0) == "resolving"
+    writing = Progress(3 * 10**9, 3 * 10**9, 12, 12, phase="writing", bytes_written=10**9)
+    assert live.state_of(writing, 0.0) == "writing, 1 GB of 3 GB"
+
+
+def test_a_rate_is_of_the_last_seconds() -> None:
+    rate, now_s = live.Rate(), time.monotonic()
+    assert rate.at(0, now_s + 1000) == 0.0
+    assert rate.at(50, now_s + 1005) == 10.0
+    assert rate.at(100, now_s + 1010) == 10.0
+    assert rate.at(100, now_s + 1015) == 0.0
+
+
+class FailingPull:
+    """Is cut off in its second layer."""
+
+    def progress(self) -> Progress:
+        layers = [LayerProgress(f"layers.{n}", 100, 100 - 50 * n, not n) for n in range(2)]
+        return Progress(150, 200, 1, 2, tuple(layers), "reading")
+
+    def wait(self) -> None:
+        raise IncompleteError("cut off")
+
+
+def test_no_bars_stay_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(live, "notes", Console(file=screen, force_terminal=True, width=80))
+    monkeypatch.setattr(live, "shows_progress", lambda: True)
+    with pytest.raises(IncompleteError):
+        live.follow(FailingPull())  # type: ignore[arg-type]
+    drawn, _, erased = screen.getvalue().rpartition("1 of 2 layers")
+    assert "layers.1" in drawn
+    assert erased.count("\x1b[2K") >= 3  # each of its lines

@@ -15,6 +15,7 @@ from mx.core.paths import Medium
 from mx.core.planner import Plan, SourcePath, Spare
 from mx.core.types import Layout, SourceRecord
 from mx.errors import (
+    ChunkElsewhereError,
     ConfigError,
     DigestError,
     LocalError,
@@ -521,6 +522,16 @@ def test_a_source_that_was_given_up_is_reported_with_the_reason() -> None:
     assert [(left.source, left.reason) for left in stage.pool.left()] == [
         (A.endpoint, "it stopped")
     ]
+
+
+def test_a_source_whose_chunk_another_gave_is_not_reported() -> None:
+    stage = Stage()
+    stage.play(
+        lambda: stage.lose(0, ChunkElsewhereError("the chunk was requested elsewhere")),
+        lambda: stage.lose(1, ChunkElsewhereError("the chunk was requested elsewhere")),
+        stage.end,
+    )
+    assert stage.pool.left() == []
 
 
 def test_a_source_that_lost_one_path_of_two_is_not_reported() -> None:

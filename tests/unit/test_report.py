@@ -56,10 +56,21 @@ def test_without_a_cause_no_source_was_left() -> None:
 
 
 def test_a_report_prints_as_one_line() -> None:
-    attached = PathReport("shm", "127.0.0.1:7", 2 * 10**9, 0.01, attached=True)
+    attached = PathReport("shm", "127.0.0.1:7", 2 * 10**9, 0.01, attached=True, pid=12)
     report = PullReport("llama", "aa", "bb", 2 * 10**9, 0.0123, 0.01, 26, "source", [attached])
     assert repr(report) == (
-        "<PullReport llama: 2 GB in 12.3 ms by shm-attach from 127.0.0.1:7, verified by source>"
+        "<PullReport llama: 2 GB in 12.3 ms by shm-attach from 127.0.0.1:7, "
+        "attached, on the word of your own process 12>"
     )
     report.paths = [PathReport("tcp", f"10.0.0.{n}:7", 1, 1.0, rail="ab"[n % 2]) for n in range(9)]
     assert len(repr(report)) < 250 and "and 4 more" in repr(report)
+
+
+def test_what_was_attached_has_no_rate() -> None:
+    attached = PathReport("shm", "127.0.0.1:7", 2 * 10**9, 0.01, attached=True, pid=12)
+    report = PullReport("llama", "aa", "bb", 2 * 10**9, 0.5, 0.01, 26, "source", [attached])
+    printed = report.to_json()
+    assert (printed["gb_per_s"], printed["seconds"]) == (None, 0.5)
+    assert [path["pid"] for path in printed["paths"]] == [12]  # type: ignore[attr-defined]
+    report.paths = [PathReport("tcp", "127.0.0.1:7", 2 * 10**9, 0.5)]
+    assert report.to_json()["gb_per_s"] == 4.0

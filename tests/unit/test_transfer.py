@@ -67,6 +67,8 @@ def test_a_chunk_is_read_by_one_session_at_a_time(setting: Setting) -> None:
     assert setting.listener.lost == [0]
     assert setting.arena[: len(BYTES)] == BYTES
     assert setting.transfer.progress() == (len(BYTES), [len(BYTES)])
+    (path,) = setting.transfer.paths()  # both were of one path
+    assert (path.source, path.bytes) == ("peer", len(BYTES))
 
 
 def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: Setting) -> None:

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mx.core.answers import ModelStatus
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
-from mx.web.rows import MARKS, load_row, marks_of_bits, marks_of_ranges, pull_row, source_row
+from mx.web.rows import (
+    MARKS,
+    load_row,
+    marks_of_bits,
+    marks_of_ranges,
+    model_row,
+    pull_row,
+    source_row,
+)
 from tests.support.records import make_documents, make_record
 
 
@@ -81,3 +90,10 @@ def test_a_lease_is_shown_only_when_it_is_late(left_s: float, shown: int | None)
         "rate": 1_230_000_000,
         "lease": shown,
     }
+
+
+def test_weights_are_named_by_the_pin_that_listings_print() -> None:
+    record = make_record(make_documents("w"))
+    model = ModelStatus(record.model, record.ref, 64, 4, 1)
+    assert model.pinned.endswith(str(model_row(model)["pin"]))
+    assert str(model_row(model)["pin"]).startswith(str(source_row(record)["pin"]))

@@ -1,0 +1,73 @@
+"""Checks a folder of weights on disk: against a pin, or what a pull has recorded of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx.core.reference import check_pin
+from mx.core.types import Manifest
+from mx.errors import CheckpointError, ConfigError
+from mx.storage.folder_hash import manifest_of
+from mx.storage.staging import recorded
+
+#: As many as read a checkpoint that is served.
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedFolder:
+    """A folder that holds what it should. `recorded` is True if its pull has said what that is, and
+    `files_too` if the pin covers its files."""
+
+    manifest: Manifest
+    recorded: bool
+    files_too: bool
+    seconds: float
+
+
+def verify_folder(
+    folder: str | Path,
+    pin: str = "",
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> VerifiedFolder:
+    """Read and hash all weights in a folder, and compare them with a pin. Blocks.
+
+    Args:
+        folder: A folder of safetensors files, or such a file.
+        pin: 8 to 64 hexadecimal digits; "" takes the one that the pull to this folder recorded.
+        on_progress: Called with (bytes read, bytes in all), from other threads.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        CheckpointError: It holds other weights, or files; or a file is malformed.
+        ConfigError: There is no checkpoint, or no pin to compare it with, or that is none.
+        LocalError: The disk fails.
+    """
+    began_s = time.monotonic()
+    path = Path(folder)
+    expected = pin or recorded(path)
+    if expected:
+        check_pin(expected)
+    elif path.exists():
+        raise ConfigError(
+            f"nothing is recorded of {path}: no pull wrote it, it was copied since, or its file "
+            "system keeps no record",
+            hint="name its pin; mx models lists them",
+        )
+    manifest, _ = manifest_of(path, _THREADS, on_progress)
+    ref = manifest.ref
+    if not ref.pinned_by(expected):
+        files = f" ({ref.pin.hex()} with its files)" if ref.packaging else ""
+        said = "as requested" if pin else "as it was pulled"
+        raise CheckpointError(
+            f"{path} holds {ref.identity.hex()}{files}, not {expected} {said}",
+            hint="pull it again, into another folder",
+        )
+    files_too = bool(ref.packaging) and not ref.weights_alone(expected)
+    return VerifiedFolder(manifest, not pin, files_too, time.monotonic() - began_s)

@@ -1,0 +1,75 @@
+"""`mx verify`: check a folder that was pulled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mx.cli import live, options, outcome
+from mx.units import count, format_bytes, format_rate, format_seconds
+
+
+@options.takes_settings
+def verify(
+    context: typer.Context,
+    folder: Annotated[
+        str, typer.Argument(help="The folder, or a safetensors file.", metavar="DIR")
+    ],
+    pin: Annotated[
+        str,
+        typer.Argument(
+            help="What it should hold: a pin, or NAME@PIN. (default: what mx pull --out recorded)",
+            metavar="PIN",
+        ),
+    ] = "",
+    *,
+    as_json: bool,
+) -> None:
+    """Check that a folder holds the weights of a pin, every byte of them.
+
+    Without PIN that is what `mx pull --out` recorded of the folder, where its file system keeps
+    such a record (an extended attribute); a copy may have none. A pin that covers files covers
+    those here, too. Nothing is asked of a coordinator or a source. Exit code 4 if anything differs.
+
+    **Examples**
+
+    - `mx verify /models/llama-8b`
+
+    - `mx verify /models/llama-8b llama-8b@466847afadc6e1be`
+    """
+    options.settings_of(context)
+    from mx.api.verifying import verify_folder
+    from mx.core.reference import check_pin
+
+    digits = pin.rpartition("@")[2]
+    if pin:
+        check_pin(digits)
+    with live.reading(folder) as on_progress:
+        found = verify_folder(folder, digits, on_progress=on_progress)
+    ref, layout = found.manifest.ref, found.manifest.layout
+    if as_json:
+        outcome.emit(
+            {
+                "folder": folder,
+                "identity": ref.identity.hex(),
+                "pin": ref.pin.hex(),
+                "pin_covers_files": bool(ref.packaging),
+                "recorded": found.recorded,
+                "files_verified": found.files_too,
+                "bytes": layout.payload_nbytes,
+                "layers": len(layout.layers),
+                "seconds": round(found.seconds, 6),
+                "verified": "digest",
+            }
+        )
+        return
+    against = "what its pull recorded" if found.recorded else "the pin"
+    files = "weights and files" if found.files_too else "weights"
+    rate = format_rate(layout.payload_nbytes / found.seconds)
+    outcome.summarise(
+        f"{folder}: {format_bytes(layout.payload_nbytes)} in {format_seconds(found.seconds)} "
+        f"({rate}), {count(len(layout.layers), 'layer')}, verified by digest\n"
+        f"  its {files} are those of {against}\n"
+        f"  pin {ref.pin.hex()} {outcome.pin_covers(ref.packaging)}"
+    )
