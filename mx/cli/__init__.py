@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx`; never returns."""
     with _interruptible():
         config.quieten_grpc()
+        atexit.register(
+            gc.freeze
+        )  # or the exit looks at all objects, which takes as long as a pull
         from mx.cli.app import app
         from mx.cli.outcome import run
 

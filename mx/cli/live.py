@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from mx.cli.outcome import notes, say, shows_progress
-from mx.cli.printing import Plain
 from mx.text import plain
 from mx.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from mx.api import Progress, Pull, PullReport
     from mx.core.progress import LayerProgress
 
@@ -32,13 +25,16 @@ PLAIN_INTERVAL_S = 1.0
 @contextmanager
 def reading(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show how far a checkpoint is read; yield what to call with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=notes, transient=True, disable=not shows_progress()) as bars:
+    with Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars:
         task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -47,12 +43,16 @@ def follow(pull: Pull) -> PullReport:
     """Wait for a pull's end and show it by layer. Raises what the pull fails with."""
     if not shows_progress():
         return _follow_plainly(pull)
+    from rich.live import Live
+
+    from mx.cli.printing import Plain
+
     start = time.monotonic()
 
     def frame() -> Plain:
-        return Plain(render(pull.progress(), time.monotonic() - start, rows=notes.height - 6))
+        return Plain(render(pull.progress(), time.monotonic() - start, rows=notes().height - 6))
 
-    with Live(get_renderable=frame, console=notes, refresh_per_second=8):
+    with Live(get_renderable=frame, console=notes(), refresh_per_second=8):
         return pull.wait()
 
 
@@ -94,6 +94,11 @@ def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int
 
 def render(progress: Progress, elapsed_s: float, *, rows: int) -> Group:
     """Return one frame: a bar for each group of layers, and the total with its rate."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table.grid(padding=(0, 1), expand=False)
     table.add_column(max_width=44, no_wrap=True, overflow="ellipsis")
     table.add_column(width=32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import sys
@@ -10,23 +11,20 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from mx import log
-from mx.cli.printing import Plain
 from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 from mx.text import plain_lines
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-
-#: Progress, notes and errors; standard output is for results.
-notes = Console(stderr=True, highlight=False)
-
 
 _as_lines = False
 
@@ -53,9 +51,21 @@ def use_json_lines(wanted: bool) -> None:
     _as_lines = wanted
 
 
+@functools.cache
+def notes() -> Console:
+    """Return the console for progress, notes and errors; standard output is for results."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
 def shows_progress() -> bool:
     """Return True where standard error is a terminal and gets text."""
-    return notes.is_terminal and not _as_lines
+    return not _as_lines and _is_terminal() and notes().is_terminal
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def say(text: str) -> None:
@@ -64,7 +74,16 @@ def say(text: str) -> None:
         if _as_lines:
             _write("info", "message", {"text": text})
         else:
-            notes.print(plain_lines(text), markup=False, soft_wrap=True)
+            _say(plain_lines(text))
+
+
+def _say(text: str, head: str = "") -> None:
+    """Write a text behind a head in bold red. Only a terminal needs rich, which takes a while."""
+    if _is_terminal():
+        notes().print(head, style="bold red", end="")
+        notes().print(text, markup=False, soft_wrap=True)
+    elif sys.stderr is not None:
+        print(head + text, file=sys.stderr, flush=True)
 
 
 def ignore_hangup() -> Any:
@@ -98,6 +117,10 @@ def pin_covers(files: object) -> str:
 
 def show(table: Table) -> None:
     """Write a table to standard output: to a terminal in its width, to a pipe in full."""
+    from rich.console import Console
+
+    from mx.cli.printing import Plain
+
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=250)
@@ -168,8 +191,8 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
     if _as_lines:
         _write("error", "error", error)
         return exit_code
-    notes.print("[bold red]error:[/] ", end="")
-    say(message)
+    with contextlib.suppress(OSError):
+        _say(plain_lines(message), "error: ")
     if hint:
         say(f"  {hint}")
     return exit_code
