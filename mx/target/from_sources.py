@@ -31,7 +31,7 @@ from mx.target.prefill import Fill, prefilling
 from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
 from mx.target.resolver import Found, fetch_manifest, locate, retry_until_found
-from mx.transport import View
+from mx.transport import Preparing, View
 from mx.wire.locate import Locator
 
 if TYPE_CHECKING:
@@ -95,6 +95,10 @@ class FromSources(Attempt):
                 options, context.place, context.transports, wake, self.edition.reader_id
             )
             closing.push_async_callback(connector.close)
+            forced = context.transports.get(options.transport or "")
+            if isinstance(forced, Preparing):  # while the coordinator is asked
+                prepared = asyncio.create_task(in_thread(forced.prepare), name="mx-prepare")
+                closing.push_async_callback(asyncio.wait, (prepared,))
             found = await self._resolve(locator, connector)
             delivery = self._deliver(found.manifest, strong=options.strong)
             if options.strong:
