@@ -17,7 +17,7 @@ from .processes import Child, Cluster, pss_nbytes
 
 _TARGET = """
 import sys
-import mx.api, mx.memory.tensors
+import mx.api.pulling, mx.memory.tensors, mx.swarm.sharing, mx.target.connections, mx.target.pages
 from mx import plugins
 plugins.transports()
 print("idle", flush=True)
@@ -30,7 +30,7 @@ with mx.api.pull(sys.argv[1], coordinator=sys.argv[2], transport=sys.argv[3],
 
 _IDLE_SOURCE = """
 import sys
-import mx.api, mx.cli.serve, mx.cli.app
+import mx.api.serving, mx.cli.serve, mx.cli.app
 from mx import plugins
 plugins.transports()
 print("idle", flush=True)

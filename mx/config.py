@@ -7,11 +7,9 @@ name in capitals; the file is TOML with the same names at the top level.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -500,6 +498,8 @@ def given(settings: Settings, **arguments: object) -> Settings:
 
 
 def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
     return ConfigError(f"{origin}: there is no setting {name}", hint=hint)
@@ -530,6 +530,8 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None
+    import tomllib
+
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -21,6 +21,7 @@ from mx.transport import (
     Exposure,
     Grant,
     Path,
+    Preparing,
     Session,
     Transport,
     Unavailable,
@@ -99,6 +100,12 @@ class LazyTransport:
                 if self._made is None:
                     self._made = _make(self.name, self._load)
         return self._made
+
+    def prepare(self) -> None:
+        """Have the transport load what `open` needs, if it is `Preparing`."""
+        made = self.loaded()
+        if isinstance(made, Preparing):
+            made.prepare()
 
     def probe(self) -> Viable | Unavailable:
         return self.loaded().probe()

@@ -478,6 +478,15 @@ class Session(Protocol):
 
 
 @runtime_checkable
+class Preparing(Protocol):
+    """A transport that has much to load before the first `open` of a process."""
+
+    def prepare(self) -> None:
+        """Load what `open` needs. Blocks, is idempotent, thread-safe, and raises nothing: what it
+        could not do fails in `open`."""
+
+
+@runtime_checkable
 class Vouching(Protocol):
     """A session with a process of this user that the kernel has named, and that states the digests
     of what it holds. They guard against accidents, not against who wants to deceive: they are worth

@@ -7,13 +7,14 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from mx.api.reuse import Holder
-from mx.config import Settings
-from mx.core.local_ranks import LocalRanks
-from mx.core.selection import Slice
-from mx.core.variant import ProcessingKey
+if TYPE_CHECKING:
+    from mx.api.reuse import Holder
+    from mx.config import Settings
+    from mx.core.local_ranks import LocalRanks
+    from mx.core.selection import Slice
+    from mx.core.variant import ProcessingKey
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -11,8 +11,6 @@ from mx.core.packaging import bad_path
 from mx.core.reference import ModelReference
 from mx.core.revisions import MAIN
 from mx.errors import ConfigError
-from mx.storage.hub import HubStore, is_hub_id
-from mx.storage.objects import ObjectStore, check_url
 from mx.storage.stores import DISK, HUB, OBJECTS, DiskStore, Store
 from mx.target.report import SKIPPED, StepReport
 
@@ -103,6 +101,8 @@ def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
     if not named:
         return f"no `hub_id` is set, and {model.name} is not of the form ORGANISATION/MODEL"
     repository, _, revision = named.replace("{name}", model.name).partition("@")
+    from mx.storage.hub import HubStore, is_hub_id
+
     if not is_hub_id(repository):
         return f"{repository} is not the id of a model on the hub"
     if revision not in ("", model.revision) and _is_of_a_revision(model):
@@ -119,5 +119,7 @@ def _objects(settings: config.Settings, model: ModelReference) -> Store | str:
         return _of_any_revision("object_url", "put {revision} into it", model)
     url = settings.object_url.replace("{name}", quote(model.name))
     url = url.replace("{revision}", quote(model.revision or MAIN, safe=""))
+    from mx.storage.objects import ObjectStore, check_url
+
     check_url(url)
     return ObjectStore(url)

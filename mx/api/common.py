@@ -7,9 +7,6 @@ import functools
 from mx import config, plugins
 from mx.codec import MAX_PORT
 from mx.core.variant import ProcessingKey
-from mx.cuda.device import device_key, find_ordinal
-from mx.cuda.driver import load
-from mx.cuda.errors import CudaUnavailableError
 from mx.errors import ConfigError
 from mx.transport import TlsFiles, Transport
 from mx.wire.address import WILDCARDS, is_local, join_address, split_address
@@ -88,6 +85,10 @@ def resolve_device(device: str) -> str:
     check_type("device", device, str, "it is cpu or cuda:N")
     if device != "cuda" and not device.startswith("cuda:"):
         raise ConfigError(f"there is no device {device!r}", hint="use cpu or cuda:N")
+    from mx.cuda.device import device_key, find_ordinal
+    from mx.cuda.driver import load
+    from mx.cuda.errors import CudaUnavailableError
+
     try:
         driver = load()
     except CudaUnavailableError as error:
@@ -99,4 +100,9 @@ def resolve_device(device: str) -> str:
 def torch_device(device: str) -> str:
     """Return the device as torch names it: "cpu" or "cuda:N". Raises as `resolve_device`."""
     key = resolve_device(device)
-    return key if key == "cpu" else f"cuda:{find_ordinal(load(), key)}"
+    if key == "cpu":
+        return key
+    from mx.cuda.device import find_ordinal
+    from mx.cuda.driver import load
+
+    return f"cuda:{find_ordinal(load(), key)}"

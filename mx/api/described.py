@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
 from mx import runtime
-from mx.api.filled import FilledMemory
-from mx.core.types import Manifest
 from mx.errors import ClosedError, MxError
-from mx.target.events import EventLog
-from mx.target.files_job import FilesJob
-from mx.target.job import Job
-from mx.target.options import PullOptions
+
+if TYPE_CHECKING:
+    from mx.api.filled import FilledMemory
+    from mx.core.types import Manifest
+    from mx.target.events import EventLog
+    from mx.target.files_job import FilesJob
+    from mx.target.job import Job
+    from mx.target.options import PullOptions
 
 
 class Described:

@@ -6,21 +6,19 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from mx.api.closing import Step
-from mx.cuda.device import Device
-from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError, another, release_frames
-from mx.memory.device import DeviceArena
 from mx.memory.readiness import PATIENCE_S, LayerSignals
-from mx.target.edition import Edition
-from mx.target.events import EventLog
-from mx.target.files_job import FilesJob
-from mx.target.job import Job
-from mx.target.options import PullOptions
-from mx.transport import View
 
 if TYPE_CHECKING:
     import torch
+
+    from mx.api.closing import Step
+    from mx.target.edition import Edition
+    from mx.target.events import EventLog
+    from mx.target.files_job import FilesJob
+    from mx.target.job import Job
+    from mx.target.options import PullOptions
+    from mx.transport import View
 
 
 class FilledMemory:
@@ -65,6 +63,10 @@ class FilledMemory:
             raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
         if self._options.stores and self._options.from_sources:
             raise ConfigError("a pull that may begin again from disk has no signals")
+        from mx.cuda.device import Device
+        from mx.cuda.driver import load
+        from mx.memory.device import DeviceArena
+
         layers = self._log.keep_memory()
         arena = self._allocated().arena
         if isinstance(arena, DeviceArena):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mx import config, runtime
-from mx.api.closing import Step
-from mx.api.filled import FilledMemory
-from mx.api.serving import serve_held
-from mx.api.source import Source
 from mx.core.types import SourceRole
 from mx.errors import ClosedError, ConfigError
-from mx.memory.arena import MemfdArena
-from mx.memory.device import DeviceArena
-from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut
-from mx.source.model import HeldModel
-from mx.source.relay import Relay
-from mx.target.edition import Edition
-from mx.target.files_job import FilesJob
-from mx.target.job import Job
-from mx.target.options import PullOptions
-from mx.target.progress import ProgressReporter
+
+if TYPE_CHECKING:
+    from mx.api.closing import Step
+    from mx.api.filled import FilledMemory
+    from mx.api.source import Source
+    from mx.memory.arena import MemfdArena
+    from mx.memory.device import DeviceArena
+    from mx.memory.live import LiveMemory
+    from mx.source.relay import Relay
+    from mx.target.edition import Edition
+    from mx.target.files_job import FilesJob
+    from mx.target.job import Job
+    from mx.target.options import PullOptions
+    from mx.target.progress import ProgressReporter
 
 
 class Giving:
@@ -71,6 +73,13 @@ class Giving:
             return self._source
 
     def _begin_to_hold(self) -> Source:
+        from mx.api.serving import serve_held
+        from mx.memory.arena import MemfdArena
+        from mx.memory.device import DeviceArena
+        from mx.memory.live import LiveMemory
+        from mx.source.model import HeldModel
+        from mx.source.relay import Relay
+
         edition = self._memory.edition()
         arena, manifest, pages = edition.arena, edition.manifest, edition.pages
         if (
@@ -99,6 +108,8 @@ class Giving:
         return serve_held(held, self._options.coordinator, self._settings, live=live)
 
     async def _sealed(self, edition: Edition, arena: MemfdArena | DeviceArena | LiveMemory) -> None:
+        from mx.memory.live import LiveMemory
+
         await self._job.leave()
         if not isinstance(arena, LiveMemory):
             await uncut(in_thread(edition.unseen, arena.seal))
@@ -108,9 +119,13 @@ class Giving:
     ) -> Source:
         """Turn the relay, which others read from without a break, into a source. It is the pull's
         at once: the relay can't be turned into another."""
+        from mx.memory.arena import MemfdArena
+
         if isinstance(arena, MemfdArena):
             await uncut(in_thread(edition.unseen, arena.freeze))
         server, held = await uncut(relay.settle())
+        from mx.api.source import Source
+
         coordinator = self._options.coordinator or ""
         self._source = Source(runtime.acquire(), server, held, coordinator, None)
         return self._source
@@ -138,6 +153,8 @@ class Giving:
         if source is not None:
             source.close()
         self._loop.run(self._job.leave())
+        from mx.memory.live import LiveMemory
+
         if isinstance(self._job.edition.arena, LiveMemory):
             self._job.edition.release()
 

@@ -7,28 +7,27 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mx import config
-from mx.api.arguments import PlanArguments, PullArguments
 from mx.api.chain import PEERS, chain_of
 from mx.api.common import check_type, resolve_device, tls_of, transports, variant_text
-from mx.api.reuse import held_by
-from mx.api.serving import source_options
-from mx.api.tensors import in_place, is_module
-from mx.core.local_ranks import LocalRanks
-from mx.core.pages import Pages
 from mx.core.reference import ModelReference, parse_reference
-from mx.core.selection import Selection, Slice
-from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError, NotAllowedError
-from mx.memory.in_place import InPlace
-from mx.memory.live import Memory
-from mx.source.endpoint import dialled_host
-from mx.source.relay import Relay
-from mx.swarm.sharing import MakeHost
 from mx.target.options import PullOptions
 from mx.wire.address import is_local
 from mx.wire.private import socket_in_use
+
+if TYPE_CHECKING:
+    from mx.api.arguments import PlanArguments, PullArguments
+    from mx.core.pages import Pages
+    from mx.core.reuse import Held
+    from mx.core.selection import Selection, Slice
+    from mx.core.types import Manifest, ModelKey
+    from mx.memory.in_place import InPlace
+    from mx.memory.live import Memory
+    from mx.source.relay import Relay
+    from mx.swarm.sharing import MakeHost
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,11 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     into = destination(asked.get("into"))
     if into is not None:
         device = _device_of(into, device)
-    reuse = held_by(asked.get("reuse", ()))
+    reuse: list[Held] = []
+    if (holders := asked.get("reuse", ())) != ():
+        from mx.api.reuse import held_by
+
+        reuse = held_by(holders)
     variant = variant_text(asked.get("variant", ""))
     files_only, files = _files(asked.get("files_only", False))
     _check_types({**asked, "model": model})
@@ -86,8 +89,8 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     coordinator, out, tls = asked.get("coordinator"), asked.get("out"), tls_of(settings)
     if asked.get("follow"):
         _check_follow(reference, asked, device)
-    in_place = isinstance(into, InPlace)
-    host, alone_because = _host(settings, peer, coordinator, live=in_place)
+    live = into is not None and not isinstance(into, memoryview)
+    host, alone_because = _host(settings, peer, coordinator, live=live)
     options = PullOptions(
         name=reference.pinned_name,
         revision=reference.revision,
@@ -130,6 +133,8 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     if options.files_only:
         _check_files_only(options)
     if options.hold and coordinator:  # refused now, and not when all has been pulled
+        from mx.source.endpoint import dialled_host
+
         ours = dialled_host(settings.listen, settings.advertise, coordinator)
         if tls is not None:
             from mx.wire.tls import check_server_files  # it needs `cryptography`
@@ -140,7 +145,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
 
 def _device_of(into: memoryview | InPlace, device: str) -> str:
     """Return the device of what a pull fills. Raises ConfigError: `device` is another one."""
-    there = into.device if isinstance(into, InPlace) else "cpu"
+    there = "cpu" if isinstance(into, memoryview) else into.device
     if device not in ("cpu", there):
         where = "host memory" if there == "cpu" else f"memory of {there}"
         raise ConfigError(f"`into` is {where}", hint="leave out either `into` or `device`")
@@ -189,6 +194,8 @@ def _selection(
         check_type("slices", slices, Mapping, "it maps names or patterns of tensors to slices")
     if only is None and slices is None:
         return None
+    from mx.core.selection import Selection
+
     selection = Selection(only, slices)
     return None if selection.everything else selection
 
@@ -207,6 +214,8 @@ def _check_subset(options: PullOptions) -> None:
 
 def _check_ranks(options: PullOptions) -> None:
     """Raise ConfigError if pulls with these options can't share what they read."""
+    from mx.core.local_ranks import LocalRanks
+
     check_type("local_ranks", options.local_ranks, LocalRanks, "it is mx.LocalRanks(rank, size)")
     if options.selection is None:
         raise ConfigError(
@@ -297,6 +306,9 @@ def _host(
     def make(
         source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Memory
     ) -> Relay:
+        from mx.api.serving import source_options
+        from mx.source.relay import Relay
+
         options = source_options(settings, asked, live=live)
         return Relay(source_id, options, transports(), coordinator, key, manifest, pages, arena)
 
@@ -311,6 +323,8 @@ def destination(into: object) -> memoryview | InPlace | None:
     """
     if into is None:
         return None
+    from mx.api.tensors import in_place, is_module
+
     if isinstance(into, Mapping) or is_module(into):
         return in_place(into)
     return writable_bytes(into)

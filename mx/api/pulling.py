@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from mx import config, runtime
 from mx.api.arguments import PullArguments, takes
 from mx.api.common import tls_of
 from mx.api.options import pull_options, settings_of
 from mx.api.target import Pull
-from mx.target.options import PullOptions
+
+if TYPE_CHECKING:
+    from mx.target.options import PullOptions
 
 
 @takes(PullArguments)

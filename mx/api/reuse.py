@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mx.core.pages import Pages
 from mx.core.reuse import Held
-from mx.core.types import Manifest
 from mx.errors import ConfigError
-from mx.views import View
+
+if TYPE_CHECKING:
+    from mx.core.pages import Pages
+    from mx.core.types import Manifest
+    from mx.views import View
 
 
 class Holder(Protocol):

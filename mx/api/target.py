@@ -13,23 +13,24 @@ from mx.api.common import checked_port, known_host, transports
 from mx.api.described import Described
 from mx.api.filled import FilledMemory
 from mx.api.giving import Giving
-from mx.api.source import Source
-from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
-from mx.core.selection import Subset
-from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, RevisionChangedError
 from mx.memory.readiness import PATIENCE_S, LayerSignals
 from mx.target.events import EventLog
-from mx.target.files_job import FilesJob
 from mx.target.job import Job
-from mx.target.options import PullOptions
 from mx.target.progress import ProgressReporter
-from mx.target.report import LayerEvent, PathReport, PullReport
 from mx.transport import DeviceView, ScatteredView, View, host_view
 
 if TYPE_CHECKING:
     import torch
+
+    from mx.api.source import Source
+    from mx.core.pages import Pages
+    from mx.core.selection import Subset
+    from mx.core.types import Manifest, ModelKey
+    from mx.target.files_job import FilesJob
+    from mx.target.options import PullOptions
+    from mx.target.report import LayerEvent, PathReport, PullReport
 
 
 class Pull(Described, Closable):
@@ -61,6 +62,8 @@ class Pull(Described, Closable):
         self._reporter: ProgressReporter | None = None
         job: Job | FilesJob
         if options.files_only:
+            from mx.target.files_job import FilesJob
+
             job = FilesJob(options, self._state)
         else:
             job = Job(options, transports(), self._state)

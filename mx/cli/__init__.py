@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import signal
 import sys
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx`; never returns."""
     with _interruptible():
         config.quieten_grpc()
+        atexit.register(
+            gc.freeze
+        )  # or the exit looks at all objects, which takes as long as a pull
         from mx.cli.app import app
         from mx.cli.outcome import run
 

@@ -1,32 +1,64 @@
-"""The `mx` command: its verbs, one module each."""
+"""The `mx` command: its verbs, one module each, which is imported when its verb is asked for."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import typer
 
-from mx.cli import (
-    artifacts,
-    bench,
-    cache,
-    demo,
-    doctor,
-    keygen,
-    listing,
-    options,
-    plan,
-    pull,
-    serve,
-    show,
-    top,
-    topo,
-    verify,
-    web,
-)
+from mx.cli import options
 from mx.cli.commands import Command, Group
+
+#: In the order of the help: where each verb, or group of verbs, is.
+VERBS = {
+    "serve": "serve:serve",
+    "pull": "pull:pull",
+    "plan": "plan:plan",
+    "verify": "verify:verify",
+    "models": "listing:models",
+    "sources": "listing:sources",
+    "cache": "cache:cache",
+    "top": "top:top",
+    "web": "web:web",
+    "topo": "topo:topo",
+    "doctor": "doctor:doctor",
+    "demo": "demo:demo",
+    "keygen": "keygen:keygen",
+    "bench": "bench:bench",
+    "artifacts": "artifacts:app",
+    "config": "show:app",
+}
+
+
+class Verbs(Group):
+    """The verbs, each imported for the command that names it; the help imports all."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs, in the order of the help."""
+        return [*VERBS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a verb; None if there is none of this name."""
+        if cmd_name in VERBS and cmd_name not in self.commands:
+            self.commands[cmd_name] = _verb(cmd_name)
+        return self.commands.get(cmd_name)
+
+
+def _verb(name: str) -> Any:
+    module, _, attribute = VERBS[name].partition(":")
+    found = getattr(importlib.import_module(f"mx.cli.{module}"), attribute)
+    alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name, cls=Command)(found)
+    return typer.main.get_group(alone).commands[name]
+
 
 app = typer.Typer(
     name="mx",
-    cls=Group,
+    cls=Verbs,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -53,21 +85,3 @@ def root(
     Layer by layer, each verified, over shared memory or TCP; every machine that has received
     a model can pass it on.
     """
-
-
-app.command("serve", cls=Command)(serve.serve)
-app.command("pull", cls=Command)(pull.pull)
-app.command("plan", cls=Command)(plan.plan)
-app.command("verify", cls=Command)(verify.verify)
-app.command("models", cls=Command)(listing.models)
-app.command("sources", cls=Command)(listing.sources)
-app.command("cache", cls=Command)(cache.cache)
-app.command("top", cls=Command)(top.top)
-app.command("web", cls=Command)(web.web)
-app.command("topo", cls=Command)(topo.topo)
-app.command("doctor", cls=Command)(doctor.doctor)
-app.command("demo", cls=Command)(demo.demo)
-app.command("keygen", cls=Command)(keygen.keygen)
-app.command("bench", cls=Command)(bench.bench)
-app.add_typer(artifacts.app, name="artifacts")
-app.add_typer(show.app, name="config")

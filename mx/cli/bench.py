@@ -60,7 +60,7 @@ def bench(
     for row in found:
         verdict = "met" if row.ok else "missed"
         table.add_row(row.work, f"{row.value:g} {row.unit}", row.bar, verdict, row.detail)
-    outcome.notes.print(table)
+    outcome.notes().print(table)
 
 
 def _module(name: str) -> Any:

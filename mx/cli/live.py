@@ -9,20 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from mx.cli.outcome import notes, say, shows_progress
-from mx.cli.printing import Plain
 from mx.text import plain
 from mx.units import count, format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from mx.api import Progress, Pull, PullReport
     from mx.core.progress import LayerProgress
 
@@ -38,13 +31,16 @@ WRITING = "writing"
 @contextmanager
 def reading(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show how far a checkpoint is read; yield what to call with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=notes, transient=True, disable=not shows_progress()) as bars:
+    with Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars:
         task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -54,13 +50,16 @@ def follow(pull: Pull) -> PullReport:
     rate = Rate()
     if not shows_progress():
         return _follow_plainly(pull, rate)
+    from rich.live import Live
+
+    from mx.cli.printing import Plain
 
     def frame() -> Plain:
         progress = pull.progress()
         speed = rate.at(progress.bytes_done, time.monotonic())
-        return Plain(render(progress, speed, rows=notes.height - 6))
+        return Plain(render(progress, speed, rows=notes().height - 6))
 
-    with Live(get_renderable=frame, console=notes, refresh_per_second=8) as shown:
+    with Live(get_renderable=frame, console=notes(), refresh_per_second=8) as shown:
         try:
             return pull.wait()
         except BaseException:
@@ -152,6 +151,11 @@ def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int
 
 def render(progress: Progress, bytes_per_s: float, *, rows: int) -> Group:
     """Return one frame: a bar for each group of layers, and a line of the whole with its rate."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table.grid(padding=(0, 1), expand=False)
     table.add_column(max_width=40, no_wrap=True, overflow="ellipsis")
     table.add_column(width=28)

@@ -15,12 +15,12 @@ from mx import config, log, trace
 from mx.cli import outcome
 from mx.cli.words import in_flags
 from mx.config import Settings
-from mx.core.selection import Shard, Slice
 from mx.errors import ConfigError
-from mx.transport import TlsFiles
 
 if TYPE_CHECKING:
     from mx.coordinator.daemon import Coordinator
+    from mx.core.selection import Slice
+    from mx.transport import TlsFiles
 
 #: Titles of the groups of settings in the help.
 _PANELS = {
@@ -231,6 +231,8 @@ def tls_of(settings: Settings) -> TlsFiles | None:
     """Return the TLS files, or None. `mx.config` has checked that there are three or none."""
     if not settings.tls_cert:
         return None
+    from mx.transport import TlsFiles
+
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
@@ -239,8 +241,12 @@ _SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")
 
 def slices_of(texts: list[str] | None) -> dict[str, Slice] | None:
     """Return what `--slice` says, as the argument of `pull`. Raises ConfigError."""
+    if not texts:
+        return None
+    from mx.core.selection import Shard
+
     found: dict[str, Slice] = {}
-    for text in texts or ():
+    for text in texts:
         match = _SLICE.fullmatch(text)
         if match is None or match[1] in found:
             raise ConfigError(
@@ -252,7 +258,7 @@ def slices_of(texts: list[str] | None) -> dict[str, Slice] | None:
             )
         dim, first, second = int(match[2]), int(match[3]), int(match[5])
         found[match[1]] = Shard(dim, first, second) if match[4] == "/" else (dim, first, second)
-    return found or None
+    return found
 
 
 class Where(TypedDict, total=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import signal
 import sys
@@ -11,25 +12,22 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from mx import log
-from mx.cli.printing import Plain
 from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 from mx.text import plain_lines
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 #: The version of the objects of `--json`; raised when a field goes or changes its meaning.
 SCHEMA = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-
-#: Progress, notes and errors; standard output is for results.
-notes = Console(stderr=True, highlight=False)
-
 
 #: What the machine refuses is no fault of mx.
 _MACHINES = frozenset(
@@ -68,9 +66,21 @@ def be_quiet(wanted: bool) -> None:
     _quiet = wanted
 
 
+@functools.cache
+def notes() -> Console:
+    """Return the console for progress, notes and errors; standard output is for results."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
 def shows_progress() -> bool:
     """Return True where standard error is a terminal and gets text."""
-    return notes.is_terminal and not _as_lines and not _quiet
+    return not _as_lines and not _quiet and _is_terminal() and notes().is_terminal
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def say(text: str) -> None:
@@ -85,7 +95,16 @@ def _tell(text: str) -> None:
         if _as_lines:
             _write("info", "message", {"text": text})
         else:
-            notes.print(plain_lines(text), markup=False, soft_wrap=True)
+            _say(plain_lines(text))
+
+
+def _say(text: str, head: str = "") -> None:
+    """Write a text behind a head in bold red. Only a terminal needs rich, which takes a while."""
+    if _is_terminal():
+        notes().print(head, style="bold red", end="")
+        notes().print(text, markup=False, soft_wrap=True)
+    elif sys.stderr is not None:
+        print(head + text, file=sys.stderr, flush=True)
 
 
 def ignore_hangup() -> Any:
@@ -127,12 +146,16 @@ def pin_covers(files: object) -> str:
 
 def page() -> Console:
     """Return standard output for tables: a terminal in its width, a pipe in full."""
+    from rich.console import Console
+
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=250)
 
 
 def show(table: Table, console: Console | None = None) -> None:
     """Write a table to standard output, or to what `page` has returned."""
+    from mx.cli.printing import Plain
+
     console = console or page()
     # What comes from elsewhere is text, not markup.
     console.print(Plain(table), markup=False)
@@ -201,8 +224,8 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
     if _as_lines:
         _write("error", "error", error)
         return exit_code
-    notes.print("[bold red]error:[/] ", end="")
-    _tell(message)
+    with contextlib.suppress(OSError):
+        _say(plain_lines(message), "error: ")
     if hint:
         _tell(f"  {hint}")
     return exit_code

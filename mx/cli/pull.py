@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import live, notify, options, outcome
-from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
 from mx.cli.completing import model_names
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
 from mx.units import count, format_bytes, format_rate, format_seconds
-from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
@@ -118,17 +116,21 @@ def pull(
             "--metrics is for what stays, and this pull ends", hint="give --hold, or leave it out"
         )
     if artifacts is not None:
+        from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
+
         required_trust(settings)  # before anything moves
     if hold:
+        from mx.wire.descriptors import raise_limit
+
         raise_limit()
-    from mx import api
+    from mx.api.pulling import pull as begin
 
     stop = Stop()
     with (
         options.tracing(settings),
         options.measuring(settings) if hold else nullcontext(),
         _closing(
-            api.pull(
+            begin(
                 model,
                 **options.where_from(source),
                 revision=revision,

@@ -16,16 +16,18 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mx import forks
 from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private, seal
 from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
-from mx.memory.device import DeviceArena
 from mx.transport import DeviceView, Span, View, contiguous, host_view
 from mx.units import format_bytes
+
+if TYPE_CHECKING:
+    from mx.memory.device import DeviceArena
 
 #: Prefix of the names of memory files, whose descriptors other processes have received too.
 _MEMFD_PREFIX = "mx:"
@@ -275,4 +277,4 @@ class BorrowedArena(_HostMemory):
 
 
 #: Memory in one piece, laid out by mx.
-Arena = HostArena | MemfdArena | BorrowedArena | DeviceArena
+Arena: TypeAlias = "HostArena | MemfdArena | BorrowedArena | DeviceArena"

@@ -11,23 +11,24 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from operator import add
+from typing import TYPE_CHECKING, TypeAlias
 
 from mx.buffers import memory_at
 from mx.core.extents import ExtentMap
 from mx.core.types import Alias, Layout
-from mx.cuda.device import Device
-from mx.cuda.driver import load
-from mx.cuda.ring import PinnedRing
 from mx.errors import ConfigError, MxError
 from mx.memory.allocations import Allocations
-from mx.memory.arena import Arena, MakeHasher
+from mx.memory.arena import MakeHasher
 from mx.memory.arrays import Array, all_are_now, arrays_of, wait_for_owners
 from mx.memory.claims import Claim, claim, merged, overlap
 from mx.memory.collector import paused
-from mx.memory.device import LayerWindow
 from mx.memory.hashing import SpanHashing
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
+
+if TYPE_CHECKING:
+    from mx.memory.arena import Arena
+    from mx.memory.device import LayerWindow
 
 #: What to do where tensors are not what they were.
 _AS_BEFORE = "make them as they were and call `changing` again, or serve the tensors anew"
@@ -246,6 +247,11 @@ class LiveMemory:
         """Give host memory to fill, layer by layer, in place of that of a GPU."""
         view = self.view
         assert isinstance(view, ScatteredView)
+        from mx.cuda.device import Device
+        from mx.cuda.driver import load
+        from mx.cuda.ring import PinnedRing
+        from mx.memory.device import LayerWindow
+
         with (
             Device.open(load(), self.device) as device,
             contextlib.closing(PinnedRing(device)) as ring,
@@ -274,4 +280,4 @@ def is_tied(alias: Alias, array: Array, target: Array) -> bool:
 
 
 #: What a model's bytes are in.
-Memory = Arena | LiveMemory
+Memory: TypeAlias = "Arena | LiveMemory"

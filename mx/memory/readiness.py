@@ -24,10 +24,12 @@ import enum
 import threading
 import time
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from mx.cuda.device import Device, Event, PinnedMemory
 from mx.errors import ClosedError, LocalError, MxError, another
+
+if TYPE_CHECKING:
+    from mx.cuda.device import Device, Event
 
 _RELEASED = 1
 _POISON = 2
@@ -70,6 +72,8 @@ class LayerSignals:
         self._error: MxError | None = None
         self._closed = False
         try:
+            from mx.cuda.device import PinnedMemory
+
             self._memory = PinnedMemory(device, max(4 * layers, 4))
         except BaseException:
             device.close()
@@ -151,6 +155,8 @@ class LayerSignals:
                 self._watchdog.start()
             passed = self._passed.get(stream)
             if passed is None:
+                from mx.cuda.device import Event
+
                 passed = self._passed[stream] = Event(self._device)
             address = self._memory.device_address + 4 * layer
             with self._device.current():

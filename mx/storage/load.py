@@ -19,7 +19,7 @@ from mx.storage.reader import fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.views import DeviceView, HostView
 
-A = TypeVar("A", bound=Memory | SubsetMemory)
+A = TypeVar("A", bound="Memory | SubsetMemory")
 
 
 @dataclass(frozen=True)

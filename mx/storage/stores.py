@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mx.storage.safetensors import Checkpoint, open_checkpoint
+if TYPE_CHECKING:
+    from mx.storage.safetensors import Checkpoint
 
 DISK, HUB, OBJECTS = "disk", "hub", "objects"
 
@@ -64,4 +65,6 @@ class DiskStore:
 
     def open(self, opening: Opening) -> Checkpoint:
         """Open it. Raises as `Store.open`."""
+        from mx.storage.safetensors import open_checkpoint
+
         return open_checkpoint(self.path)

@@ -17,7 +17,6 @@ from mx.core.progress import Progress, progress_of
 from mx.core.topology import Place
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import MxError
-from mx.memory.in_place import InPlace
 from mx.runtime import in_thread
 from mx.target.chain import Chain
 from mx.target.delivery import Delivery
@@ -102,7 +101,7 @@ class Attempt:
         return self._delivery
 
     def _begin_to_write(self) -> None:
-        if isinstance(self._options.into, InPlace):
+        if not isinstance(self._options.into, memoryview | None):
             self._history.written = True
 
     # -- ends -------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mx.errors import MxError
 from mx.log import event
-from mx.target.options import PullOptions
 from mx.wire.cache import CacheClient, HeldAt, Wanted
+
+if TYPE_CHECKING:
+    from mx.target.options import PullOptions
 
 log = logging.getLogger(__name__)
 

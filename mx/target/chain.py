@@ -7,10 +7,8 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mx.core.pages import Pages
-from mx.core.planner import Plan
-from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
     CapacityError,
     ClosedError,
@@ -23,11 +21,7 @@ from mx.errors import (
     another,
 )
 from mx.runtime import in_thread, uncut
-from mx.storage.stores import Store
-from mx.target.edition import EditionLog
-from mx.target.events import EventLog
 from mx.target.opening import open_store, stoppable
-from mx.target.options import PullOptions
 from mx.target.reads import Connection, StorePath, StoreSource
 from mx.target.report import (
     FAILED,
@@ -39,9 +33,18 @@ from mx.target.report import (
     PullReport,
     StepReport,
 )
-from mx.target.stored import StoredModel, StoreSession, find_pages
-from mx.target.transfer import Transfer
 from mx.units import format_bytes
+
+if TYPE_CHECKING:
+    from mx.core.pages import Pages
+    from mx.core.planner import Plan
+    from mx.core.types import Manifest, SourceRecord
+    from mx.storage.stores import Store
+    from mx.target.edition import EditionLog
+    from mx.target.events import EventLog
+    from mx.target.options import PullOptions
+    from mx.target.stored import StoreSession
+    from mx.target.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +275,8 @@ class Chain:
         log: EventLog,
     ) -> None:
         """Read through one store until the transfer has ended. Raises why it can't go on."""
+        from mx.target.stored import StoredModel, StoreSession, find_pages
+
         loop = asyncio.get_running_loop()
 
         def idle() -> None:

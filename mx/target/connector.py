@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -15,9 +16,6 @@ from mx import trace
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import Layout
-from mx.cuda.device import Device
-from mx.cuda.driver import load
-from mx.cuda.staged import StagedSession
 from mx.errors import PeerProtocolError, PeerUntrustedError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
@@ -27,6 +25,9 @@ from mx.wire.address import resolve
 from mx.wire.channel import dial
 from mx.wire.lease import Granted, Lease
 from mx.wire.pacing import PacedSession
+
+if TYPE_CHECKING:
+    from mx.cuda.device import Device
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,8 @@ class Connector:
 
     def _stage(self, inner: Session) -> Session:
         """Return a session that fills the target's GPU through `inner`, which it owns. Blocks."""
+        from mx.cuda.staged import StagedSession
+
         try:
             return StagedSession(inner, self._open_device())
         except BaseException:
@@ -175,6 +178,9 @@ class Connector:
 
     def _open_device(self) -> Device:
         """Return the target's GPU, which `close` closes after all sessions."""
+        from mx.cuda.device import Device
+        from mx.cuda.driver import load
+
         with self._lock:
             if self._device is None:
                 self._device = Device.open(load(), self._options.device)

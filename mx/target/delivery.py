@@ -6,15 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Set
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mx.core.types import Layout, Manifest
-from mx.memory.device import HostReader
-from mx.memory.verify import check_layer, check_overlapping
-from mx.storage.output import Output
-from mx.target.edition import EditionLog
 from mx.target.report import VerifiedBy
-from mx.target.transfer import Transfer
-from mx.transport import View
+
+if TYPE_CHECKING:
+    from mx.core.types import Layout, Manifest
+    from mx.memory.device import HostReader
+    from mx.storage.output import Output
+    from mx.target.edition import EditionLog
+    from mx.target.transfer import Transfer
+    from mx.transport import View
 
 
 class Delivery:
@@ -44,14 +46,22 @@ class Delivery:
         self.failed = log.failed
         self.broken = log.broken
         self._strong = strong
-        self._reader = HostReader() if strong else None
+        self._reader: HostReader | None = None
+        if strong:
+            from mx.memory.device import HostReader
+
+            self._reader = HostReader()
         #: How the transferred layers were verified: by another rank, or the shortcut, if any were.
         self.verified_by = VerifiedBy.STRONG if strong else VerifiedBy.DIGEST
         #: Layers whose tensors share memory with each other, and those of them that have landed.
         self._together: Set[int] = frozenset()
         self._landed: dict[int, VerifiedBy] = {}
         self._lock = threading.Lock()  # guards what has landed of them
-        self._output = None if out is None else Output(out, manifest, log.raised, keep=keep)
+        self._output: Output | None = None
+        if out is not None:
+            from mx.storage.output import Output
+
+            self._output = Output(out, manifest, log.raised, keep=keep)
 
     @property
     def written_nbytes(self) -> int:
@@ -88,6 +98,8 @@ class Delivery:
             if len(self._landed) < len(self._together):
                 return
         with self._log.guard():
+            from mx.memory.verify import check_overlapping
+
             check_overlapping(self._manifest, arena, self._together)
             for each, by in sorted(self._landed.items()):
                 self.announce(arena, each, by)
@@ -106,6 +118,8 @@ class Delivery:
         """
         if self._reader is not None:
             for layer in range(len(self._manifest.layout.layers)):
+                from mx.memory.verify import check_layer
+
                 check_layer(self._manifest, arena, layer, self._reader)
 
     def announce(self, arena: View, layer: int, by: VerifiedBy) -> None:

@@ -17,22 +17,22 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mx.core.pages import Pages
-from mx.core.selection import Subset
-from mx.core.types import Layer, Layout, Manifest
 from mx.errors import ClosedError, MxError, another
-from mx.memory.in_place import InPlace
-from mx.memory.live import LiveMemory, Memory
 from mx.runtime import unexpected
-from mx.swarm.sharing import Sharing
-from mx.target.events import EventLog, Readiness
 from mx.target.files import SideFiles
-from mx.target.options import PullOptions
 from mx.target.report import LayerEvent, TensorsOf, VerifiedBy
-from mx.views import View
 
 if TYPE_CHECKING:
     import torch
+
+    from mx.core.pages import Pages
+    from mx.core.selection import Subset
+    from mx.core.types import Layer, Layout, Manifest
+    from mx.memory.live import Memory
+    from mx.swarm.sharing import Sharing
+    from mx.target.events import EventLog, Readiness
+    from mx.target.options import PullOptions
+    from mx.views import View
 
 
 class EditionLog:
@@ -228,7 +228,7 @@ class Edition:
         layout, view = self.view()
         names = {t.name for t in layout.tensors if layer is None or t.layer == layer}
         names |= {alias.name for alias in layout.aliases if alias.target in names}
-        if isinstance(self._into, InPlace):
+        if self._into is not None and not isinstance(self._into, memoryview):
             every = [t.name for t in layout.tensors] + [alias.name for alias in layout.aliases]
             return self._into.tensors(name for name in every if name in names)
         from mx.memory.tensors import state_dict
@@ -243,6 +243,8 @@ class Edition:
     @property
     def given_back(self) -> bool:
         """True once the tensors of `into` are the caller's alone again."""
+        from mx.memory.live import LiveMemory
+
         return isinstance(self.arena, LiveMemory) and self.arena.released
 
     # -- the end ----------------------------------------------------------------------------------

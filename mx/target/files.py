@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mx import trace
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
 from mx.runtime import in_thread, uncut, unexpected
-from mx.storage.safetensors import Checkpoint
 from mx.target.events import Readiness
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
@@ -19,6 +19,9 @@ from mx.target.report import LeftSource
 from mx.target.resolver import Found, retry_until_found
 from mx.wire.documents import WritePage
 from mx.wire.locate import Located, Locator
+
+if TYPE_CHECKING:
+    from mx.storage.safetensors import Checkpoint
 
 
 class Collector:

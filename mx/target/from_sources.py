@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mx import trace
 from mx.core.connections import Connections, Entry
@@ -20,28 +21,27 @@ from mx.core.types import Layout, Manifest, SourceRecord
 from mx.core.wanted import Wanted
 from mx.errors import LocalError, MxError, NoSourceError
 from mx.memory.arena import BorrowedArena
-from mx.memory.in_place import InPlace
-from mx.memory.live import LiveMemory, Memory
-from mx.memory.subset import SubsetMemory
 from mx.runtime import beside, in_thread, uncut
-from mx.swarm.sharing import Sharing
 from mx.target.attaching import Attacher
 from mx.target.attempt import Attempt, Context
-from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.edition import Edition
-from mx.target.exchange import Exchange
-from mx.target.files import write_first
-from mx.target.pages import PageFetcher
 from mx.target.prefill import Fill, prefilling
-from mx.target.ranks import meet_ranks
 from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
 from mx.target.resolver import Found, fetch_manifest, locate, retry_until_found
-from mx.target.transfer import Transfer
-from mx.transport import View
+from mx.transport import Preparing, View
 from mx.wire.locate import Locator
+
+if TYPE_CHECKING:
+    from mx.memory.live import Memory
+    from mx.memory.subset import SubsetMemory
+    from mx.swarm.sharing import Sharing
+    from mx.target.connections import ConnectionPool
+    from mx.target.exchange import Exchange
+    from mx.target.pages import PageFetcher
+    from mx.target.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +95,17 @@ class FromSources(Attempt):
                 options, context.place, context.transports, wake, self.edition.reader_id
             )
             closing.push_async_callback(connector.close)
+            forced = context.transports.get(options.transport or "")
+            if isinstance(forced, Preparing):  # while the coordinator is asked
+                prepared = asyncio.create_task(in_thread(forced.prepare), name="mx-prepare")
+                closing.push_async_callback(asyncio.wait, (prepared,))
             found = await self._resolve(locator, connector)
             delivery = self._deliver(found.manifest, strong=options.strong)
             if options.strong:
                 closing.push_async_callback(in_thread, delivery.settle)
             if options.out is not None:
+                from mx.target.files import write_first
+
                 await write_first(options, locator, found, delivery.side_page, self._log.waiting)
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
                 try:
@@ -160,6 +166,9 @@ class FromSources(Attempt):
 
     async def _allocate(self, found: Found, delivery: Delivery) -> tuple[Memory, Transfer]:
         """Return new memory, and the transfer into it, which `_closing` ends."""
+        from mx.memory.live import LiveMemory
+        from mx.target.transfer import Transfer
+
         manifest, options = found.manifest, self._options
         arena = await uncut(self._new_arena(self.edition.layout or manifest.layout))
         if isinstance(arena, LiveMemory):
@@ -171,6 +180,8 @@ class FromSources(Attempt):
             if ranks is not None:
                 self._history.ranks_met = True
                 self._log.phase = "waiting for ranks"
+                from mx.target.ranks import meet_ranks
+
                 exchanged = await meet_ranks(
                     ranks, manifest, selected[1], self._closing, self._context.closed.is_set
                 )
@@ -196,7 +207,7 @@ class FromSources(Attempt):
         return arena, transfer
 
     async def _new_arena(self, layout: Layout) -> Memory:
-        if isinstance(self._options.into, InPlace):  # of many tensors that takes a second
+        if not isinstance(self._options.into, memoryview | None):  # many tensors take a second
             self.edition.arena = await in_thread(self._options.new_arena, layout)
         else:
             self.edition.arena = self._options.new_arena(layout)
@@ -234,6 +245,10 @@ class FromSources(Attempt):
             self._history.left += attacher.left
             if mapped is not None:
                 return self._deliver_attached(manifest, *mapped, delivery)
+
+        from mx.memory.live import LiveMemory
+        from mx.target.connections import ConnectionPool
+        from mx.target.pages import PageFetcher
 
         arena, transfer = await self._allocate(found, delivery)
         self.edition.sharing = sharing = self._sharing(found, arena, transfer)
@@ -314,6 +329,8 @@ class FromSources(Attempt):
         return self._report(manifest, [path], by, left=self._history.left)
 
     def _sharing(self, found: Found, arena: Memory, transfer: Transfer) -> Sharing:
+        from mx.swarm.sharing import Sharing
+
         manifest, options, plan = found.manifest, self._options, self._context.plan
         make, reader_id = options.host, self.edition.reader_id
         make_host = None
@@ -400,4 +417,6 @@ async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
 
 def _selected(subset: Subset, arena: Memory, manifest: Manifest) -> tuple[SubsetMemory, Wanted]:
     """Return the memory of the tensors that are wanted, and the blocks that they need."""
+    from mx.memory.subset import SubsetMemory
+
     return SubsetMemory(subset, arena), subset.wanted(manifest.grid)

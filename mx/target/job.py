@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mx import trace
 from mx.core.progress import Progress
@@ -22,11 +23,9 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
-from mx.memory.in_place import InPlace
 from mx.runtime import uncut, unexpected
 from mx.storage.stores import Store
 from mx.target.attempt import Attempt, Context, History
-from mx.target.caching import ask_cache
 from mx.target.chain import Chain
 from mx.target.edition import Edition
 from mx.target.events import EventLog, Readiness, changed
@@ -35,9 +34,11 @@ from mx.target.options import PullOptions
 from mx.target.paths import target_place
 from mx.target.report import PathReport, PullReport, again
 from mx.target.resolver import FIRST_S
-from mx.target.whole import FromStore
 from mx.transport import Transport
 from mx.views import host_bytes
+
+if TYPE_CHECKING:
+    from mx.target.whole import FromStore
 
 #: What the error of a failed pull into a module says.
 UNUSABLE = "`into` holds a part of the new weights: do not use it before a pull into it succeeds"
@@ -96,7 +97,7 @@ class Job:
     def _not_begun(self, ready: Readiness) -> Attempt:
         """Return an attempt that has not begun, with an edition of its own."""
         options, reader_id = self.options, ""
-        in_place = options.into is None or isinstance(options.into, InPlace)
+        in_place = not isinstance(options.into, memoryview)
         gives = options.selection is None  # whole chunks
         if options.host is not None and in_place and gives:
             # A new one each: the coordinator may still know the last one's, with its secret.
@@ -154,6 +155,8 @@ class Job:
             return await chain.whole(None, self._from_store, begin_again)
         if self.options.cache:
             self._log.phase = "waiting for the cache"
+            from mx.target.caching import ask_cache
+
             held = await ask_cache(self.options, self.edition.count)
             self.cached_at = "" if held is None else held.endpoint
         try:
@@ -174,6 +177,8 @@ class Job:
 
     async def _from_store(self, store: Store, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
+        from mx.target.whole import FromStore
+
         return await self._attempted(FromStore(self._context, self.edition, store, last=last))
 
     async def _attempted(self, attempt: FromSources | FromStore) -> PullReport:

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mx.core.types import Packaging
 from mx.errors import MxError
 from mx.runtime import in_thread
-from mx.storage.safetensors import Checkpoint
 from mx.storage.stores import Opening, Store
 from mx.target.options import PullOptions
+
+if TYPE_CHECKING:
+    from mx.storage.safetensors import Checkpoint
 
 T = TypeVar("T")
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mx.core.local_ranks import LocalRanks
-from mx.core.reuse import Held
 from mx.core.revisions import MAIN
-from mx.core.selection import Selection
 from mx.core.types import CHECKPOINT, Layout, ModelKey, Packaging
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
-from mx.memory.device import DeviceArena
-from mx.memory.in_place import WHOLE, InPlace
-from mx.memory.live import Memory
-from mx.storage.stores import Store
-from mx.swarm.sharing import MakeHost
-from mx.target.report import StepReport
-from mx.transport import TlsFiles
 from mx.wire.locate import Where
+
+if TYPE_CHECKING:
+    from mx.core.local_ranks import LocalRanks
+    from mx.core.reuse import Held
+    from mx.core.selection import Selection
+    from mx.memory.in_place import InPlace
+    from mx.memory.live import Memory
+    from mx.storage.stores import Store
+    from mx.swarm.sharing import MakeHost
+    from mx.target.report import StepReport
+    from mx.transport import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ class PullOptions(Where):
         """Return an arena: the caller's memory, memory that others can attach later, or plain
         memory of the host or a GPU. Raises ConfigError if the caller's memory is too small or its
         tensors do not fit, CapacityError."""
-        if isinstance(self.into, InPlace):
+        if self.into is not None and not isinstance(self.into, memoryview):
+            from mx.memory.in_place import WHOLE
+
             what = WHOLE if self.selection is None else "the selection"
             return self.into.arena(layout, what)
         nbytes = layout.arena_nbytes
@@ -112,6 +116,8 @@ class PullOptions(Where):
                 raise ConfigError(f"{nbytes} bytes are needed, and `into` has {self.into.nbytes}")
             return BorrowedArena(self.into[:nbytes])
         if self.device != "cpu":
+            from mx.memory.device import DeviceArena
+
             return DeviceArena(nbytes, self.device)
         if self.hold:
             return MemfdArena(nbytes, name=f"pull:{self.name}")

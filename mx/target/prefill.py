@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mx.buffers import copy_bytes
 from mx.core.digest import DIGEST_BYTES, BlockHasher, block_digest
@@ -19,16 +19,18 @@ from mx.core.pages import Pages, check_page
 from mx.core.reuse import Copy, Held, same_chunks
 from mx.core.types import Manifest
 from mx.errors import DigestError
-from mx.memory.device import HostReader
 from mx.target.delivery import Delivery
-from mx.target.transfer import Transfer
 from mx.threads import Threads
 from mx.transport import DeviceView, View, contiguous, host_view
+
+if TYPE_CHECKING:
+    from mx.memory.device import HostReader
+    from mx.target.transfer import Transfer
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
 #: Prefills a transfer, see `prefilling`.
-Fill = Callable[[Transfer, Pages, Callable[[], bool]], None]
+Fill: TypeAlias = "Callable[[Transfer, Pages, Callable[[], bool]], None]"
 
 
 class Prefillable(Protocol):
@@ -85,6 +87,8 @@ def reuse(
         cancelled: Returns True once the pull is cancelled.
     """
     grid = transfer.manifest.grid
+    from mx.memory.device import HostReader
+
     with contextlib.closing(HostReader()) as reader, Threads(THREADS, "mx-reuse") as pool:
         for each in held:
             _learn_pages(each, reader)

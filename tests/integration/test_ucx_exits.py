@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from mx import plugins
-from mx.errors import EXIT_INCOMPLETE, EXIT_OK
+from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
 from mx.transport import Unavailable
 from tests.support import rdma_core
 from tests.support.commands import Run, environment, serve
@@ -93,3 +93,38 @@ def test_a_pull_whose_source_died_in_the_middle_ends_with_6(
     source.process.kill()
     assert pull.wait(90) == EXIT_INCOMPLETE, pull.err
     assert "Traceback" not in pull.err
+
+
+#: argv: when the signal comes, then the command's arguments. Its load takes longer than all else.
+WHILE_LOADING = """
+import os, signal, sys, threading, time
+from mx.cli import main
+from mx_transports.ucx import nixl
+
+load, begun = nixl.load, threading.Event()
+
+def slowly(peer):
+    begun.set()
+    time.sleep(0.5)
+    load(peer)
+    print("loaded", flush=True)
+
+nixl.load = slowly
+if sys.argv.pop(1) == "interrupt":
+    thread = threading.Thread(
+        target=lambda: (begun.wait(60), os.kill(os.getpid(), signal.SIGINT)), daemon=True
+    )
+    thread.start()
+main()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("when", "code"), [("never", EXIT_NO_SOURCE), ("interrupt", 130)])
+def test_a_command_that_ends_while_ucx_loads_waits_for_it(
+    coordinator: str, when: str, code: int
+) -> None:
+    pull = ("pull", "unknown", "--transport", "ucx", "--coordinator", coordinator)
+    done = ended([sys.executable, "-W", "error", "-c", WHILE_LOADING, when, *pull])
+    assert (done.returncode, done.stdout) == (code, "loaded\n"), done.stderr
+    assert "Traceback" not in done.stderr

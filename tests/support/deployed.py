@@ -73,7 +73,7 @@ def settings_of(words: Sequence[str]) -> config.Settings:
     )
     if program == "mx":
         name, *arguments = arguments
-        command = command.commands[name]
+        command = command.get_command(None, name)
     try:
         context = command.make_context(program, list(arguments))
         given = {name: context.params.get(name) for name in config.DESCRIPTIONS}

@@ -29,14 +29,26 @@ _AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GRPC_")
 #: What most commands import, before or while they run; and what code imports that uses torch.
 _IMPORTED = {
     "commands": (
-        "mx.api",
+        "mx.api.bundles",
+        "mx.api.observe",
+        "mx.api.planning",
+        "mx.api.pulling",
+        "mx.api.router",
+        "mx.api.serving",
+        "mx.api.survey",
+        "mx.cli.artifacts",
+        "mx.cli.listing",
+        "mx.cli.plan",
+        "mx.target.connections",
+        "mx.target.ranks",
+        "mx.target.whole",
         "mx.cli.app",
         "mx.cli.coordinator",
         "mx.cli.pull",
         "mx.cli.serve",
         "mx.coordinator.daemon",
     ),
-    "torch": ("mx.api", "torch", "safetensors.torch"),
+    "torch": ("mx.api.pulling", "mx.api.serving", "torch", "safetensors.torch"),
 }
 _MAX_REQUEST = 1 << 17
 _TICK_S = 0.01

@@ -126,9 +126,10 @@ def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
 
 
 def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
-    group = typer.main.get_command(mx.cli.app.app)
+    group: Any = typer.main.get_command(mx.cli.app.app)
     coordinator = typer.main.get_command(mx.cli.coordinator.app)
-    verbs = {**vars(group)["commands"], "coordinator": coordinator}
+    verbs = {name: group.get_command(None, name) for name in mx.cli.app.VERBS}
+    verbs["coordinator"] = coordinator
     verbs |= vars(verbs.pop("config"))["commands"]
     artifacts = vars(verbs.pop("artifacts"))["commands"]
     verbs |= {f"artifacts_{verb}": command for verb, command in artifacts.items()}
@@ -246,7 +247,13 @@ def test_shell_completion(shell: str, words: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["import mx", "import mx.cli.app", "import mx.cli.coordinator", "import mx.api"]
+    "command",
+    [
+        "import mx",
+        "import mx.cli.app",
+        "import mx.cli.coordinator",
+        "import mx.api.pulling, mx.api.serving",
+    ],
 )
 def test_commands_do_not_import_torch(command: str) -> None:
     heavy = ("torch", "transformers", "safetensors")

@@ -473,3 +473,40 @@ def test_forged_metadata_does_not_reach_the_sources_process(bench: Bench, operat
     eventually(lambda: not agents(source) or alive(agent.pid))
     bench.succeed(bench.read(bench.open(source), 0, 0, view))
     assert bytes(view) == source.memories[0].expected
+
+
+_LOADING = """
+import ctypes, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+libc = ctypes.CDLL(None)
+
+def code():
+    names = ("mmap", "munmap", "mremap", "madvise", "shmat", "shmdt", "brk", "sbrk")
+    found = (ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names)
+    return [ctypes.string_at(address, 16) for address in found]
+
+before = code()
+from mx_transports.ucx import UcxTransport, nixl
+UcxTransport().prepare()
+agent = nixl.TargetAgent("peer", "lo")
+agent._list([nixl.AddressRange(4096, 8)])
+agent.close()
+print(json.dumps([nixl._loaded, before == code(), "numpy" in sys.modules]))
+import nixl_cu12
+print(nixl_cu12._api.nixlBind is nixl._bindings("peer"))
+"""
+
+
+@installed
+@pytest.mark.integration
+def test_loading_ucx_patches_no_function_and_imports_no_numpy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADING, json.dumps(sys.path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    loaded, same = done.stdout.splitlines()
+    assert json.loads(loaded) == [True, True, False]
+    assert same == "True"  # one copy of its types

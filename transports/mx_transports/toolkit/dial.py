@@ -20,7 +20,6 @@ from mx.transport import Grant
 from mx_transports.toolkit import framing, proof
 from mx_transports.toolkit.reach import is_loopback
 from mx_transports.toolkit.stream import SocketStream
-from mx_transports.toolkit.tls import tls_context
 
 
 def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:
@@ -137,7 +136,11 @@ def connections(known: Sequence[tuple[str, int]], grant: Grant) -> Iterator[sock
         SourceError: No address answers, or TLS fails.
         ConfigError: A TLS file can't be used.
     """
-    tls = tls_context(grant.tls, server=False) if grant.tls else None
+    tls: ssl.SSLContext | None = None
+    if grant.tls:
+        from mx_transports.toolkit.tls import tls_context
+
+        tls = tls_context(grant.tls, server=False)
     left = list(known)
     for number in itertools.count():
         # Spread over the source's addresses, but any that answers will do.

@@ -27,7 +27,6 @@ from mx.transport import ExposeOptions
 from mx_transports.toolkit import framing, kernel, proof
 from mx_transports.toolkit.listeners import Listen
 from mx_transports.toolkit.stream import SocketStream
-from mx_transports.toolkit.tls import principal, tls_context
 
 PREAMBLE_DEADLINE_S = 2.0
 MAX_UNPROVED = 64
@@ -298,6 +297,8 @@ class SocketExposure(ABC):
         sock.setblocking(False)
         tls = self.listeners.tls
         if tls is not None:
+            from mx_transports.toolkit.tls import tls_context
+
             try:
                 context = tls_context(tls, server=True)
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -420,4 +421,8 @@ class SocketExposure(ABC):
 
 def _is_of(sock: socket.socket, reader: str) -> bool:
     """Return True if a connection is of a principal, as far as it shows a certificate."""
-    return not reader or not isinstance(sock, ssl.SSLSocket) or principal(sock) == reader
+    if not reader or not isinstance(sock, ssl.SSLSocket):
+        return True
+    from mx_transports.toolkit.tls import principal
+
+    return principal(sock) == reader

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from mx.errors import LocalError
 from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import proof
-from mx_transports.toolkit.tls import tls_context
 
 #: Ports that are tried where one is free for connections, and taken for datagrams.
 _PORT_TRIES = 16
@@ -58,6 +57,8 @@ def listen(options: ExposeOptions) -> Listeners:
         ConfigError: A TLS file can't be used.
     """
     if options.tls is not None:
+        from mx_transports.toolkit.tls import tls_context
+
         tls_context(options.tls, server=True)
     found: list[tuple[socket.socket, socket.socket]] = []
     for host in options.hosts:

@@ -35,8 +35,11 @@ PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
 #: standard output otherwise, catch SIGSEGV in place of faulthandler, and start a thread for a
 #: virtual file system. With its modules for CUDA (`gda` and `gdp`, of mlx5, load the one named
 #: `cuda`), UCX 1.23 calls cuInit in processes that use no GPU, and in others it allocates on the
-#: GPU, which ends captures of graphs; here it moves host memory only.
+#: GPU, which ends captures of graphs; here it moves host memory only. UCX also replaces the code of
+#: libc's mmap and its like, to be told of memory that is freed, and waits 10 ms for each function:
+#: 0.4 s. Here memory is registered and deregistered by calls alone.
 LIBRARY_SETTINGS = {
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
     "UCX_MODULES": "^cuda,gda,gdp",
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",
@@ -87,8 +90,14 @@ def _bindings(peer: str) -> ModuleType:
     found = find()
     if found is None:
         raise PathError(f"{peer} can't be reached by ucx: NIXL is not installed", peer=peer)
+    name = f"{found.package}._bindings"
     try:
-        return importlib.import_module(f"{found.package}._bindings")
+        if found.package in sys.modules:
+            return importlib.import_module(name)
+        with _load_lock:
+            if name not in sys.modules:
+                sys.modules[name] = agent_program.load_bindings(found.bindings)
+            return sys.modules[name]
     except (ImportError, OSError) as error:
         raise PathError(
             f"{peer} can't be reached by ucx: {found.package} does not load: {error}", peer=peer
@@ -123,11 +132,7 @@ def _library_loaded() -> Iterator[None]:
 
 
 def load(peer: str) -> None:
-    """Have UCX loaded. Raises PathError.
-
-    It takes 0.4 s the first time where UCX has to measure the clock, as on CPUs that do not
-    report their frequency.
-    """
+    """Have UCX loaded, which takes 0.1 s the first time. Raises PathError."""
     if not _loaded:
         TargetAgent(peer, "").close()
 
@@ -194,7 +199,8 @@ class TargetAgent:
     def register(self, memory: AddressRange) -> Any:
         """Allow reads into a range of this process's memory; the answer is for `deregister`."""
         with self._edge(f"registering {memory.nbytes} bytes", memlock_hint()):
-            descs = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(*memory, 0, "")])
+            descs = self._nixl.nixlRegDList(self._nixl.DRAM_SEG)
+            descs.addDesc((*memory, 0, ""))
             self._agent.registerMem(descs, self._backends)
             return descs
 
@@ -212,7 +218,10 @@ class TargetAgent:
             return handle
 
     def _list(self, ranges: Sequence[AddressRange]) -> Any:
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(*each, 0) for each in ranges])
+        descs = self._nixl.nixlXferDList(self._nixl.DRAM_SEG)  # given a list it imports numpy
+        for each in ranges:
+            descs.addDesc((*each, 0))
+        return descs
 
     def poll(self, handle: int) -> bool:
         """Let UCX work while there is anything to do, for POLL_S at most.
