@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pace import Pace
@@ -49,8 +50,7 @@ LATE_FACTOR = 2.0
 SLOWED = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Blocks `begin` to `end` (half-open) of a chunk."""
 
     chunk: int
@@ -67,7 +67,7 @@ class ConnectionLoad:
     pace: Pace
     peer: str = ""
     answers: bool = False  # its source can be asked whether a chunk is right in its memory
-    most: int = 0  # reads in flight, over however long a way; never fewer than `depth`
+    most: int = 0  # reads in flight over a way that is long
     round_trip_s: float = 0.0  # from a request to its first byte; 0: not known, or not to count
     #: Part -> when its read was issued, the oldest first.
     in_flight: dict[Part, float] = field(default_factory=dict)
