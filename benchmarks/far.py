@@ -31,9 +31,8 @@ from .references.sockets import RawSockets
 BAR = 0.9
 PULLS = (1, 4)
 STREAMS = 2  # of a pull
-#: About how long a link takes for what is moved, at the most.
+#: About how long a link takes for what is moved.
 LINK_S = 8.0
-MOST_BYTES = 1 << 29
 TARGET = Path(__file__).parent / "references" / "far.py"
 
 
@@ -84,10 +83,10 @@ def _pull(source: _Source, port: int, targets: list[Child]) -> float:
 
 @contextmanager
 def _contestants(
-    mbit: float, delay_ms: float, trees: dict[str, str]
+    mbit: float, delay_ms: float, link_s: float, trees: dict[str, str]
 ) -> Iterator[tuple[int, dict[int, dict[str, Callable[[], float]]]]]:
     """Give how many bytes are moved, and who moves them for each number of pulls."""
-    nbytes = min(int(LINK_S * mbit * 125_000), MOST_BYTES)
+    nbytes = int(link_s * mbit * 125_000)
     nbytes -= nbytes % (LAYER_BYTES * max(PULLS))
     with ExitStack() as stack:
         source = _Source(stack, nbytes)
@@ -114,6 +113,8 @@ def rows(
     delays_ms: list[float],
     rounds: int,
     say: Callable[[str], None],
+    *,
+    link_s: float = LINK_S,
     beside: str = "",
 ) -> list[harness.Row]:
     """Return a row for each link, for one pull and for four."""
@@ -121,11 +122,13 @@ def rows(
     made = []
     for mbit in mbits:
         for delay_ms in delays_ms:
-            with _contestants(mbit, delay_ms, trees) as (nbytes, contestants):
+            with _contestants(mbit, delay_ms, link_s, trees) as (nbytes, contestants):
                 for pulls, each in contestants.items():
                     say(f"measuring: {mbit:g} Mbit/s, {delay_ms:g} ms, {pulls} pulls")
                     samples = harness.interleave(each, rounds)
-                    work = f"{mbit:g} Mbit/s, {delay_ms:g} ms, {pulls} of {pulls} / raw sockets"
+                    work = (
+                        f"{mbit:g} Mbit/s, {delay_ms:g} ms each way, pulls: {pulls} / raw sockets"
+                    )
                     row = harness.ratio(work, samples, "raw", BAR, nbytes)
                     if beside:
                         before = harness.median(samples, "raw") / harness.median(samples, "beside")
@@ -141,9 +144,17 @@ def main() -> None:
     parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000])
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[1, 20, 100])
+    parser.add_argument("--link-s", type=float, default=LINK_S, help="what a link moves, in time")
     parser.add_argument("--beside", default="", help="the root of another checkout of mx")
     options = parser.parse_args()
-    found = rows(options.mbit, options.delay_ms, options.rounds, harness.say, options.beside)
+    found = rows(
+        options.mbit,
+        options.delay_ms,
+        options.rounds,
+        harness.say,
+        link_s=options.link_s,
+        beside=options.beside,
+    )
     harness.show(found, as_json=options.json)
 
 
