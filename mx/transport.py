@@ -428,7 +428,9 @@ def slices(read: Read, nbytes: int | Iterable[int]) -> Iterator[tuple[list[Piece
 class Session(Protocol):
     """The target side. Methods are thread-safe."""
 
-    #: How many reads of a chunk each the session needs outstanding to be busy all the time.
+    #: How many reads of a chunk each the session needs outstanding to be busy all the time, nearby.
+    #: A session that can carry more may have a `round_trip_s`, too: the seconds from a request to
+    #: its first byte, as last seen; 0 at first. It is given more reads for as long.
     depth: int
 
     def adopt(self, arena: Span) -> None:

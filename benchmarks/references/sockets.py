@@ -72,7 +72,7 @@ class RawSockets:
             stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
-        self._port = int(self._process.stdout.readline())
+        self.port = int(self._process.stdout.readline())
 
     def receive(self, connections: int) -> float:
         """Return the seconds to connect, allocate a fresh destination, receive and hash."""
@@ -91,7 +91,7 @@ class RawSockets:
         return time.perf_counter() - start_s
 
     def _receive(self, target: memoryview, start: int, end: int) -> None:
-        connection = socket.create_connection(("127.0.0.1", self._port))
+        connection = socket.create_connection(("127.0.0.1", self.port))
         if self._context is not None:
             connection = self._context.wrap_socket(connection, server_hostname="127.0.0.1")
         flags = 0 if self._context is not None else socket.MSG_WAITALL

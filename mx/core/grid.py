@@ -87,12 +87,15 @@ class ChunkGrid:
         self.first_of_layer: list[int] = [0]
         self._begins: list[int] = []  # of each chunk, in layer space
         self._ends: list[int] = []
+        self._counts: list[int] = []  # of each chunk's blocks
         self._blocks: dict[int, tuple[tuple[int, int], ...]] = {}
         for layer in layout.layers:
             self.layer_blocks.append(self._cut(layer.extents))
             self.layer_of += [layer.index] * (len(self.sizes) - len(self.layer_of))
             self.first_chunk.append(len(self.sizes))
             self.first_of_layer.append(self.first_of_layer[-1] + self.layer_blocks[-1])
+            firsts = self.first_block[self.first_chunk[-2] :]
+            self._counts += map(int.__sub__, [*firsts[1:], self.layer_blocks[-1]], firsts)
 
     def _cut(self, extents: Iterable[tuple[int, int]]) -> int:
         """Append the chunks of one layer. Returns the number of its blocks."""
@@ -160,22 +163,18 @@ class ChunkGrid:
 
     def block_count(self, index: int) -> int:
         """Return how many blocks a chunk has."""
-        following = index + 1
-        layer = self.layer_of[index]
-        if following < self.first_chunk[layer + 1]:
-            return self.first_block[following] - self.first_block[index]
-        return self.layer_blocks[layer] - self.first_block[index]
+        return self._counts[index]
 
     def part(self, index: int, begin: int, end: int) -> Range:
         """Return the place of blocks `begin` to `end` (half-open) of a chunk."""
-        if begin == 0 and end == self.block_count(index):
+        if begin == 0 and end == self._counts[index]:
             return self.chunk(index)
         blocks = self.blocks(index)
         return Range(self.layer_of[index], blocks[begin][0], sum(blocks[end - 1]))
 
     def part_nbytes(self, index: int, begin: int, end: int) -> int:
         """Return the payload bytes of blocks `begin` to `end` of a chunk."""
-        if begin == 0 and end == self.block_count(index):
+        if begin == 0 and end == self._counts[index]:
             return self.sizes[index]
         return sum(nbytes for _, nbytes in self.blocks(index)[begin:end])
 

@@ -144,7 +144,8 @@ class TransferMachine:
 
         Args:
             connection: Its number, which was not used before.
-            depth: The most parts to have in flight through it.
+            depth: How many parts to have in flight through it, unless its way is long; 1: one at a
+                time, however long it is.
             now_s: The time.
             source: The id of its source, which counts wrong chunks for all its connections; "" for
                 a source of its own.
@@ -157,6 +158,8 @@ class TransferMachine:
         pace = Pace(bytes_per_s, BLOCK_BYTES)  # soon outweighed by what is seen
         name = source or f"connection {connection}"
         load = ConnectionLoad(name, max(1, depth), pace, peer, answers)
+        if depth > 1:  # else one at a time is meant
+            load.most = striping.MOST_READS if self._wanted is None else striping.MOST_READS_ASIDE
         self._connections[connection] = self._open[connection] = load
         return self._assign(now_s)
 
@@ -180,7 +183,12 @@ class TransferMachine:
         self._expecting = True
 
     def landed(
-        self, connection: int, part: Part, block_digests: bytes | None, now_s: float
+        self,
+        connection: int,
+        part: Part,
+        block_digests: bytes | None,
+        now_s: float,
+        round_trip_s: float = 0.0,
     ) -> list[Command]:
         """Record that all bytes of a part are in place, read under a lease that held.
 
@@ -190,10 +198,14 @@ class TransferMachine:
             block_digests: The digests of its blocks, one after the other, 32 bytes each; None: the
                 shortcut has found them right.
             now_s: The time.
+            round_trip_s: How long the connection's first bytes take to come, as last seen; 0: not
+                known.
         """
         load = self._take_back(connection, part)
         if load is None:
             return []
+        # Who reads what is agreed upon in coordinated reading: nothing is taken early there.
+        load.round_trip_s = 0.0 if self._rights.coordinated else round_trip_s
         load.pace.completed(self._missing.nbytes_of(part), now_s)
         self._verification.landed(part, load, block_digests)
         commands = self._assign(now_s)  # the next reads are issued first
@@ -416,12 +428,6 @@ class TransferMachine:
     def _may_read(self, load: ConnectionLoad, chunk: int) -> bool:
         return self._rights.may_read(load.source, chunk, self._open_sources)
 
-    def _may_begin(self, chunk: int) -> bool:
-        """Return True unless some of the chunk is read aside, and could not be judged."""
-        if self._wanted is None or not self._wanted.needs_aside(chunk):
-            return True
-        return self._verification.can_judge(self._grid.layer_of[chunk])
-
     def _usable(self) -> dict[int, ConnectionLoad]:
         """Return the open connections to sources that are not being asked."""
         if not self._suspects:
@@ -491,9 +497,12 @@ class TransferMachine:
         rank = 0
         if len(rivals) > 1:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
-        chosen = None
+        chosen, wanted, can_judge = None, self._wanted, self._verification.can_judge
         for chunk in self._missing.chunks(among):
-            if self._may_read(load, chunk) and self._may_begin(chunk):
+            aside = wanted is not None and wanted.needs_aside(chunk)
+            if aside and not can_judge(self._grid.layer_of[chunk]):
+                continue
+            if self._may_read(load, chunk):
                 chosen = chunk
                 if rank <= 0:
                     break

@@ -398,15 +398,19 @@ class Transfer:
     def part_done(self, sink: PartSink) -> None:
         """Judge a part that has landed."""
         # Lease first, then generation, then digest: bytes read after the lease prove nothing.
-        error = self._connections[sink.connection].lease.check()
+        connection = self._connections[sink.connection]
+        error = connection.lease.check()
         if error is not None:
             self.connection_lost(sink.connection, error)
             self.part_failed(sink, error)
             return
         digests = sink.block_digests()
+        round_trip_s: float = getattr(connection.session, "round_trip_s", 0.0)
         with self._lock:
             self._in_flight.pop(sink.part, None)
-            commands = self._machine.landed(sink.connection, sink.part, digests, time.monotonic())
+            commands = self._machine.landed(
+                sink.connection, sink.part, digests, time.monotonic(), round_trip_s
+            )
         self._run(commands, sink)
         self._destination.free(sink.landing)
 

@@ -31,6 +31,7 @@ class HeldSession:
     """Keeps its reads until the test ends them; after `close`, refuses more."""
 
     depth = 6
+    round_trip_s = 0.0
 
     def __init__(self) -> None:
         self.reads: list[Read] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import ChunkGrid
-from mx.core.striping import Part
+from mx.core.striping import MOST_READS, Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
     Assign,
@@ -42,9 +42,12 @@ class SimulatedConnection:
     streams: int = 2
     dies_at_s: float = math.inf
     source: str = "s"
+    round_trip_s: float = 0.0  # from a request to its first byte
 
     queue: list[Part] = field(default_factory=list)
     left: dict[Part, float] = field(default_factory=dict)  # bytes yet to come
+    begins_s: dict[Part, float] = field(default_factory=dict)  # when its first byte may come
+    most_nbytes: int = 0  # that were under way at once
     nbytes: int = 0  # of parts that landed
     wasted_nbytes: float = 0.0  # came, but of parts that did not end well
     last_s: float = 0.0
@@ -58,14 +61,16 @@ class SimulatedConnection:
     def speed(self, now_s: float) -> float:
         return [rate for since_s, rate in self.speeds if since_s <= now_s][-1]
 
-    def under_way(self) -> list[Part]:
-        return self.queue[: self.streams]
+    def under_way(self, now_s: float) -> list[Part]:
+        begun = [part for part in self.queue if self.begins_s[part] <= now_s]
+        return begun[: self.streams]
 
     def next_event_s(self, now_s: float) -> float:
         """Return when a part will be complete or the speed changes."""
         found = [since_s for since_s, _ in self.speeds if since_s > now_s]
         found += [self.dies_at_s] if not self.gone else []
-        speed, parts = self.speed(now_s), self.under_way()
+        found += [at_s for at_s in self.begins_s.values() if at_s > now_s]
+        speed, parts = self.speed(now_s), self.under_way(now_s)
         if not speed and parts:
             found.append(now_s + STALL_S - self.stalled_s)
         elif parts:
@@ -73,7 +78,7 @@ class SimulatedConnection:
         return min(found, default=math.inf)
 
     def advance(self, now_s: float, until_s: float) -> None:
-        parts = self.under_way()
+        parts = self.under_way(now_s)
         stalls = bool(parts) and not self.speed(now_s)
         self.stalled_s = self.stalled_s + until_s - now_s if stalls else 0.0
         for part in parts:
@@ -160,13 +165,15 @@ class Simulation:
             self._do(self.machine.connection_lost(number, error, self.now_s))
             self._end_connection(number, error)
             return
-        for part in [p for p in connection.under_way() if connection.left[p] <= _EPSILON_NBYTES]:
+        under_way = connection.under_way(self.now_s)
+        for part in [p for p in under_way if connection.left[p] <= _EPSILON_NBYTES]:
             connection.queue.remove(part)
-            del connection.left[part]
+            del connection.left[part], connection.begins_s[part]
             connection.nbytes += self.nbytes(part)
             connection.last_s = self.now_s
             digests = bytes(DIGEST_BYTES * (part.end - part.begin))
-            self._do(self.machine.landed(number, part, digests, self.now_s))
+            round_trip_s = connection.round_trip_s
+            self._do(self.machine.landed(number, part, digests, self.now_s, round_trip_s))
 
     def _end_connection(self, number: int, error: MxError) -> None:
         """Close a connection's session: every read that it has fails."""
@@ -199,7 +206,12 @@ class Simulation:
         asked = self._blocks.setdefault(part.chunk, set())
         assert blocks, "a read of nothing"
         assert not blocks & asked, "requested twice"
-        assert len(connection.queue) < connection.depth
+        most = MOST_READS if connection.round_trip_s else connection.depth
+        assert len(connection.queue) < most
         asked |= blocks
         connection.queue.append(part)
         connection.left[part] = float(self.nbytes(part))
+        connection.begins_s[part] = self.now_s + connection.round_trip_s
+        connection.most_nbytes = max(
+            connection.most_nbytes, sum(map(self.nbytes, connection.queue))
+        )

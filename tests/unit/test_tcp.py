@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,7 +33,7 @@ from mx.testing.harness import GENERATION, Harness
 from mx.transport import ExposeOptions, Piece, Read, Session, TlsFiles
 from mx.units import MIB
 from mx_transports.tcp import TcpTransport, wire
-from mx_transports.tcp.session import AHEAD_REQUESTS
+from mx_transports.tcp.session import AHEAD_REQUESTS, MOST_AHEAD_REQUESTS, TcpSession
 from mx_transports.toolkit import exposure as sockets
 from mx_transports.toolkit import framing
 from mx_transports.toolkit.pieces import PIECE
@@ -153,6 +154,45 @@ def test_the_other_connections_go_on(bench: Bench) -> None:
         # Only what had gone to the lost connection before the loss was noticed.
         assert sum(len(sink.failures) for sink in sinks) <= AHEAD_REQUESTS
         bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
+
+
+def test_requests_go_out_as_far_ahead_as_the_way_is_long() -> None:
+    frame_nbytes = wire.REQUEST.size + PIECE.size
+    with Bench(Harness(TARGET, stall_timeout_s=10)) as bench:
+        source = bench.source(MIB)
+        grant_id, ticket = source.grant()
+        with FaultProxy(address_of(ticket)) as proxy:
+            ticket = reroute(ticket, proxy.address)
+            session = bench.open_ticket(grant_id, ticket, source.sizes, streams=1, tls=None)
+            assert isinstance(session, TcpSession)
+            assert session.round_trip_s == 0
+            before = proxy.up.passed_nbytes
+            sinks = [bench.sink(hold=number == 10) for number in range(80)]
+            views = [memoryview(bytearray(MIB)) for _ in sinks]
+            proxy.down.stall()
+            session.read(
+                [
+                    Read("chunk 0", [Piece(0, 0, view)], sink)
+                    for view, sink in zip(views, sinks, strict=True)
+                ]
+            )
+            bench.eventually(
+                lambda: proxy.up.passed_nbytes >= before + frame_nbytes, lambda: "nothing was asked"
+            )
+            time.sleep(1)
+            proxy.down.resume()
+            bench.wait(sinks[10].held, "the eleventh read did not land")
+            assert session.round_trip_s >= 1
+
+            def asked() -> int:
+                return (proxy.up.passed_nbytes - before) // frame_nbytes
+
+            bench.eventually(
+                lambda: asked() >= 10 + 2 * AHEAD_REQUESTS, lambda: f"only {asked()} were asked for"
+            )
+            assert asked() <= 10 + MOST_AHEAD_REQUESTS
+            sinks[10].release()
+            bench.succeed(*sinks)
 
 
 def test_an_address_that_does_not_answer_is_skipped(bench: Bench) -> None:

@@ -71,6 +71,15 @@ def test_a_chunk_is_read_by_one_session_at_a_time(setting: Setting) -> None:
     assert (path.source, path.bytes) == ("peer", len(BYTES))
 
 
+def test_a_session_s_round_trip_counts_from_its_next_read_on(setting: Setting) -> None:
+    session = setting.connection()
+    session.round_trip_s = 0.25
+    session.land()
+    (connection,) = setting.transfer.connections
+    assert connection.load is not None
+    assert connection.load.round_trip_s == 0.25
+
+
 def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: Setting) -> None:
     refusing = HeldSession()
     refusing.closed = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
+from mx.core.striping import way_nbytes
 from mx.errors import MxError, PeerLostError, PeerProtocolError, SourceError
 from mx.transport import Grant, Read
 from mx.units import MIB
@@ -17,12 +19,17 @@ from mx_transports.toolkit.stream import SocketStream
 #: 1, 2 and 4 MiB were tried: 4 took a tenth off a pull over loopback, mostly of Python's time.
 STEP_BYTES = 4 * MIB
 #: More is requested when no more than this is still to come: late, so that chunks go to the
-#: connection that is free for them, but early enough that the source never waits.
+#: connection that is free for them, but early enough that the source never waits. Over a long way
+#: it is more, and so many times as many requests.
 AHEAD_BYTES = 4 * MIB
-#: Requests go out ahead only if they surely fit in the peer's socket buffers: both sides would
-#: otherwise wait for each other to read.
 AHEAD_REQUESTS = 8
-AHEAD_REQUEST_BYTES = 8 * 1024
+#: Requests go out ahead only if together they surely fit in the peer's socket buffers: both sides
+#: would otherwise wait for each other to read. So much, and no more requests: each takes some more.
+MOST_AHEAD_BYTES = 64 * 1024
+MOST_AHEAD_REQUESTS = 64
+
+#: A request's id, its read, its frame's bytes, and when it was sent on an idle connection; 0: not.
+_Taken = tuple[int, Read, int, float]
 
 
 class TcpSession(StreamSession):
@@ -30,15 +37,20 @@ class TcpSession(StreamSession):
 
     def __init__(self, grant: Grant, streams: list[SocketStream]) -> None:
         super().__init__("mx-tcp", grant, streams)
+        #: The least of those that the connections have seen last, each when it was idle.
+        self.round_trip_s = 0.0
+        self._round_trips_s = [0.0] * len(streams)
+        #: How much each connection has to come when it requests more.
+        self._ahead_nbytes = [AHEAD_BYTES] * len(streams)
         self.start()
 
     def carry(self, worker: int) -> None:
         stream = self.streams[worker]
-        taken: deque[tuple[int, Read]] = deque()
+        taken: deque[_Taken] = deque()
         failure: SourceError = PeerLostError(f"{self.peer}: abandoned", peer=self.peer)
         try:
             while taken or self._request(stream, taken, wait=True):
-                self._receive(stream, taken)
+                self._receive(worker, stream, taken)
         except OSError as error:
             failure = dial.translate(error, self.peer, self.peer)
             raise failure from error
@@ -47,10 +59,10 @@ class TcpSession(StreamSession):
             raise
         finally:
             self.hang_up(worker)
-            for _, read in taken:
+            for _, read, _, _ in taken:
                 self.fail(read, failure)
 
-    def _request(self, stream: SocketStream, taken: deque[tuple[int, Read]], *, wait: bool) -> bool:
+    def _request(self, stream: SocketStream, taken: deque[_Taken], *, wait: bool) -> bool:
         """Request the next read in the queue. Returns False if there is none."""
         while (read := self.take(wait=wait)) is not None:
             request_id = (taken[-1][0] + 1) & framing.MAX_U32 if taken else 0
@@ -61,32 +73,47 @@ class TcpSession(StreamSession):
             except MxError as error:
                 self.fail(read, error)
                 continue
-            if not wait and len(frame) > AHEAD_REQUEST_BYTES:
+            # The peer has read the first one's frame before it answers.
+            ahead_nbytes = len(frame) + sum(each[2] for each in taken) - taken[0][2] if taken else 0
+            if ahead_nbytes > MOST_AHEAD_BYTES:
                 self.put_back(read)
                 return False
-            taken.append((request_id, read))
+            taken.append((request_id, read, len(frame), time.monotonic() if wait else 0.0))
             stream.send_all([frame])
             return True
         return False
 
     def _request_ahead(
-        self, stream: SocketStream, taken: deque[tuple[int, Read]], current_nbytes: int
+        self, stream: SocketStream, taken: deque[_Taken], current_nbytes: int, ahead_nbytes: int
     ) -> None:
-        """Keep the source busy once the response at hand has `current_nbytes` or less to go."""
-        while current_nbytes <= AHEAD_BYTES and len(taken) < AHEAD_REQUESTS:
-            to_come = current_nbytes + sum(read.nbytes for _, read in taken) - taken[0][1].nbytes
-            if to_come > AHEAD_BYTES or not self._request(stream, taken, wait=False):
+        """Keep the source busy once no more than `ahead_nbytes` are to come, of the response at
+        hand `current_nbytes`."""
+        most = min(AHEAD_REQUESTS * ahead_nbytes // AHEAD_BYTES, MOST_AHEAD_REQUESTS)
+        while current_nbytes <= ahead_nbytes and len(taken) < most:
+            to_come = current_nbytes - taken[0][1].nbytes
+            for _, read, _, _ in taken:
+                to_come += read.nbytes
+            if to_come > ahead_nbytes or not self._request(stream, taken, wait=False):
                 return
 
-    def _receive(self, stream: SocketStream, taken: deque[tuple[int, Read]]) -> None:
-        request_id, read = taken[0]
-        self._request_ahead(stream, taken, read.nbytes)
+    def _receive(self, worker: int, stream: SocketStream, taken: deque[_Taken]) -> None:
+        request_id, read, _, asked_s = taken[0]
+        ahead = self._ahead_nbytes
+        self._request_ahead(stream, taken, read.nbytes, ahead[worker])
         status = self._response(stream, request_id, read)
+        began_s = time.monotonic()
+        if asked_s:
+            self._round_trips_s[worker] = began_s - asked_s
+            self.round_trip_s = min(filter(None, self._round_trips_s))
         if status == framing.OK:
             for slices, landed in host_steps(read, STEP_BYTES):
                 stream.fill_all([each.view for each in slices])
                 read.sink.landed(landed)
-                self._request_ahead(stream, taken, read.nbytes - landed)
+                passed_s = max(time.monotonic() - began_s, 1e-6)
+                way = way_nbytes(landed / passed_s, self.round_trip_s)
+                # What the socket had buffered comes faster than the rest will: not at once.
+                ahead[worker] = max(AHEAD_BYTES, min(way, 2 * ahead[worker]))
+                self._request_ahead(stream, taken, read.nbytes - landed, ahead[worker])
             status = self._response(stream, request_id, read)
         taken.popleft()
         if status == framing.OK:
