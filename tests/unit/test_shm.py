@@ -8,7 +8,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from hypothesis import example, given, settings
@@ -331,7 +331,8 @@ def test_noise_at_the_socket_changes_nothing(noise: bytes) -> None:
         _, ticket = source.grant()
         with connected(ticket) as sock:
             sock.sendall(noise)
-            sock.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # it may have hung up already
+                sock.shutdown(socket.SHUT_WR)
             assert is_closed(sock)
         bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
 
@@ -361,9 +362,10 @@ def test_a_reader_that_sends_an_unexpected_message_is_cut(bench: Bench) -> None:
     with connected(ticket) as sock:
         key, secret = bytes.fromhex(document["key"]), bytes.fromhex(document["secret"])
         sock.sendall(framing.PREAMBLE.pack(shm_exposure.MAGIC, key, secret))
-        sock.sendall(b"BBBIx")
-        while sock.recv(4096):
-            pass
+        with suppress(OSError):  # it may hang up on what it has not read
+            sock.sendall(b"BBBIx")
+            while sock.recv(4096):
+                pass
     bench.eventually(lambda: source.exposure.active_readers() == 0, lambda: "still active")
 
 
