@@ -118,7 +118,7 @@ class Lender(Command):
     def fork(
         self, entry: str, arguments: Sequence[str], env: dict[str, str]
     ) -> forkserver.Forked | None:
-        return forkserver.coded(self._code(), env, "torch")
+        return forkserver.coded(self._code(), (), env, "torch")
 
 
 @contextmanager

@@ -250,12 +250,18 @@ def started(
     return server.start(change, entry, arguments, env, namespace)
 
 
-def coded(code: str, env: Mapping[str, str], imported: str) -> Forked | None:
+def coded(
+    code: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    imported: str = "commands",
+    namespace: str = "",
+) -> Forked | None:
     """Start code as `started` starts a command, where a server runs that has imported this."""
     server = _servers.get(imported)
     if server is None or not server.can(env):
         return None
-    return server.start(code, "", (), env)
+    return server.start(code, "", arguments, env, namespace)
 
 
 def python(
