@@ -41,7 +41,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with Bench(Harness(TARGET, stall_timeout_s=0.5)) as made:
+    with Bench(Harness(TARGET, stall_timeout_s=1.5)) as made:
         yield made
 
 
@@ -191,7 +191,7 @@ def test_any_list_of_places_is_refused_or_gives_no_byte_that_is_not_there(
         for at in range(min(nbytes, 4097)):
             model[begin + at] = at if address == HERE else None
     with (
-        Bench(Harness(TARGET, stall_timeout_s=0.5)) as bench,
+        Bench(Harness(TARGET, stall_timeout_s=5.0)) as bench,
         scattered_at(bench, columns, len(places)) as source,
     ):
         try:

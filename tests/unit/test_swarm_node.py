@@ -329,7 +329,7 @@ def test_a_peer_that_claims_the_id_of_another_is_blamed_alone() -> None:
             liar.stream.close()
             await trading
             node.peers.met([claimed, honest])
-            await asyncio.wait_for(there.wait(), 5)
+            await asyncio.wait_for(there.wait(), 60)
             assert dialled == [honest.endpoint]
         finally:
             await node.close()

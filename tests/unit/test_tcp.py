@@ -43,7 +43,7 @@ HEADER = framing.HELLO.size + wire.RESPONSE.size
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with Bench(Harness(TARGET, stall_timeout_s=0.5)) as made:
+    with Bench(Harness(TARGET, stall_timeout_s=1.5)) as made:
         yield made
 
 
@@ -369,7 +369,7 @@ def test_tls_refuses(
     def tls(side: int | None) -> TlsFiles | None:
         return None if side is None else authorities[side]
 
-    with Bench(Harness(TARGET, tls=tls(source_side), stall_timeout_s=0.5)) as bench:
+    with Bench(Harness(TARGET, tls=tls(source_side), stall_timeout_s=1.5)) as bench:
         source = bench.source(4096)
         grant_id, ticket = source.grant()
         with pytest.raises(SourceError) as caught:
