@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_nothing_half_written(
 def test_a_pull_killed_while_writing_is_cleaned_up_by_the_next(
     run: Run, coordinator: str, large_checkpoint: Path, tmp_path: Path
 ) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator)
+    source = serve(run, large_checkpoint, "m", coordinator, *SLOWLY)
     out = tmp_path / "out"
     arguments = ("pull", "m", "--coordinator", coordinator, "--transport", "tcp", "--out", str(out))
     first = run(*arguments)

@@ -235,7 +235,7 @@ def test_ctrl_c_in_the_middle_of_a_wait(net: Net) -> None:
 def test_without_a_wait_the_end_comes_at_once(
     run: Run, coordinator: str, large_checkpoint: Path
 ) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator)
+    source = serve(run, large_checkpoint, "m", coordinator, "--max-bandwidth", "200MB/s")
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         next(pull.layers())
         source.signal(signal.SIGKILL)
