@@ -51,7 +51,7 @@ def test_raw_bytes() -> None:
         @given(noise, st.booleans())
         def attack(data: bytes, hang_up: bool) -> None:
             with (
-                contextlib.suppress(ConnectionError, TimeoutError),
+                contextlib.suppress(OSError),  # it has hung up on noise
                 socket.create_connection((host, int(port)), timeout=5) as connection,
             ):
                 connection.sendall(data)

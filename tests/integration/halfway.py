@@ -1,4 +1,4 @@
-"""A pull that is slow enough to be caught in its middle: two hosts, 100 Mbit/s between them."""
+"""A pull that is slow enough to be caught in its middle: two hosts, 60 Mbit/s between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = 10
 
 @dataclass
 class Net:
-    """A source in NEAR, coordinator and target in FAR, a second or so between them."""
+    """A source in NEAR, coordinator and target in FAR, some seconds between them."""
 
     hosts: Hosts
     link: Link
@@ -63,7 +63,7 @@ def net_of(hosts: Hosts, run_in: RunIn, folder: Path) -> Net:
     """Its checkpoint is made in `folder`: about 31 MB in 10 layers."""
     weights = folder / "model.safetensors"
     nbytes = write_checkpoint(weights, SHAPES)
-    link = hosts.link(NEAR, FAR, mbit_per_s=100)
+    link = hosts.link(NEAR, FAR, mbit_per_s=60)
     return Net(hosts, link, run_in, weights, nbytes)
 
 

@@ -19,7 +19,7 @@ from tests.support.tensors import same
 
 ORIGIN = "origin"
 TARGETS = ("t0", "t1", "t2", "t3")
-MBIT_PER_S = 100
+MBIT_PER_S = 70
 LAYERS = 24
 LAYER_NBYTES = 2 << 20
 END_S = 90.0

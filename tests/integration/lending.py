@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 from mx import api, config
 from mx.errors import CoordinatorError
 from mx.transport import TlsFiles
+from tests.support import forkserver
 from tests.support.commands import Command, Run, environment, free_port
 
 WIDE, DEEP = 384, 6
@@ -108,9 +109,16 @@ class Lender(Command):
         self.until(lambda: self.out.endswith("}\n"), "the lender's line")
         self.said = json.loads(self.out)
 
+    def _code(self) -> str:
+        return f"from tests.integration.lending import main; main({self._options!r})"
+
     def command(self, entry: str) -> list[str]:
-        code = f"from tests.integration.lending import main; main({self._options!r})"
-        return [sys.executable, "-c", code]
+        return [sys.executable, "-c", self._code()]
+
+    def fork(
+        self, entry: str, arguments: Sequence[str], env: dict[str, str]
+    ) -> forkserver.Forked | None:
+        return forkserver.coded(self._code(), (), env, "torch")
 
 
 @contextmanager

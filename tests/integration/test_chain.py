@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torch_is_forked"
 
 SLOW = ("--max-bandwidth", "6MB/s")
 #: Copies from peers on this host end as soon as those do.
-QUICK: dict[str, object] = {"stall_timeout_s": 1.0, "connect_timeout_s": 1.0}
+QUICK: dict[str, object] = {"stall_timeout_s": 3.0, "connect_timeout_s": 10.0}
 
 
 @pytest.fixture(scope="module")

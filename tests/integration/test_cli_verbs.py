@@ -226,7 +226,13 @@ def test_a_demo_that_holds_lets_its_user_pull(run: Run, checkpoint: Path, tmp_pa
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_an_interrupted_demo_leaves_nothing(
     run: Run, large_checkpoint: Path, tmp_path: Path, number: int
 ) -> None:

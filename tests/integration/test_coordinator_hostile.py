@@ -39,9 +39,9 @@ _IMPATIENT = """
 import sys
 import mx.coordinator.progress, mx.coordinator.service, mx.wire.server
 from mx.coordinator.daemon import Options, run
-mx.wire.server.FIRST_MESSAGE_S = 1.0
+mx.wire.server.FIRST_MESSAGE_S = float(sys.argv[1])
 mx.coordinator.service._SILENT_S = mx.coordinator.progress.SILENT_S = 3.0
-sys.exit(run(Options(listen="127.0.0.1:0", lease_s=0.25)))
+sys.exit(run(Options(listen="127.0.0.1:0", lease_s=0.75)))
 """
 
 
@@ -90,8 +90,8 @@ async def test_announced_documents_take_no_room() -> None:
 
 
 @contextmanager
-def impatient_daemon() -> Iterator[str]:
-    with ended(python(_IMPATIENT)) as process:
+def impatient_daemon(first_message_s: float) -> Iterator[str]:
+    with ended(python(_IMPATIENT, str(first_message_s))) as process:
         assert process.stderr is not None
         yield process.stderr.readline().split()[-1]
 
@@ -105,7 +105,7 @@ METHODS = list(pb.DESCRIPTOR.services_by_name["Coordinator"].methods)
     ids=lambda method: method.name,
 )
 async def test_a_call_in_which_nothing_is_sent_is_ended(method: Any) -> None:
-    with impatient_daemon() as address:
+    with impatient_daemon(1.0) as address:
         channel: Any = dial(address)
         calls = [
             channel.stream_stream(SERVICE + method.name)(metadata=headers()) for _ in range(50)
@@ -120,7 +120,7 @@ async def test_a_call_in_which_nothing_is_sent_is_ended(method: Any) -> None:
 
 
 async def test_streams_that_fall_silent_are_ended() -> None:
-    with impatient_daemon() as address:
+    with impatient_daemon(60.0) as address:
         channel: Any = dial(address)
         async with client_of(address, timeout_s=60.0) as client:
             record = await register(client)

@@ -341,7 +341,7 @@ async def test_a_watch_begins_with_what_there_is_and_coalesces() -> None:
 
 
 async def test_watchers_get_a_draining_source() -> None:
-    async with coordinator(lease_s=0.3) as client:
+    async with coordinator(lease_s=3.0) as client:
         record = await register(client)
         now = [record]
         alive = asyncio.create_task(

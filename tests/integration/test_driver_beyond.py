@@ -302,7 +302,13 @@ class _Host:
         return [path["transport"] for path in json.loads(ended.stdout)["paths"]], log
 
 
-@by_each
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("tcp", marks=pytest.mark.long),
+        pytest.param("ucx", marks=pytest.mark.skipif(nixl.find() is None, reason="no NIXL here")),
+    ],
+)
 def test_another_host(major: int, tmp_path: Path, hosts: Hosts, transport: str) -> None:
     checkpoint, nbytes = _checkpoint(tmp_path / "checkpoint")
     link = hosts.link("near", "far")

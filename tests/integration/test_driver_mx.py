@@ -35,8 +35,13 @@ finally:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"NO_VMM": True, "SMALL_IN_BLOCKS": True}, {"ONE_QUEUE": True, "LATE_US": 2000}],
-    ids=["plain", "legacy", "late"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"NO_VMM": True, "SMALL_IN_BLOCKS": True}, marks=pytest.mark.long, id="legacy"
+        ),
+        pytest.param({"ONE_QUEUE": True, "LATE_US": 2000}, marks=pytest.mark.long, id="late"),
+    ],
 )
 def test_serve_and_pull(major: int, tmp_path: Path, settings: dict[str, object]) -> None:
     checkpoint, log = tmp_path / "checkpoint", tmp_path / "log"

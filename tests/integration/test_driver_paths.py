@@ -18,10 +18,12 @@ from tests.support.driver.programs import each_major, passes
 
 pytestmark = each_major
 
-#: A coordinator; `serve` and `run` start `mx` with the GPUs that it sees, None for all.
+#: A coordinator; `serve` and `run` start `mx` with the GPUs that it sees, None for all. What `run`
+#: and `start` start are forks of a process that has imported mx, and has found no driver yet.
 _CLUSTER = """
-import json, subprocess
+import json
 from benchmarks.processes import Cluster
+from tests.support import forkserver
 cluster = Cluster()
 def environ(sees, **settings):
     settings = {{f"MX_STANDIN_{{name}}": str(value) for name, value in settings.items()}}
@@ -32,9 +34,9 @@ def serve(what, model, *more, sees=None):
     child.hear()
     return child
 def start(*command, sees=None, **settings):
-    command = [sys.executable, "-m", "mx", *command, "--coordinator", cluster.coordinator, "--json"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, **pipes, env=os.environ | environ(sees, **settings))
+    command = [*command, "--coordinator", cluster.coordinator, "--json"]
+    env = os.environ | environ(sees, **settings)
+    return forkserver.python("from mx.cli import main; main()", *command, env=env, errors=True)
 def run(*command, **how):
     child = start(*command, **how)
     said, errors = child.communicate()
@@ -45,7 +47,8 @@ def refused(child):
     return child.pid, child.returncode, errors
 found = {{}}
 try:
-    exec({body!r})
+    with forkserver.running(os.environ):
+        exec({body!r})
 finally:
     cluster.close()
 print(json.dumps(found))
@@ -83,7 +86,10 @@ def copied_nbytes(log: Path, process: int) -> int:
 LEGACY = {"NO_VMM": True, "SMALL_IN_BLOCKS": True}
 
 
-@pytest.mark.parametrize("settings", [{}, LEGACY], ids=["vmm", "legacy"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, id="vmm"), pytest.param(LEGACY, marks=pytest.mark.long, id="legacy")],
+)
 def test_nvlink_whatever_each_side_sees(
     major: int, tmp_path: Path, settings: dict[str, object]
 ) -> None:

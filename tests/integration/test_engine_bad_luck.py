@@ -4,6 +4,7 @@ interrupts."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.support import families
+from tests.support import families, forkserver
 from tests.support.caching import origin, unavailable
 from tests.support.commands import Command, commands, environment, start_coordinator
 
@@ -29,6 +30,8 @@ pytestmark = [
 ]
 
 SLOW = ("--max-bandwidth", "8MB/s")
+#: `python -m mx.engines.transformers`, which imports transformers before all else.
+_PATCHED = "from mx.engines.transformers.__main__ import main; main()"
 
 #: What all programs begin with. `said` is printed in the end.
 _BEGIN = """
@@ -61,47 +64,62 @@ class Site:
     @property
     def link(self) -> Path:
         """Where the hub's cache has the checkpoint once this is a link to its folder."""
-        return self.root / "hub" / "models--org--model" / "snapshots" / ("0" * 40)
+        return hub_of(self.folder) / "models--org--model" / "snapshots" / ("0" * 40)
 
     @contextmanager
     def program(
-        self, source: Command, code: str, *prefix: str, **more: str
-    ) -> Iterator[subprocess.Popen[str]]:
+        self, source: Command, code: str, *prefix: str, stall_s: int = 10
+    ) -> Iterator[forkserver.Forked | subprocess.Popen[str]]:
         """Run a program whose `from_pretrained` is patched."""
         script = self.root / "program.py"
         script.write_text(_BEGIN + code + _END)
-        arguments = [str(source.process.pid), str(self.folder), str(self.link)]
-        command = [sys.executable, "-m", "mx.engines.transformers", str(script), *arguments]
-        with subprocess.Popen(
-            [*prefix, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(
-                MX_PEER_COORDINATOR=self.coordinator,
-                MX_PEER_CACHE_SOCKET="off",
-                MX_PEER_STALL_TIMEOUT_S="1",
-                HF_HUB_OFFLINE="1",
-                HF_HUB_CACHE=str(self.root / "hub"),
-                OMP_NUM_THREADS="1",
-                TMPDIR=str(self.root / "tmp"),
-                **more,
-            ),
-        ) as process:
+        arguments = [str(script), str(source.process.pid), str(self.folder), str(self.link)]
+        env = environment(
+            MX_PEER_COORDINATOR=self.coordinator,
+            MX_PEER_CACHE_SOCKET="off",
+            MX_PEER_STALL_TIMEOUT_S=str(stall_s),
+            TMPDIR=str(self.root / "tmp"),
+            **at_import(self.folder),
+        )
+        if prefix:
+            process: forkserver.Forked | subprocess.Popen[str] = subprocess.Popen(
+                [*prefix, sys.executable, "-c", _PATCHED, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
+            )
+        else:
+            process = forkserver.python(
+                _PATCHED, *arguments, env=env, imported="transformers", errors=True
+            )
+        with process:
             try:
                 yield process
             finally:
                 process.kill()
 
-    def ran(self, source: Command, code: str, *prefix: str) -> tuple[dict[str, Any], str]:
+    def ran(
+        self, source: Command, code: str, *prefix: str, stall_s: int = 10
+    ) -> tuple[dict[str, Any], str]:
         """Run a program; return what it says, and its log."""
-        with self.program(source, code, *prefix) as process:
+        with self.program(source, code, *prefix, stall_s=stall_s) as process:
             out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         said = json.loads(out.splitlines()[-1])
         assert isinstance(said, dict)
         return said, err
+
+
+def hub_of(folder: Path) -> Path:
+    """The hub's cache beside a checkpoint's folder: what names it is read at an import."""
+    return folder.with_name("hub")
+
+
+def at_import(folder: Path) -> dict[str, str]:
+    """What is read from the environment when transformers is imported."""
+    return {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_of(folder)), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +131,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
         "num_attention_heads": 4, "num_key_value_heads": 4,
     }  # fmt: skip
     families.save(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)), folder)
-    with commands() as run:
+    programs = forkserver.running(environment(**at_import(folder)), "transformers")
+    with programs, commands() as run:
         yield start_coordinator(run)[0], folder
 
 
@@ -121,6 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 def site(made: tuple[str, Path], tmp_path: Path) -> Site:
     found = Site(*made, tmp_path)
     (tmp_path / "tmp").mkdir()
+    shutil.rmtree(hub_of(found.folder), ignore_errors=True)
     found.link.parent.mkdir(parents=True)
     refs = found.link.parent.with_name("refs")
     refs.mkdir()
@@ -157,7 +177,7 @@ said = {"cause": [cause.__module__, cause.__name__], "right": all(right), "count
         "threads": threads}
 """
     with origin(site.folder, "org/model", site.coordinator, *SLOW) as source:
-        said, log = site.ran(source, code)
+        said, log = site.ran(source, code, stall_s=1)
     assert said["cause"][0] == "mx.errors"
     assert said["right"]
     assert said["threads"] == []
@@ -237,7 +257,7 @@ said = {"code": code, "same": same(model)}
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("inodes", [2, 4])
+@pytest.mark.parametrize("inodes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_no_room_for_the_files_of_a_model(site: Site, inodes: int) -> None:
     """It comes from disk; where it is not there either, the error says what was full."""
     code = """

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[str]:
-    with daemon(lease_s=2.0) as (_, address):
+    with daemon() as (_, address):
         yield address
 
 

@@ -63,7 +63,7 @@ class _Group:
 
 @pytest.fixture
 def coordinator() -> Iterator[str]:
-    with daemon(lease_s=2.0) as (_, address):
+    with daemon() as (_, address):
         yield address
 
 

@@ -34,7 +34,7 @@ class Tied(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[str]:
-    with daemon(lease_s=2.0) as (_, address):
+    with daemon() as (_, address):
         yield address
 
 

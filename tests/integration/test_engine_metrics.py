@@ -77,7 +77,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mx.Source]:
     settings = mx.config.load({"name_key": str(tmp_path_factory.mktemp("key") / "name.key")})
     tensors = {"w": torch.arange(4096, dtype=torch.float32)}
     with (
-        daemon(lease_s=5.0) as (_, address),
+        daemon() as (_, address),
         mx.serve(tensors, model="tiny", coordinator=address, settings=settings) as found,
     ):
         yield found

@@ -78,7 +78,7 @@ def filled(value: float, *names: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[str]:
-    with daemon(lease_s=2.0) as (_, address):
+    with daemon() as (_, address):
         yield address
 
 

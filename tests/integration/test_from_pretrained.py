@@ -4,8 +4,6 @@ their own. What each loads is compared, bit for bit, with what transformers read
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +20,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.support import forkserver
 from tests.support.caching import Caching, origin, start_cache, unavailable
-from tests.support.commands import Command, Run, commands, start_coordinator
+from tests.support.commands import Command, Run, commands, environment, start_coordinator
 
 _REASON = unavailable()
 pytestmark = [
@@ -32,6 +31,10 @@ pytestmark = [
     pytest.mark.skipif(_REASON is not None, reason=_REASON or ""),
 ]
 
+#: What users' processes see of the hub.
+_HUB = {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
+#: `python -m mx.engines.transformers`, which imports transformers before all else.
+_PATCHED = "from mx.engines.transformers.__main__ import main; main()"
 #: Ordinary code of a user's: `names` are loaded one after the other. What is printed says how each
 #: compares with the folder on disk.
 _USER = """
@@ -92,18 +95,23 @@ class Site:
 
     def ran(self, environment: dict[str, str], *arguments: str) -> tuple[dict[str, Any], str]:
         """Run the user's script; return what it printed, and the log."""
-        done = subprocess.run(
-            [sys.executable, "-m", "mx.engines.transformers", str(self.script), *arguments],
-            env={**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"},
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
+        process = forkserver.python(
+            _PATCHED,
+            str(self.script),
+            *arguments,
+            env={**environment, **_HUB},
+            imported="transformers",
+            errors=True,
         )
-        assert done.returncode == 0, done.stderr
-        said = json.loads(done.stdout.splitlines()[-1])
+        with process:
+            try:
+                out, err = process.communicate(timeout=180)
+            finally:
+                process.kill()
+        assert process.returncode == 0, err
+        said = json.loads(out.splitlines()[-1])
         assert isinstance(said, dict)
-        return said, done.stderr
+        return said, err
 
 
 def save(model: Any, folder: Path, **more: Any) -> Path:
@@ -135,6 +143,13 @@ def make_models(root: Path) -> dict[str, Path]:
         "org/llama": save(dense.to(torch.bfloat16), root / "llama"),
         "org/mixtral": save(experts.to(torch.bfloat16), root / "mix", max_shard_size="500KB"),
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers_is_forked() -> Iterator[None]:
+    """Users' processes are forks of one that has imported what is patched."""
+    with forkserver.running(environment(**_HUB), "transformers"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts, Link, unavailable
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
+from tests.support import forkserver
 from tests.support.commands import HostCommand, environment
 from tests.support.tensors import same
 
@@ -89,6 +90,11 @@ class Script(HostCommand):
 
     def command(self, entry: str) -> list[str]:
         return [*self.prefix, sys.executable, "-c", self.script]
+
+    def fork(
+        self, entry: str, arguments: Sequence[str], env: dict[str, str]
+    ) -> forkserver.Forked | None:
+        return forkserver.coded(self.script, arguments, env, namespace=self.namespace)
 
 
 @dataclass

@@ -31,7 +31,11 @@ from tests.integration.lending import (
 from tests.support.outcomes import error_of
 from tests.support.tensors import same
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("torch_is_forked"),
+]
 
 UNUSABLE = "do not use it"
 

@@ -147,7 +147,10 @@ def lies_about(site: Site, ports: list[tuple[str, int]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("beside_an_honest_one", [True, False], ids=["beside", "alone"])
+@pytest.mark.parametrize(
+    "beside_an_honest_one",
+    [pytest.param(True, id="beside"), pytest.param(False, id="alone", marks=pytest.mark.long)],
+)
 def test_no_port_of_a_third_party_is_dialled(
     site: Site, run_in: RunIn, beside_an_honest_one: bool
 ) -> None:

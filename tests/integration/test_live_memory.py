@@ -29,7 +29,11 @@ from tests.integration.scripts import ran
 from tests.support.commands import Run
 from tests.support.outcomes import error_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("torch_is_forked"),
+]
 
 #: What mx needs for itself, and may grow by beside the model, which is larger.
 OWN_BYTES = 96 * MIB
@@ -113,8 +117,15 @@ def test_many_small_tensors(coordinator: str, transport: str, count: int) -> Non
         assert all(torch.equal(target[name], lent[name]) for name in lent)
 
 
-@pytest.mark.parametrize("ending", ["killed", "stopped"])
-@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize(
+    ("ending", "second"),
+    [
+        ("killed", False),
+        ("stopped", True),
+        pytest.param("killed", True, marks=pytest.mark.long),
+        pytest.param("stopped", False, marks=pytest.mark.long),
+    ],
+)
 def test_a_lender_that_is_lost_in_mid_pull(
     coordinator: str, settings: config.Settings, ending: str, second: bool
 ) -> None:

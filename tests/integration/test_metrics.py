@@ -282,7 +282,8 @@ def test_tls_asks_for_a_certificate_and_reads_the_files_again(tmp_path: Path) ->
         host, _, port = address.partition(":")
         with socket.create_connection((host, int(port))) as plain:  # no handshake
             plain.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert b"mx_" not in plain.recv(4096)
+            with contextlib.suppress(ConnectionError):  # it has hung up on the rest
+                assert b"mx_" not in plain.recv(4096)
         renewed = ours.certificate("renewed")
         for old, new in zip(
             (server.certificate, server.key), (renewed.certificate, renewed.key), strict=True

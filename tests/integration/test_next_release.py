@@ -8,8 +8,6 @@ import contextlib
 import itertools
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ import mx
 from mx.core.layout_rules import RULES, newest
 from mx.core.versions import own
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.other_versions import Other
-from tests.support.commands import environment, free_port
+from tests.support import forkserver
+from tests.support.commands import Command, environment, free_port
 from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -36,8 +34,12 @@ LATER = f"{LAID}; from tests.support.next_release import an_hour_later; an_hour_
 NAMES = {THIS: "this", NEXT: "next", LAID: "laid"}
 
 
-class Released(Other):
-    """One of our commands in one of the releases."""
+class Released(Command):
+    """One of our commands in one of the releases: what makes it one works on imported modules."""
+
+    def __init__(self, release: str, *arguments: str, daemon: bool = False, **env: str) -> None:
+        self.change = release
+        super().__init__(*arguments, daemon=daemon, env=environment(**env))
 
     def report(self) -> dict[str, Any]:
         """Wait for a command with --json that succeeds, and return what it prints. Nothing that
@@ -207,7 +209,10 @@ def test_the_new_layout_begins_when_all_plan_it(released: Released_, checkpoint:
     assert f"in layout {newest() + 1}" in error["message"]
 
 
-@pytest.mark.parametrize("coordinators", [THIS, LAID], ids=["this", "laid"])
+@pytest.mark.parametrize(
+    "coordinators",
+    [pytest.param(THIS, id="this"), pytest.param(LAID, id="laid", marks=pytest.mark.long)],
+)
 def test_a_mixed_fleet_keeps_the_older_layout(
     released: Released_, coordinators: str, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -261,6 +266,7 @@ else:
 """
 
 
+@pytest.mark.usefixtures("torch_is_forked")
 def test_what_a_process_offers_to_the_cache_has_a_layout_of_both_releases(
     released: Released_, tmp_path: Path
 ) -> None:
@@ -274,12 +280,16 @@ def test_what_a_process_offers_to_the_cache_has_a_layout_of_both_releases(
     # A release that plans the later layout only, as the one after the next.
     after = f"{LAID}; from mx.core.layout_rules import RULES; del RULES[{newest()}]"
     for release, verb in ((LAID, "offer"), (THIS, "pull"), (after, "none")):
-        code = [sys.executable, "-c", f"{release}\n{_SHARE}", verb]
-        ran = subprocess.run(code, env=environment(**where), capture_output=True, check=False)
-        assert ran.returncode == EXIT_OK, ran.stderr.decode()
+        code, env = f"{release}\n{_SHARE}", environment(**where)
+        with forkserver.python(code, verb, env=env, imported="torch", errors=True) as ran:
+            _, err = ran.communicate(timeout=60)
+        assert ran.returncode == EXIT_OK, err
 
 
-@pytest.mark.parametrize("embedded", [False, True], ids=["daemon", "embedded"])
+@pytest.mark.parametrize(
+    "embedded",
+    [pytest.param(False, id="daemon"), pytest.param(True, id="embedded", marks=pytest.mark.long)],
+)
 def test_a_coordinator_that_starts_again_keeps_the_layout_of_those_that_come_back(
     released: Released_, checkpoint: Path, *, embedded: bool
 ) -> None:

@@ -81,7 +81,7 @@ def test_a_url_of_files(run: Run, folder: Path) -> None:
 
 def test_the_store_gives_the_rest(run: Run, coordinator: str, store: Store, folder: Path) -> None:
     source = serve(run, folder, "m", coordinator, "--max-bandwidth", "3MB/s")
-    settings: dict[str, object] = {"object_url": "s3://models/m", "stall_timeout_s": 1.0}
+    settings: dict[str, object] = {"object_url": "s3://models/m", "stall_timeout_s": 3.0}
     with pulling(coordinator, environment(**s3_environment(store)), settings) as running:
         running.going()
         source.signal(signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_an_interrupt_ends_a_request_for_the_rest(
 ) -> None:
     store.after = (1, "serving", False)
     source = serve(run, folder, "m", coordinator, "--max-bandwidth", "3MB/s")
-    settings: dict[str, object] = {"object_url": "s3://models/m", "stall_timeout_s": 1.0}
+    settings: dict[str, object] = {"object_url": "s3://models/m", "stall_timeout_s": 3.0}
     settings["store_timeout_s"] = 3600
     with pulling(coordinator, environment(**s3_environment(store)), settings) as running:
         running.going()

@@ -112,6 +112,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
 def test_a_model_whose_source_is_lost_comes_from_disk(run: Run, tmp_path: Path) -> None:
     """Outside a pipeline. Where no files are, the error says why there is no source."""

@@ -109,7 +109,8 @@ def _policy(site: Site, text: str) -> None:
 async def test_watches_follow_the_policy(site: Site) -> None:
     observe = OBSERVE.replace('models = "other-*"', "")
     site.policy.write_text(SERVE + PULL + observe)
-    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    # Nothing renews the lease of the source.
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy), "--lease-s", "300")
     names = ("source", "reader", "stranger")
     source, reader, stranger = (
         CoordinatorClient(site.address, tls=site.files(name)) for name in names

@@ -53,17 +53,17 @@ async def tick_until(state: State, source_id: str) -> None:
 async def test_a_clock_that_is_set_ahead_and_back_ends_nothing_early_or_late(
     server: RedisServer,
 ) -> None:
-    async with states(server, lease_s=1.0) as (here, there):
+    async with states(server, lease_s=3.0) as (here, there):
         record = await register(here)
         await there._store.catch_up()
         before_s = here.now()
         set_clock(server, JUMP_S)
-        until_s = time.monotonic() + 1.0
+        until_s = time.monotonic() + 3.0
         while time.monotonic() < until_s:
             await beat(here, record)
             assert record.source_id in await ids(there)
             await asyncio.sleep(0.05)
-        later = open_state(server.url, lease_s=1.0)
+        later = open_state(server.url, lease_s=3.0)
         await later.open()
         try:
             for state in (here, there, later):
@@ -106,25 +106,26 @@ async def test_a_coordinator_that_begins_again_and_again_keeps_no_dead_source(
 async def test_a_source_that_outlives_an_outage_of_all_coordinators_stays(
     server: RedisServer,
 ) -> None:
-    async with states(server, 1, lease_s=0.5) as (here,):
+    async with states(server, 1, lease_s=1.5) as (here,):
         record = await register(here)
         await beat(here, record)
     for _ in range(2):
         await until(lambda: server.ask("EXISTS", f"{{mx}}:lease:{record.source_id}") == ":0")
-        async with states(server, 1, lease_s=0.5) as (here,):
+        async with states(server, 1, lease_s=1.5) as (here,):
             await asyncio.sleep(0.5)
             await beat(here, record)  # it was not dropped
-    async with states(server, 1, lease_s=0.5) as (here,):
+    async with states(server, 1, lease_s=1.5) as (here,):
         await tick_until(here, record.source_id)
 
 
-@pytest.mark.parametrize("silent_s", [1.5, 6.0], ids=["a late exchange", "missing exchanges"])
+@pytest.mark.parametrize("silent_s", [3.5, 8.0], ids=["a late exchange", "missing exchanges"])
 async def test_a_coordinator_that_comes_back_does_not_shorten_leases(
     server: RedisServer, silent_s: float
 ) -> None:
     """It holds heartbeats that are older than what others have heard since."""
-    async with held_link(server.port) as link, states(server, 1, lease_s=2.0) as (there,):
-        here = open_state(f"redis://127.0.0.1:{link.port}/0", lease_s=2.0)
+    own = states(server, 1, lease_s=4.0, answer_s=1.0)
+    async with held_link(server.port) as link, own as (there,):
+        here = open_state(f"redis://127.0.0.1:{link.port}/0", lease_s=4.0)
         await here.open()
         try:
             record = await register(here)
@@ -135,12 +136,14 @@ async def test_a_coordinator_that_comes_back_does_not_shorten_leases(
                 await beat(here, record)
             until_s = time.monotonic() + silent_s
             while time.monotonic() < until_s:
-                await beat(there, record)
+                with contextlib.suppress(CoordinatorError):  # Redis has had no processor
+                    await beat(there, record)
                 await asyncio.sleep(0.1)
             link.let_go()
             until_s = time.monotonic() + 3.0
             while time.monotonic() < until_s:
-                await beat(there, record)
+                with contextlib.suppress(CoordinatorError):
+                    await beat(there, record)
                 left_ms = int(server.ask("PTTL", f"{{mx}}:lease:{record.source_id}")[1:])
                 assert left_ms > 500, "shortened"
                 assert record.source_id in await ids(there)

@@ -92,10 +92,10 @@ async def test_of_two_that_bind_a_name_at_once_one_has_it(server: RedisServer) -
 
 async def test_a_lease_is_where_its_heartbeats_are(server: RedisServer) -> None:
     """A coordinator that hears no heartbeat asks Redis before it drops a source."""
-    async with states(server, lease_s=1.0) as (here, there):
+    async with states(server, lease_s=2.0) as (here, there):
         there._store._hear = lambda records: None  # type: ignore[attr-defined]
         record, mute = await register(here), await register(here, "mute")
-        until_s = time.monotonic() + 5.0
+        until_s = time.monotonic() + 7.5  # more than three leases, as the first one is
         while time.monotonic() < until_s:
             await beat(here, record)
             await there.tick()
@@ -113,7 +113,7 @@ async def test_a_lease_is_where_its_heartbeats_are(server: RedisServer) -> None:
 async def test_a_stopped_redis_refuses_what_writes_and_ends_nothing(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with states(server, lease_s=0.5) as (here, there):
+    async with states(server, lease_s=1.0, answer_s=2.0) as (here, there):
         record = await register(here)
         await until(lambda: there._store.source(record.source_id))
         server.signal(signal.SIGSTOP)
@@ -123,7 +123,7 @@ async def test_a_stopped_redis_refuses_what_writes_and_ends_nothing(
                 await register(here, "other")
             assert time.monotonic() - began_s < PATIENCE_S
             await until(lambda: here._store._trouble and there._store._trouble)  # type: ignore[attr-defined]
-            until_s = time.monotonic() + 3.0  # its lease would have ended
+            until_s = time.monotonic() + 4.0  # its lease would have ended
             while time.monotonic() < until_s:
                 assert await ids(here) == await ids(there) == {record.source_id}
                 await asyncio.sleep(0.1)

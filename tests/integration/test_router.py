@@ -35,6 +35,7 @@ from mx.errors import (
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.integration.other_versions import NEWER, RunOther, other_coordinator, run_other
 from tests.integration.replica import PORT
+from tests.support import forkserver
 from tests.support.commands import Run, commands, environment, free_port, serve, start_coordinator
 from tests.support.outcomes import until
 from tests.support.stubs import blocking_stub
@@ -72,13 +73,9 @@ class Replica:
     """tests/integration/replica.py in a process."""
 
     def __init__(self, coordinator: str, mode: str, accept_at: int, model: str = "m") -> None:
-        script = Path(__file__).with_name("replica.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), coordinator, model, mode, str(accept_at)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(),
-            text=True,
+        code = "from tests.integration.replica import main; main()"
+        self.process = forkserver.python(
+            code, coordinator, model, mode, str(accept_at), env=environment()
         )
 
     def say(self, line: str) -> None:

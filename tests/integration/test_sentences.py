@@ -24,6 +24,7 @@ pytestmark = [
     ),
 ]
 
+#: Makes a model, and one with a module that has weights of its own.
 _MAKE = """
 import sys
 import torch
@@ -32,7 +33,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-folder, dense = sys.argv[1:]
+folder = sys.argv[1]
 sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
 torch.manual_seed(0)
 config = transformers.BertConfig(**sizes, intermediate_size=64, max_position_embeddings=64)
@@ -43,11 +44,9 @@ tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 transformers.PreTrainedTokenizerFast(
     tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]"
 ).save_pretrained(folder + "-bert")
-first = modules.Transformer(folder + "-bert")
-made = [first, modules.Pooling(32, pooling_mode="max")]
-if dense:
-    made.append(modules.Dense(32, 16))
+made = [modules.Transformer(folder + "-bert"), modules.Pooling(32, pooling_mode="max")]
 SentenceTransformer(modules=made).save(folder)
+SentenceTransformer(modules=[*made, modules.Dense(32, 16)]).save(folder + "-dense")
 """
 
 _USE = """
@@ -55,15 +54,17 @@ import json, sys
 from mx.engines.transformers import counts
 from sentence_transformers import SentenceTransformer
 
-name, folder = sys.argv[1:]
-expected = SentenceTransformer(folder).encode(["hello world", "hello"])
-try:
-    found = SentenceTransformer(name).encode(["hello world", "hello"])
-except Exception as error:
-    print(json.dumps(str(error)))
-else:
-    same = found.shape == expected.shape and bool((found == expected).all())
-    print(json.dumps({"same": same, "host": counts()["host"]}))
+said = []
+for name, folder in json.loads(sys.argv[1]):
+    expected = SentenceTransformer(folder).encode(["hello world", "hello"])
+    try:
+        found = SentenceTransformer(name).encode(["hello world", "hello"])
+    except Exception as error:
+        said.append(str(error))
+    else:
+        same = found.shape == expected.shape and bool((found == expected).all())
+        said.append({"same": same, "host": counts()["host"]})
+print(json.dumps(said))
 """
 
 
@@ -86,23 +87,31 @@ def run(folder: Path, *command: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("dense", ["", "dense"])
-def test_vectors_are_those_of_the_folder_or_refused(tmp_path: Path, dense: str) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of a model, and of one with a module that has weights of its own."""
+    root = tmp_path_factory.mktemp("sentences")
+    run(root, "-c", _MAKE, str(root / "st"))
+    return root / "st", root / "st-dense"
+
+
+def test_vectors_are_those_of_the_folder_or_refused(
+    tmp_path: Path, made: tuple[Path, Path]
+) -> None:
     """Its modules and its pooling are found. One whose module has weights of its own, which no
     source gives, is refused: it is not made without that module."""
-    folder, script = tmp_path / "st", tmp_path / "use.py"
-    run(tmp_path, "-c", _MAKE, str(folder), dense)
+    script, names = tmp_path / "use.py", ("org/st", "org/dense")
     script.write_text(_USE)
     with (
         daemon() as (_, address),
-        mx.serve(folder, model="org/st", coordinator=address),
+        mx.serve(made[0], model=names[0], coordinator=address),
+        mx.serve(made[1], model=names[1], coordinator=address),
     ):
-        command = "-m", "mx.engines.transformers", str(script), "org/st", str(folder)
+        asked = json.dumps([*zip(names, map(str, made), strict=True)])
+        command = "-m", "mx.engines.transformers", str(script), asked
         said = json.loads(run(tmp_path, *command, MX_PEER_COORDINATOR=address).splitlines()[-1])
-    if dense:
-        assert "2_Dense/model.safetensors" in said
-    else:
-        assert said == {"same": True, "host": 1}
+    assert said[0] == {"same": True, "host": 1}
+    assert "2_Dense/model.safetensors" in said[1]
 
 
 _MIX = """
@@ -112,21 +121,21 @@ from sentence_transformers import SentenceTransformer
 folder, more = sys.argv[1], json.loads(sys.argv[2])
 texts = ["hello world", "hello"]
 expected = SentenceTransformer(folder).encode(texts)
-found = SentenceTransformer("org/st", local_files_only=True, **more).encode(texts)
-print(json.dumps(bool((found == expected).all())))
+same = []
+for each in more:
+    found = SentenceTransformer("org/st", local_files_only=True, **each).encode(texts)
+    same.append(bool((found == expected).all()))
+print(json.dumps(same))
 """
 
 
-@pytest.mark.parametrize(
-    "more", [{"trust_remote_code": True}, {"model_kwargs": {"offload_folder": "/nonexistent"}}]
-)
 def test_modules_of_peers_get_no_weights_of_the_hub(
-    tmp_path: Path, more: dict[str, object]
+    tmp_path: Path, made: tuple[Path, Path]
 ) -> None:
     """The hub's cache has another model of the name: where its weights are loaded, its own modules
     are, with its own pooling."""
-    served, script = tmp_path / "st", tmp_path / "mix.py"
-    run(tmp_path, "-c", _MAKE, str(served), "")
+    script, served = tmp_path / "mix.py", made[0]
+    more = {"trust_remote_code": True}, {"model_kwargs": {"offload_folder": "/nonexistent"}}
     cached = tmp_path / "hub" / "models--org--st"
     own = cached / "snapshots" / ("a" * 40)
     shutil.copytree(served, own)
@@ -138,4 +147,4 @@ def test_modules_of_peers_get_no_weights_of_the_hub(
     with daemon() as (_, address), mx.serve(served, model="org/st", coordinator=address):
         command = "-m", "mx.engines.transformers", str(script), str(own), json.dumps(more)
         said = json.loads(run(tmp_path, *command, MX_PEER_COORDINATOR=address).splitlines()[-1])
-    assert said is True
+    assert said == [True, True]

@@ -33,7 +33,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 from tests.support.certificates import Authority
 from tests.support.clients import client_of
 from tests.support.commands import Run, free_port, serve, start_coordinator
-from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.redis_server import RedisServer, needs_redis, patience, redis_server
 
 pytestmark = [pytest.mark.integration, needs_redis]
 
@@ -62,7 +62,7 @@ models = "*"
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
+    with redis_server() as running, patience():
         yield running
 
 

@@ -246,8 +246,12 @@ def test_a_lie_in_a_block_that_is_read_aside_is_not_written(
     assert [left.source for left in report.left] == [lying]
 
 
+#: So fast that a pull of the large checkpoint takes two seconds.
+SLOWLY = ("--max-bandwidth", "200MB/s")
+
+
 def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    sources = [serve(run, large_checkpoint, "m", coordinator) for _ in range(2)]
+    sources = [serve(run, large_checkpoint, "m", coordinator, *SLOWLY) for _ in range(2)]
     slices = {"*o_proj*": mx.Shard(1, 0, 2), "*down_proj*": mx.Shard(1, 0, 2)}
     with api.pull("m", coordinator=coordinator, transport="tcp", slices=slices) as pull:
         next(pull.layers())
@@ -265,7 +269,7 @@ def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint:
 
 
 def test_the_only_source_dies(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator)
+    source = serve(run, large_checkpoint, "m", coordinator, *SLOWLY)
     slices = {"*down_proj*": mx.Shard(1, 0, 2)}
     with api.pull("m", coordinator=coordinator, transport="tcp", slices=slices) as pull:
         next(pull.layers())

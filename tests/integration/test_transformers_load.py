@@ -43,7 +43,7 @@ LARGE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 SLOW = ("--max-bandwidth", "4MB/s")
-SETTINGS = config.load({"stall_timeout_s": 1.0})
+SETTINGS = config.load({"stall_timeout_s": 3.0})
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from mx.errors import (
 )
 from tests.integration.halfway import NEAR, SHAPES, Net, kill, net_of
 from tests.support.commands import Run, RunIn, free_port, serve, start_coordinator
-from tests.support.outcomes import error_of
+from tests.support.outcomes import error_of, until
 from tests.support.tensors import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.long]
@@ -37,8 +37,7 @@ def test_a_pull_that_is_there_first(run: Run, checkpoint: Path) -> None:
     """Before the coordinator, and before the source."""
     address = f"127.0.0.1:{free_port()}"
     with api.pull("m", coordinator=address, wait_s=50) as pull:
-        time.sleep(0.5)
-        assert pull.progress().phase == "waiting for a source"
+        until(lambda: pull.progress().phase == "waiting for a source", "a pull that waits")
         start_coordinator(run, port=int(address.rpartition(":")[2]))
         time.sleep(0.5)
         serve(run, checkpoint, "m", address)
@@ -236,7 +235,7 @@ def test_ctrl_c_in_the_middle_of_a_wait(net: Net) -> None:
 def test_without_a_wait_the_end_comes_at_once(
     run: Run, coordinator: str, large_checkpoint: Path
 ) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator)
+    source = serve(run, large_checkpoint, "m", coordinator, "--max-bandwidth", "200MB/s")
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         next(pull.layers())
         source.signal(signal.SIGKILL)

@@ -147,8 +147,18 @@ def test_with_no_other_holder_the_error_says_who_wrote(
     until(lambda: not givers(coordinator), "end of its registration")
 
 
-@pytest.mark.parametrize("mode", ["arena", "module", "filled"])
-@pytest.mark.parametrize("third", ["origin", "replica"])
+@pytest.mark.parametrize(
+    ("third", "mode"),
+    [
+        ("origin", "filled"),
+        ("replica", "arena"),
+        ("replica", "module"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("origin", "arena"), ("origin", "module"), ("replica", "filled"))
+        ),
+    ],
+)
 def test_readers_get_the_right_bytes_from_another_holder(
     run: Run,
     coordinator: str,

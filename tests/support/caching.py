@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from mx import api, config
 from mx.api.caching import cached
 from mx.wire.cache import CacheStatus
+from tests.support import forkserver
 from tests.support.commands import Command, Run, environment
 
 APART = ("unshare", "--user", "--map-root-user")
@@ -31,6 +32,11 @@ class ApartCommand(Command):
 
     def command(self, entry: str) -> list[str]:
         return [*APART, *super().command(entry)]
+
+    def fork(
+        self, entry: str, arguments: Sequence[str], env: dict[str, str]
+    ) -> forkserver.Forked | None:
+        return forkserver.started(entry, arguments, env, namespace=forkserver.OWN_USERS)
 
 
 @dataclass(frozen=True)

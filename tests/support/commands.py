@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,13 @@ def environment(**more: str) -> dict[str, str]:
 class Command:
     """One of our commands in a process of its own, standard output and error kept apart."""
 
+    #: Code that changes what is imported of mx, run before the command.
+    change = ""
+
     def __init__(self, *arguments: str, daemon: bool = False, env: dict[str, str] | None = None):
         entry = "coordinator_main" if daemon else "main"
         env = env or environment()
-        forked = None
-        if type(self).command is Command.command:  # it is started as any command
-            forked = forkserver.started(entry, arguments, env)
-        self.process = forked or subprocess.Popen(
+        self.process = self.fork(entry, arguments, env) or subprocess.Popen(
             [*self.command(entry), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -78,7 +78,15 @@ class Command:
             reader.start()
 
     def command(self, entry: str) -> list[str]:
-        return [sys.executable, "-c", f"from mx.cli import {entry}; {entry}()"]
+        return [sys.executable, "-c", f"{self.change}\nfrom mx.cli import {entry}; {entry}()"]
+
+    def fork(
+        self, entry: str, arguments: Sequence[str], env: dict[str, str]
+    ) -> forkserver.Forked | None:
+        """Start it as a fork; None if only a new interpreter will do."""
+        if type(self).command is not Command.command:
+            return None
+        return forkserver.started(entry, arguments, env, self.change)
 
     def _read(self, name: str) -> None:
         pipe = self.process.stdout if name == "out" else self.process.stderr
@@ -153,10 +161,18 @@ class HostCommand(Command):
 
     def __init__(self, hosts: Hosts, host: str, *arguments: str, daemon: bool = False) -> None:
         self.prefix = hosts.prefix(host)
+        self.namespace = hosts.namespace(host)
         super().__init__(*arguments, daemon=daemon)
 
     def command(self, entry: str) -> list[str]:
         return [*self.prefix, *super().command(entry)]
+
+    def fork(
+        self, entry: str, arguments: Sequence[str], env: dict[str, str]
+    ) -> forkserver.Forked | None:
+        if type(self).command is not HostCommand.command:
+            return None
+        return forkserver.started(entry, arguments, env, self.change, self.namespace)
 
 
 RunIn = Callable[..., HostCommand]

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+from tests.support import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,31 +49,39 @@ def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+Child = subprocess.Popen[str] | forkserver.Forked
+ChildT = TypeVar("ChildT", bound=Child)
+
+
 @contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+def ended(process: ChildT) -> Iterator[ChildT]:
     """Yield the child; kill and reap it afterwards."""
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @contextmanager
 def daemon(
-    listen: str = "127.0.0.1:0", *, lease_s: float = 1.0, tls: tuple[str, ...] = ()
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a coordinator daemon and the address that it says it listens on."""
-    with ended(python(_DAEMON, listen, str(lease_s), *tls)) as process:
+    listen: str = "127.0.0.1:0", *, lease_s: float = 15.0, tls: tuple[str, ...] = ()
+) -> Iterator[tuple[Child, str]]:
+    """Yield a coordinator daemon and the address that it says it listens on. Leases outlast an
+    import that keeps a source in this process from its heartbeats."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'transports'}"}
+    child = forkserver.python(_DAEMON, listen, str(lease_s), *tls, env=env, errors=True)
+    with ended(child) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
         assert line.startswith("mx-coordinator listening on "), line + process.stderr.read()
         yield process, line.split()[-1]
 
 
-def terminate(process: subprocess.Popen[str]) -> int:
+def terminate(process: Child) -> int:
     """Send SIGTERM and return the exit code."""
     process.send_signal(signal.SIGTERM)
-    return process.wait(10)
+    return process.wait(60)

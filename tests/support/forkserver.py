@@ -4,12 +4,13 @@ Most of the tests' time went into imports: half a second of a core for each of s
 processes. What is inherited is imported modules alone: the server has one thread, has run nothing
 of mx, and is the parent of processes as real as any (their exit included). What an interpreter
 reads as it starts (`PYTHON*`, `LD_*` ...) can't be given to a fork; such commands, and those of
-another host or user, start an interpreter of their own.
+another user, start an interpreter of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -19,14 +20,22 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
-#: Variables that count when an interpreter or a library starts.
+#: Variables that count when an interpreter or a library starts; and when transformers is imported.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GRPC_")
-#: What most commands import, before or while they run; and what code imports that uses torch.
+_AT_IMPORT = {"transformers": ("HF_", "OMP_")}
+#: What most commands import, before or while they run; what code imports that uses torch; and what
+#: is imported before transformers is patched.
+_AUTO = (
+    "configuration", "feature_extraction", "image_processing", "modeling", "processing",
+    "tokenization", "video_processing",
+)  # fmt: skip
 _IMPORTED = {
     "commands": (
         "mx.api.bundles",
@@ -49,9 +58,21 @@ _IMPORTED = {
         "mx.coordinator.daemon",
     ),
     "torch": ("mx.api.pulling", "mx.api.serving", "torch", "safetensors.torch"),
+    "transformers": (
+        "mx.api.pulling",
+        "mx.api.serving",
+        "safetensors.torch",
+        "transformers.modeling_utils",
+        "mx.engines.transformers.patched",
+        *(f"transformers.models.auto.{each}_auto" for each in _AUTO),
+    ),
 }
 _MAX_REQUEST = 1 << 17
+_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUSER = 0x40000000, 0x00020000, 0x10000000
+_MS_REC, _MS_SLAVE, _MNT_DETACH = 1 << 14, 1 << 19, 2
 _TICK_S = 0.01
+#: In place of a network namespace's name: a namespace of users.
+OWN_USERS = "/users"
 
 
 class Forked:
@@ -133,7 +154,8 @@ class ForkServer:
             env: The environment in which it imports.
             imported: A name in `_IMPORTED`.
         """
-        self._env = _at_start(env)
+        self._counting = (*_AT_START, *_AT_IMPORT.get(imported, ()))
+        self._env = self._at_start(env)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = f"{theirs.fileno()}, {imported!r}"
         code = f"from tests.support import forkserver; forkserver.main({arguments})"
@@ -150,12 +172,24 @@ class ForkServer:
 
     def can(self, env: Mapping[str, str]) -> bool:
         """Return True if a fork is what a new interpreter would be in this environment."""
-        return _at_start(env) == self._env
+        return self._at_start(env) == self._env
 
-    def start(self, entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked:
-        """Start `mx.cli.<entry>()` with these arguments, standard output and error in pipes."""
+    def _at_start(self, env: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in env.items() if name.startswith(self._counting)}
+
+    def start(
+        self,
+        code: str,
+        entry: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        namespace: str = "",
+    ) -> Forked:
+        """Run code, and `mx.cli.<entry>()` if there is an entry, with these arguments, standard
+        output and error in pipes; in a namespace if one is named (`_enter`)."""
         out, err = os.pipe(), os.pipe()
-        pid, status = self._start({"entry": entry}, arguments, env, (out[1], err[1]))
+        what = {"code": code, "entry": entry, "namespace": namespace}
+        pid, status = self._start(what, arguments, env, (out[1], err[1]))
         return Forked(pid, status, open(out[0], "rb"), open(err[0], "rb"))
 
     def run(
@@ -196,10 +230,6 @@ class ForkServer:
         self._process.wait()
 
 
-def _at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(_AT_START)}
-
-
 _servers: dict[str, ForkServer] = {}
 
 
@@ -218,12 +248,33 @@ def running(env: Mapping[str, str], imported: str = "commands") -> Iterator[None
         server.close()
 
 
-def started(entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked | None:
-    """Start one of our commands; None if only a new interpreter will do."""
+def started(
+    entry: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    change: str = "",
+    namespace: str = "",
+) -> Forked | None:
+    """Start one of our commands, once the code `change` has run, which sees all of mx imported; in
+    a namespace if one is named (`_enter`). None if only a new interpreter will do."""
     server = _servers.get("commands")
     if server is None or not server.can(env):
         return None
-    return server.start(entry, arguments, env)
+    return server.start(change, entry, arguments, env, namespace)
+
+
+def coded(
+    code: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    imported: str = "commands",
+    namespace: str = "",
+) -> Forked | None:
+    """Start code as `started` starts a command, where a server runs that has imported this."""
+    server = _servers.get(imported)
+    if server is None or not server.can(env):
+        return None
+    return server.start(code, "", arguments, env, namespace)
 
 
 def python(
@@ -271,13 +322,13 @@ def main(descriptor: int, imported: str) -> None:
     control = socket.socket(fileno=descriptor)
     control.send(b"ready")
     request = _serve(control)
-    if "code" in request:
+    if request:
         code = compile(request["code"], "<string>", "exec", dont_inherit=True)
         exec(code, {"__name__": "__main__"})
-    elif request:
-        from mx import cli
+        if request.get("entry"):
+            from mx import cli
 
-        getattr(cli, request["entry"])()
+            getattr(cli, request["entry"])()
 
 
 def _serve(control: socket.socket) -> dict[str, Any]:
@@ -322,8 +373,39 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> dict[str, Any]:
     for number, descriptor in zip((1, 2, 0), streams, strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if request.get("namespace"):
+        _enter(request["namespace"])
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # an import may have asked for it
     sys.argv = ["-c", *request["arguments"]]
     return request
+
+
+def _enter(namespace: str) -> None:
+    """Do what `ip netns exec` does before it executes a command; or, for `OWN_USERS`, what
+    `unshare --user --map-root-user` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: bytes | int | None) -> None:
+        given = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in arguments]
+        if getattr(libc, name)(*given):
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    if namespace == OWN_USERS:
+        ids = {
+            "setgroups": "deny",
+            "uid_map": f"0 {os.geteuid()} 1",
+            "gid_map": f"0 {os.getegid()} 1",
+        }
+        call("unshare", _CLONE_NEWUSER)
+        for name, said in ids.items():
+            Path(f"/proc/self/{name}").write_text(said)
+        return
+    with open(f"/var/run/netns/{namespace}", "rb") as file:
+        call("setns", file.fileno(), _CLONE_NEWNET)
+    call("unshare", _CLONE_NEWNS)
+    call("mount", b"", b"/", b"none", _MS_SLAVE | _MS_REC, None)
+    call("umount2", b"/sys", _MNT_DETACH)
+    call("mount", namespace.encode(), b"/sys", b"sysfs", 0, None)  # with its devices alone

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mx.coordinator.stores.redis_link import RedisLink
 from tests.support.commands import free_port
 
 needs_redis = pytest.mark.skipif(
@@ -87,3 +88,12 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def patience(answer_s: float = 10.0) -> Iterator[None]:
+    """Let Redis answer this process so late: either may have no processor for a second."""
+    with pytest.MonkeyPatch.context() as patches:
+        answering = RedisLink.answering.__wrapped__  # type: ignore[attr-defined]
+        patches.setattr(answering, "__defaults__", (answer_s,))
+        yield

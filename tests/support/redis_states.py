@@ -12,7 +12,7 @@ from mx.core.registry import Registry
 from mx.core.types import SourceRecord, SourceState
 from tests.support.owners import owned
 from tests.support.records import by_digest, make_documents, make_record, registration
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, patience
 
 DOCUMENTS, OTHERS = make_documents("A"), make_documents("B")
 SECRET = b"s" * 16
@@ -21,10 +21,11 @@ PATIENCE_S = 60.0
 
 @asynccontextmanager
 async def states(
-    server: RedisServer, many: int = 2, *, lease_s: float = 5.0
+    server: RedisServer, many: int = 2, *, lease_s: float = 5.0, answer_s: float = 10.0
 ) -> AsyncIterator[list[State]]:
-    """As many coordinators' states over one Redis."""
+    """As many coordinators' states over one Redis, which has so long to answer."""
     async with AsyncExitStack() as stack:
+        stack.enter_context(patience(answer_s))
         made = [open_state(server.url, lease_s=lease_s) for _ in range(many)]
         for state in made:
             stack.push_async_callback(state.close)

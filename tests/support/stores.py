@@ -26,7 +26,7 @@ from mx.core.registration import Registration
 from mx.core.registry import Registered, Registry
 from mx.core.store import Store
 from mx.core.types import SourceRecord
-from tests.support.redis_server import redis_server
+from tests.support.redis_server import patience, redis_server
 
 _T = TypeVar("_T")
 
@@ -80,6 +80,7 @@ def stores_of(kind: str, *, timeless: bool = True) -> Iterator[None]:
             if shutil.which("redis-server") is None:
                 pytest.skip("redis-server is not installed")
             server = stack.enter_context(redis_server())
+            stack.enter_context(patience())
             made = TimelessRedisStore if timeless else RedisStore
             _makers.append(lambda: partial(made, server.fresh_url(), lease_s=15.0))
             stack.callback(_makers.pop)

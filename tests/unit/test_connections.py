@@ -168,7 +168,7 @@ class Stage:
                     await asyncio.sleep(0)
                 step()
             try:
-                await asyncio.wait_for(running, 5)
+                await asyncio.wait_for(running, 60)
             finally:
                 await self.pool.close()
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from hypothesis import example, given, settings
@@ -41,7 +41,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with Bench(Harness(TARGET, stall_timeout_s=0.5)) as made:
+    with Bench(Harness(TARGET, stall_timeout_s=1.5)) as made:
         yield made
 
 
@@ -191,7 +191,7 @@ def test_any_list_of_places_is_refused_or_gives_no_byte_that_is_not_there(
         for at in range(min(nbytes, 4097)):
             model[begin + at] = at if address == HERE else None
     with (
-        Bench(Harness(TARGET, stall_timeout_s=0.5)) as bench,
+        Bench(Harness(TARGET, stall_timeout_s=5.0)) as bench,
         scattered_at(bench, columns, len(places)) as source,
     ):
         try:
@@ -331,7 +331,8 @@ def test_noise_at_the_socket_changes_nothing(noise: bytes) -> None:
         _, ticket = source.grant()
         with connected(ticket) as sock:
             sock.sendall(noise)
-            sock.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # it may have hung up already
+                sock.shutdown(socket.SHUT_WR)
             assert is_closed(sock)
         bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
 
@@ -361,9 +362,10 @@ def test_a_reader_that_sends_an_unexpected_message_is_cut(bench: Bench) -> None:
     with connected(ticket) as sock:
         key, secret = bytes.fromhex(document["key"]), bytes.fromhex(document["secret"])
         sock.sendall(framing.PREAMBLE.pack(shm_exposure.MAGIC, key, secret))
-        sock.sendall(b"BBBIx")
-        while sock.recv(4096):
-            pass
+        with suppress(OSError):  # it may hang up on what it has not read
+            sock.sendall(b"BBBIx")
+            while sock.recv(4096):
+                pass
     bench.eventually(lambda: source.exposure.active_readers() == 0, lambda: "still active")
 
 

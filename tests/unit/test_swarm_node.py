@@ -62,6 +62,12 @@ def node_of(
     return Node("own", reads.grid, reads, lambda: record, dial, reads.reaches, lambda: None)
 
 
+async def settled() -> None:
+    """Let everything that is ready run, and what that makes ready."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def _never(record: SourceRecord) -> PeerStream:
     raise AssertionError(f"{record.endpoint} was dialled")
 
@@ -84,8 +90,7 @@ async def greeted(
             node.heard(number, peer_pb2.SwarmMessage(request=0))
         if not coordinated_first:
             node.coordinate()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
+        await settled()
         assert [record.source_id for _, record in node.reading_from.values()] == ["near"]
     finally:
         for each in neighbours:
@@ -111,13 +116,13 @@ def test_a_neighbour_that_gives_no_more_is_asked_for_nothing_and_may_read_on() -
         node.coordinate()
         number = node.joined(peer.record, peer.stream, ALL, seeds=False)
         listening = asyncio.create_task(peer.stream.listen(lambda message: None))
-        await asyncio.sleep(0.01)
+        await settled()
         asked = list(peer.messages)
         node.gives_no_more(peer.record.key)
         assert not node.reading_from
         node.heard(number, peer_pb2.SwarmMessage(have=ALL))
         node.heard(number, peer_pb2.SwarmMessage(request=0))
-        await asyncio.sleep(0.01)
+        await settled()
         peer.stream.close()
         await listening
         await node.close()
@@ -229,7 +234,7 @@ def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
         node.withdrawn()
         assert not node.gives(0) and node.held == 0
         node.heard(number, peer_pb2.SwarmMessage(request=0))
-        await asyncio.sleep(0.01)
+        await settled()
         peer.stream.close()
         await listening
         await node.close()
@@ -290,11 +295,11 @@ def test_sources_that_a_peer_names_are_not_dialled() -> None:
         node = node_of(reads, dial, records[0])
         try:
             node.peers.told_of([*records[:100], *relays])
-            await asyncio.sleep(0.01)
+            await settled()
             assert {each.source_id for each in relays}.issuperset(dialled)
             assert 0 < len(dialled) <= MOST
             node.peers.met(records[:1])
-            await asyncio.sleep(0.01)
+            await settled()
             assert records[0].source_id in dialled, "a coordinator lists it"
         finally:
             await node.close()
@@ -329,7 +334,7 @@ def test_a_peer_that_claims_the_id_of_another_is_blamed_alone() -> None:
             liar.stream.close()
             await trading
             node.peers.met([claimed, honest])
-            await asyncio.wait_for(there.wait(), 5)
+            await asyncio.wait_for(there.wait(), 60)
             assert dialled == [honest.endpoint]
         finally:
             await node.close()

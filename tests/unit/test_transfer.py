@@ -90,7 +90,7 @@ def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: S
         good.land()
     assert setting.transfer.holdings.whole
     setting.transfer.close()
-    assert setting.transfer.join(1)
+    assert setting.transfer.join(30)
     setting.arena.extend(b"no view is left")  # BufferError if a view is left
 
 
@@ -121,7 +121,7 @@ def test_a_closed_transfer_reports_no_outcome(setting: Setting) -> None:
     for _ in range(3):
         session.fail(ClosedError("closed"))
     assert setting.listener.causes == ()
-    assert setting.transfer.join(1)
+    assert setting.transfer.join(30)
 
 
 class Chunks:

@@ -178,7 +178,7 @@ def test_slices_come_together_and_nothing_holds_on_to_memory() -> None:
     # No more buffers than reads that were in flight at a time.
     assert 0 < len(setting.transfer._destination._free) <= 2 * HeldSession.depth
     setting.transfer.close()
-    assert setting.transfer.join(1)
+    assert setting.transfer.join(30)
     assert not setting.transfer._destination._free
 
 

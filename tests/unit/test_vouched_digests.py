@@ -43,7 +43,7 @@ DIGESTS = random.Random(3).randbytes(3001 * 16)
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with Bench(Harness(TARGET, stall_timeout_s=0.5)) as made:
+    with Bench(Harness(TARGET, stall_timeout_s=1.5)) as made:
         yield made
 
 
