@@ -95,7 +95,7 @@ class FromSources(Attempt):
                 options, context.place, context.transports, wake, self.edition.reader_id
             )
             closing.push_async_callback(connector.close)
-            forced = context.transports.get(options.transport or "")
+            forced: object = context.transports.get(options.transport or "")
             if isinstance(forced, Preparing):  # while the coordinator is asked
                 prepared = asyncio.create_task(in_thread(forced.prepare), name="mx-prepare")
                 closing.push_async_callback(asyncio.wait, (prepared,))

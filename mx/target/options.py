@@ -105,13 +105,13 @@ class PullOptions(Where):
         """Return an arena: the caller's memory, memory that others can attach later, or plain
         memory of the host or a GPU. Raises ConfigError if the caller's memory is too small or its
         tensors do not fit, CapacityError."""
-        if self.into is not None and not isinstance(self.into, memoryview):
-            from mx.memory.in_place import WHOLE
-
-            what = WHOLE if self.selection is None else "the selection"
-            return self.into.arena(layout, what)
         nbytes = layout.arena_nbytes
         if self.into is not None:
+            from mx.memory.in_place import WHOLE, InPlace
+
+            if isinstance(self.into, InPlace):
+                what = WHOLE if self.selection is None else "the selection"
+                return self.into.arena(layout, what)
             if self.into.nbytes < nbytes:
                 raise ConfigError(f"{nbytes} bytes are needed, and `into` has {self.into.nbytes}")
             return BorrowedArena(self.into[:nbytes])

@@ -135,6 +135,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if getattr(vllm_config, "kv_transfer_config", None) is not None:
             # Its connector may move GPU memory by NIXL, with the UCX that a pull loads before.
             config.set_default("UCX_MODULES", "*")
+            config.set_default("UCX_MEM_MMAP_HOOK_MODE", "bistro")
         return run
 
     def _begin_caches(self, run: Run, vllm_config: Any) -> None:
