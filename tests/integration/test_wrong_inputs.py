@@ -213,7 +213,7 @@ def test_a_full_disk(run: Run, site: Site, tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("package", ["grpc", "typer", "xxhash", "safetensors"])
+@pytest.mark.parametrize("package", ["grpc", "typer", "xxhash"])
 def test_a_package_that_is_not_there(package: str, tmp_path: Path, site: Site) -> None:
     absent = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')"
     (tmp_path / f"{package}.py").write_text(absent)
