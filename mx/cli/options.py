@@ -207,7 +207,8 @@ def tracing(settings: Settings) -> AbstractContextManager[None]:
         open(settings.trace, "a", encoding="utf-8").close()
     except OSError as error:
         raise ConfigError(
-            f"{settings.origin('trace')}: cannot write {settings.trace}: {error.strerror}"
+            f"{settings.origin('trace')}: cannot write {settings.trace}: {error.strerror}",
+            hint="name a file in a folder that is there, and that this user may write to",
         ) from error
     return trace.writing(settings.trace)
 

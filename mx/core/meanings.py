@@ -157,6 +157,6 @@ def _unknown(
     hint = f"there is {there}" if names else "nothing is registered here yet"
     # Few are compared: it takes long, and whoever asks is not known to be a friend.
     alike = [each for each in names if each[:1].lower() == key.name[:1].lower()][:200]
-    if near := get_close_matches(key.name, alike, 1):
-        hint = f"the nearest name that is listed is {near[0]}"
+    if alike := get_close_matches(key.name, alike, 1):
+        hint = f"the nearest name that is listed is {alike[0]}"
     return UnknownModelError(f"no model {key.name!r} here", hint=hint)
