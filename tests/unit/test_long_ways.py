@@ -52,24 +52,15 @@ def pulled(
 
 @EXAMPLES
 @given(RATES, ROUND_TRIPS_S, STREAMS, CHUNKS_MIB)
-def test_a_way_of_any_length_is_nearly_full(
+def test_a_way_of_any_length_is_nearly_full_and_no_more_under_way_than_it_holds_a_few_times(
     rate: float, round_trip_s: float, streams: int, chunk_mib: int
 ) -> None:
     connection = far(rate, round_trip_s, streams)
-    run, least_s = pulled([connection], 10.0, chunk_mib)
+    run, least_s = pulled([connection], 6.0, chunk_mib)
     assert run.completed
     assert run.dropped == {}
     # What is not worth more requests, and some round trips until rate and way are known.
     assert run.now_s <= least_s * (1 + striping.WORTH / 2 / streams) + 6 * round_trip_s
-
-
-@EXAMPLES
-@given(RATES, ROUND_TRIPS_S, STREAMS, CHUNKS_MIB)
-def test_no_more_is_under_way_than_the_way_holds_a_few_times(
-    rate: float, round_trip_s: float, streams: int, chunk_mib: int
-) -> None:
-    connection = far(rate, round_trip_s, streams)
-    pulled([connection], 10.0, chunk_mib)
     held = connection.depth * chunk_mib * MIB
     assert connection.most_nbytes <= held + 2 * striping.way_nbytes(rate, round_trip_s)
 
@@ -86,7 +77,7 @@ def test_a_near_source_does_not_wait_for_a_far_one_at_the_end(
     near: float, distant: float, round_trip_s: float
 ) -> None:
     connections = [far(near, 0.0, source="near"), far(distant, round_trip_s, source="far")]
-    run, least_s = pulled(connections, 12.0)
+    run, least_s = pulled(connections, 6.0)
     assert run.dropped == {}
     slowest_s = 16 * MIB / min(near, distant)
     assert run.now_s <= least_s * 1.02 + 2 * slowest_s + 7 * round_trip_s
