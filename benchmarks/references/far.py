@@ -44,7 +44,7 @@ class _Lease:
     def ask(self, *_: object) -> None:
         raise NotImplementedError
 
-    def end(self) -> None: ...
+    def end(self, *, lost: bool = False) -> None: ...
 
 
 class _Listener:
