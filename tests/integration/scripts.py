@@ -35,8 +35,8 @@ def script(
             process.kill()
 
 
-def ran(code: str, *arguments: str) -> tuple[int, str, str]:
+def ran(code: str, *arguments: str, imported: str = "") -> tuple[int, str, str]:
     """Run the code to its end: exit code, standard output, standard error."""
-    with script(code, *arguments) as process:
+    with script(code, *arguments, imported=imported) as process:
         out, err = process.communicate(timeout=TIMEOUT_S)
         return process.wait(), out, err

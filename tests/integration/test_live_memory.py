@@ -220,7 +220,7 @@ with api.pull('m', coordinator=coordinator, into=target, transport='tcp') as pul
 assert target.embed.weight.equal(module.embed.weight)
 source.close()
 """
-    code_, _, err = ran(code, coordinator)
+    code_, _, err = ran(code, coordinator, imported="torch")
     assert code_ == 0, err
 
 

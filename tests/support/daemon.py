@@ -36,17 +36,19 @@ def python(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'transports'}"}
+
+
 def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of our commands to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "mx", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'transports'}"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    code = "from mx.cli import main; main()"
+    with forkserver.python(code, *arguments, env=_environment(), errors=True) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(arguments, process.wait(), out, err)
 
 
 Child = subprocess.Popen[str] | forkserver.Forked
@@ -72,8 +74,8 @@ def daemon(
 ) -> Iterator[tuple[Child, str]]:
     """Yield a coordinator daemon and the address that it says it listens on. Leases outlast an
     import that keeps a source in this process from its heartbeats."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'transports'}"}
-    child = forkserver.python(_DAEMON, listen, str(lease_s), *tls, env=env, errors=True)
+    given = (listen, str(lease_s), *tls)
+    child = forkserver.python(_DAEMON, *given, env=_environment(), errors=True)
     with ended(child) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
