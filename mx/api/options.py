@@ -121,6 +121,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         wait_s=settings.wait_s,
         nics=settings.nics,
         host=host,
+        host_modules=("mx.api.serving", "mx.source.relay") if host is not None else (),
         coordinate_always=settings.coordinated_reading == "always",
         alone_because=alone_because,
         selection=_selection(asked.get("only"), asked.get("slices")),

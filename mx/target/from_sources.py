@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import logging
 import time
 from contextlib import AsyncExitStack
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: What attaching does without.
+_FOR_TRANSFERS = (
+    "mx.swarm.sharing",
+    "mx.target.connections",
+    "mx.target.pages",
+    "mx.target.transfer",
+)
 #: A pull that follows its model waits at least so long for it while it changes.
 FOLLOW_S = 10.0
 #: How long a pull whose memory others will read waits for pages, once its bytes are there.
@@ -246,6 +254,8 @@ class FromSources(Attempt):
             if mapped is not None:
                 return self._deliver_attached(manifest, *mapped, delivery)
 
+        for name in (*_FOR_TRANSFERS, *options.host_modules):
+            await in_thread(importlib.import_module, name)  # the loop goes on meanwhile
         from mx.memory.live import LiveMemory
         from mx.target.connections import ConnectionPool
         from mx.target.pages import PageFetcher

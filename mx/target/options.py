@@ -40,7 +40,8 @@ class PullOptions(Where):
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
     empties the list). `follow` goes over to a newer revision when the weights change. `selection`
     says which tensors are wanted, None: all; `local_ranks` which pulls of this host share what they
-    want. `host` lets others read from the pull;
+    want. `host` lets others read from the pull, and needs `host_modules`, which are imported when a
+    transfer begins;
     `alone_because` says why it is None where users may not expect that.
     `cache` is the path of the socket of this host's cache, to be asked first; "" for none.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
@@ -73,6 +74,7 @@ class PullOptions(Where):
     host: MakeHost | None = None
     selection: Selection | None = None
     local_ranks: LocalRanks | None = None
+    host_modules: tuple[str, ...] = ()
     coordinate_always: bool = False
     alone_because: str = ""
     cache: str = ""
