@@ -204,7 +204,7 @@ class TransferMachine:
         load = self._take_back(connection, part)
         if load is None:
             return []
-        # Who reads what is agreed upon in coordinated reading: nothing is taken early there.
+        # In coordinated reading who reads what is agreed upon: nothing is taken early.
         load.round_trip_s = 0.0 if self._rights.coordinated else round_trip_s
         load.pace.completed(self._missing.nbytes_of(part), now_s)
         self._verification.landed(part, load, block_digests)
@@ -308,6 +308,8 @@ class TransferMachine:
     def coordinate(self) -> None:
         """From now on read a chunk only from a source that allows it."""
         self._rights.coordinate()
+        for load in self._open.values():
+            load.round_trip_s = 0.0
 
     def read_freely(self, now_s: float) -> list[Command]:
         """From now on read every chunk from every source."""

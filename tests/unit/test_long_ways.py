@@ -152,11 +152,16 @@ def test_where_parts_share_memory_one_is_read_at_a_time_however_long_the_way_is(
 
 def test_in_coordinated_reading_nothing_is_requested_early() -> None:
     machine = machine_of()
-    machine.coordinate()
     waiting = assigned(machine.add_connection(0, 4, 0.0, source="a"))
+    most_in_flight(machine, waiting, 10.0, reads=1)
+    held = len(waiting)
+    assert held > 4
+    machine.coordinate()
     for chunk in range(200):
         waiting += assigned(machine.allow("a", chunk, 0.0) or [])
-    assert most_in_flight(machine, waiting, 10.0) <= 4
+    assert len(waiting) == held  # what was under way stays so
+    most_in_flight(machine, waiting, 10.0, reads=held)
+    assert len(waiting) <= 4
 
 
 @given(RATES, st.floats(0, 1), st.integers(1, 16))
