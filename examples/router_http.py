@@ -136,7 +136,7 @@ async def _answer(
 @dataclass(frozen=True)
 class Reply:
     """A server's answer, while it comes. `parts` is its body as it was sent, and `framing` the
-    header that says how it ends; the two go together to whoever reads it.
+    header that says how it ends; the two go together to the client.
 
     `parts` raises EOFError where the body breaks off, OSError where the connection does.
     """

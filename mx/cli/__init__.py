@@ -28,9 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx`; never returns."""
     with _interruptible():
         config.quieten_grpc()
-        atexit.register(
-            gc.freeze
-        )  # or the exit looks at all objects, which takes as long as a pull
+        # The collection at exit looks at all objects, which takes as long as a pull.
+        atexit.register(gc.freeze)
         from mx.cli.app import app
         from mx.cli.outcome import run
 

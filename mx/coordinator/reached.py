@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 #: How long a source may take to accept a connection: its registration is answered afterwards.
 _DIAL_S = 1.0
 
-#: Whoever registers causes connections to addresses that he names: one at a time and address.
+#: A registration causes a connection to an address that its caller names: one per caller's address
+#: in a while.
 _dialled = Throttle()
 
 

@@ -155,7 +155,7 @@ def _unknown(
     names = bindings.names
     there = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
     hint = f"there is {there}" if names else "nothing is registered here yet"
-    # Few are compared: it takes long, and whoever asks is not known to be a friend.
+    # Few names are compared: a comparison takes long, and any caller can ask for one.
     alike = [each for each in names if each[:1].lower() == key.name[:1].lower()][:200]
     if alike := get_close_matches(key.name, alike, 1):
         hint = f"the nearest name that is listed is {alike[0]}"
