@@ -2,8 +2,8 @@
 
 The slots lie in a memfd that another process can map to read: the one of ucx's agent, which so
 needs no GPU and has no secrets. A reader names pieces of at most a slot; they are copied into one,
-which the reader reads and then gives back. Slots are few, and a reader that holds one too long while
-others wait loses his connection, so that each gets his turn.
+which the reader reads and then gives back. Slots are few, and a reader that holds one too long
+while others wait loses its connection, so that each gets its turn.
 """
 
 from __future__ import annotations
