@@ -27,17 +27,16 @@ def doctor(
         list[str] | None,
         typer.Option(help="Only this check, like coordinators; may be repeated.", metavar="CHECK"),
     ] = None,
-    failures: Annotated[
-        bool, typer.Option("--quiet", help="Show warnings and failures only.")
-    ] = False,
     *,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Say what this host and its fleet can and can't do, and what to change.
 
     A *failure* stops what the settings ask for, and makes the exit code 1. With a *warning* mx
     works, but slower than it could, less safely, or not for long. A *note* names what this host
     lacks, and nothing that was asked for needs. Nothing is changed, and CUDA is not started.
+    `--quiet` shows warnings and failures only.
 
     Give it the settings that the command will have that is to run here: the coordinator, the
     certificates, `--listen`.
@@ -58,7 +57,7 @@ def doctor(
     if as_json:
         outcome.emit(_object(found))
     else:
-        _show(found, quiet=failures)
+        _show(found, quiet=quiet)
     if not found.ok:
         raise typer.Exit(_EXIT_FOUND)
 

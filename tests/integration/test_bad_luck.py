@@ -467,7 +467,7 @@ def test_tls_on_daemon_source_and_target(run: Run, checkpoint: Path, tmp_path: P
         out = tmp_path / f"out{len(more)}"
         run(*base, *mine, *more, "--out", str(out)).json()
         assert same(load_file(out / "model.safetensors"), load_file(checkpoint))
-    failed(run(*base), EXIT_NO_SOURCE)
+    failed(run(*base), EXIT_NOT_ALLOWED)
     assert run(*base, *certificates.flags("foreign", authority="theirs")).wait(30) in (
         EXIT_NO_SOURCE,
         EXIT_NOT_ALLOWED,
