@@ -297,7 +297,7 @@ def serve(
         )
     folder = None if files is None else Path(files)
     key = _key_of(what, model, revision, variant)
-    if isinstance(what, str | Path):
+    if copy and isinstance(what, str | Path):
         tensor_files(Path(what))  # before a coordinator is started for them
     name_key = namekey.load(settings)
     address = coordinator or settings.coordinator

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["coordinator_main", "main"]
 
+#: The version of the objects of `--json`; raised when a field goes or changes its meaning.
+SCHEMA = 1
+
 _EXIT_INTERRUPTED = 130
 _AGAIN_S = 0.05
 
@@ -87,5 +90,5 @@ def _missing(name: str) -> int:
     if "--json" in sys.argv:
         kind = "ConfigError"
         error = {"type": kind, "message": message, "hint": hint, "exit_code": EXIT_CONFIG}
-        print(json.dumps({"error": error}), flush=True)
+        print(json.dumps({"schema": SCHEMA, "error": error}), flush=True)
     return EXIT_CONFIG

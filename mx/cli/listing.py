@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
-from mx.cli.completing import model_names
 from mx.cli.printing import NAMES, Column, table_of
 from mx.core.artifact_names import model_and_set
 from mx.core.reference import parse_reference
@@ -33,7 +32,7 @@ def models(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="Only this one.", metavar="MODEL", autocompletion=model_names),
+        typer.Argument(help="Only this one.", metavar="MODEL", autocompletion=options.model_names),
     ] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is, at each source.")
@@ -135,7 +134,9 @@ def sources(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="Only those of this one.", metavar="MODEL", autocompletion=model_names),
+        typer.Argument(
+            help="Only those of this one.", metavar="MODEL", autocompletion=options.model_names
+        ),
     ] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")

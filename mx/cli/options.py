@@ -37,6 +37,13 @@ def _transport_names() -> list[str]:
     return plugins.names()
 
 
+def model_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of models that begin so, for a shell: see `mx.cli.completing`."""
+    from mx.cli.completing import model_names as names
+
+    return names(context, incomplete)
+
+
 Variant = Annotated[
     str,
     typer.Option(

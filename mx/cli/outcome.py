@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from mx import log
+from mx.cli import SCHEMA
 from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 from mx.text import plain_lines
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: The version of the objects of `--json`; raised when a field goes or changes its meaning.
-SCHEMA = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 #: What the machine refuses is no fault of mx.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import options, outcome
-from mx.cli.completing import model_names
 from mx.cli.printing import Column, table_of
 from mx.cli.words import in_flags
 from mx.errors import EXIT_NO_SOURCE
@@ -39,7 +38,7 @@ def plan(
         typer.Argument(
             help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights.",
             metavar="MODEL",
-            autocompletion=model_names,
+            autocompletion=options.model_names,
         ),
     ],
     source: Annotated[

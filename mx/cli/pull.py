@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import live, notify, options, outcome
-from mx.cli.completing import model_names
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
@@ -28,7 +27,7 @@ def pull(
         typer.Argument(
             help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models).",
             metavar="MODEL",
-            autocompletion=model_names,
+            autocompletion=options.model_names,
         ),
     ],
     source: Annotated[

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.text import Text
 
 from mx.cli import options, outcome
-from mx.cli.completing import model_names
 from mx.cli.keys import Keys
 from mx.cli.listing import layers_held, source_object
 from mx.cli.printing import NAMES, Column, Plain, table_of
@@ -43,7 +42,7 @@ def top(
     model: Annotated[
         str,
         typer.Argument(
-            help="Only what concerns this one.", metavar="MODEL", autocompletion=model_names
+            help="Only what concerns this one.", metavar="MODEL", autocompletion=options.model_names
         ),
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import options, outcome, topo_tables
-from mx.cli.completing import model_names
 
 if TYPE_CHECKING:
     from mx.api.survey import SourceReach, TopologyReport
@@ -23,7 +22,7 @@ def topo(
         typer.Argument(
             help="Also the paths from the sources of this one.",
             metavar="MODEL",
-            autocompletion=model_names,
+            autocompletion=options.model_names,
         ),
     ] = "",
     sources: Annotated[
