@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from mx import codec
@@ -77,6 +79,7 @@ class CoordinatorServicer(ListingServicer):
         self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch)
         self._marks = Marks(state.store, self._proofs, state.lease_s)
         self._decoded = Decoded()
+        self._rng = random.Random()
         self._log = WatchLog()
         self._names = MeantLog()
         self._layouts = layout_rules.InUse(state.now())
@@ -364,13 +367,14 @@ class CoordinatorServicer(ListingServicer):
         return response
 
     def _sources_that_fit(self, sources: Sequence[Listed]) -> list[pb.Source]:
-        """Return the messages of sources; of too many for one answer, a fair choice."""
+        """Return the messages of sources; of too many for one answer, a fair choice, which is
+        another one for each who asks."""
         sized = [self._messages.sized(listed.record) for listed in sources]
         if len(sized) <= _MAX_RESOLVED and sum(size for _, size in sized) <= ANSWER_BYTES:
             return [message for message, _ in sized]
         size_of = {id(listed): size for listed, (_, size) in zip(sources, sized, strict=True)}
         nbytes, taken = 0, list[Listed]()
-        for listed in in_turn(sources)[:_MAX_RESOLVED]:
+        for listed in islice(in_turn(sources, self._rng), _MAX_RESOLVED):
             nbytes += size_of[id(listed)]
             if nbytes > ANSWER_BYTES and taken:
                 break

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import members_of
 from mx.units import count, format_bytes
+
+if TYPE_CHECKING:
+    import random
 
 
 @dataclass(slots=True)
@@ -105,22 +109,31 @@ def in_order(sources: Iterable[Listed]) -> list[Listed]:
     return sorted(sources, key=lambda s: (s.binding, s.record.role is not SourceRole.ORIGIN))
 
 
-def in_turn(sources: Iterable[Listed]) -> list[Listed]:
-    """Return sources so that the first ones are a fair choice: origins come first, addresses take
+def in_turn(sources: Iterable[Listed], rng: random.Random) -> Iterator[Listed]:
+    """Yield sources so that the first ones are a fair choice: origins come first, addresses take
     turns, and at each address its bindings do. So an answer that has to be cut off still has
-    sources of others than who registers many."""
-    in_binding: Counter[tuple[bool, str, int]] = Counter()
-    ranked: list[tuple[bool, int, int, Listed]] = []
+    sources of others than who registers many. Which address begins, and which source of a binding
+    comes next, is drawn: else all who ask would know the same few, and those would be full.
+
+    Args:
+        sources: The sources.
+        rng: Draws.
+    """
+    places: dict[bool, dict[str, dict[int, list[Listed]]]] = {False: {}, True: {}}
     for listed in sources:
-        relay = listed.record.role is not SourceRole.ORIGIN
-        who = (relay, listed.address, listed.binding)
-        ranked.append((relay, in_binding[who], listed.binding, listed))
-        in_binding[who] += 1
-    ranked.sort(key=lambda each: each[:3])
-    turns: Counter[tuple[bool, str]] = Counter()
-    found: list[tuple[bool, int, Listed]] = []
-    for relay, _, _, listed in ranked:
-        found.append((relay, turns[relay, listed.address], listed))
-        turns[relay, listed.address] += 1
-    found.sort(key=lambda each: each[:2])
-    return [listed for _, _, listed in found]
+        at_address = places[listed.record.role is not SourceRole.ORIGIN]
+        bindings = at_address.setdefault(listed.address, {})
+        bindings.setdefault(listed.binding, []).append(listed)
+    for addresses in places.values():
+        turns = [deque(bindings.values()) for bindings in addresses.values()]
+        first = rng.randrange(len(turns)) if turns else 0
+        turns = turns[first:] + turns[:first]
+        while turns:
+            for waiting in turns:
+                alike = waiting.popleft()
+                drawn = rng.randrange(len(alike))
+                alike[drawn], alike[-1] = alike[-1], alike[drawn]
+                yield alike.pop()
+                if alike:
+                    waiting.append(alike)
+            turns = [waiting for waiting in turns if waiting]

@@ -101,25 +101,24 @@ async def _close(store: KeptStore, again: Callable[[], KeptStore]) -> None:
     later = again()
     await later.open()
     try:
-        assert whole(later) == whole(store)
+        parts = zip(whole(later), whole(store), strict=True)
+        assert not (differing := [each for each in parts if each[0] != each[1]]), differing
     finally:
         await later.close()
 
 
-def whole(store: KeptStore) -> object:
-    """All that a store has to keep, as text; without leases."""
+def whole(store: KeptStore) -> tuple[object, ...]:
+    """All that a store has to keep, as text; without leases, and without the order of sources,
+    which is that of their times: those of one time have none."""
     return (
         store.epoch,
         store.doubt_until_s,
         store.latest,
         {state.name: encode(state) for state in store.names()},
-        [
-            (
-                listed.record.source_id,
-                encode(replace(listed, lease_until_s=0, readers=0, gb_per_s=0)),
-            )
+        {
+            listed.record.source_id: encode(replace(listed, lease_until_s=0, readers=0, gb_per_s=0))
             for listed in store.sources()
-        ],
+        },
         [(kind, dict(counts)) for kind, counts in store._counts.items()],
         +store._totals,
         sorted(digest for digest, _ in store.documents()),

@@ -80,7 +80,8 @@ class FailingPull:
 
 def test_no_bars_stay_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(live, "notes", Console(file=screen, force_terminal=True, width=80))
+    console = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr(live, "notes", lambda: console)
     monkeypatch.setattr(live, "shows_progress", lambda: True)
     with pytest.raises(IncompleteError):
         live.follow(FailingPull())  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -513,7 +514,7 @@ class Machine(RuleBasedStateMachine):
         bindings = [s.binding for s in found.sources]
         assert numbers == sorted(numbers) and bindings == sorted(bindings)
         assert len({*numbers}) == len({*bindings}) == len({*zip(numbers, bindings, strict=True)})
-        assert {*map(id, in_turn(found.sources))} == {*map(id, found.sources)}
+        assert {*map(id, in_turn(found.sources, random.Random(0)))} == {*map(id, found.sources)}
 
     def newest_served(self, name: str) -> None:
         """A name alone means the newest revision that is served; if none is, the newest."""
