@@ -234,11 +234,11 @@ def test_revisions_and_variants_are_listed_apart(
 
 
 def test_sigterm_drains(run: Run, coordinator: str, large_checkpoint: Path) -> None:
-    source = serve(run, large_checkpoint, "m", coordinator)
+    source = serve(run, large_checkpoint, "m", coordinator, "--drain-grace-s", "60")
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         next(pull.layers())
         source.signal(signal.SIGTERM)
-        assert pull.wait(30).layers == 34
+        assert pull.wait(60).layers == 34
     assert source.wait() == 0
     assert api.list_sources("m", coordinator=coordinator) == []
 
