@@ -120,7 +120,8 @@ def test_the_only_source_is_killed_and_started_again(
     assert pull.wait() == EXIT_OK
     assert same(load_file(tmp_path / "out" / "model.safetensors"), load_file(net.weights))
     assert sum(path["bytes"] for path in report["paths"]) == net.nbytes
-    assert len(report["paths"]) >= 2
+    # What came from one address is one path, though two processes gave it.
+    assert len(report["paths"]) == (1 if port == 7701 else 2)
     assert report["retries"] > 0
     # What had come is not read again; what was on its way is.
     assert net.sent_nbytes() - before < 1.4 * net.nbytes
