@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from mx.core.types import SourceRole
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -102,3 +103,20 @@ async def test_the_heartbeat_of_a_source_that_is_late_finds_it_still_listed() ->
         finally:
             await client.close()
             await channel.close(None)
+
+
+@pytest.mark.timeout(120)
+async def test_of_more_sources_than_an_answer_has_each_answer_names_others() -> None:
+    documents = make_documents("A")
+    with daemon(lease_s=60.0) as (_, address):
+        client = CoordinatorClient(address)
+        try:
+            for _ in range(300):
+                record = make_record(documents, role=SourceRole.RELAY)
+                await register_at(client, record, by_digest(documents), source_secret=b"s" * 32)
+            answers = [await client.resolve(record.model.name) for _ in range(12)]
+            named = [{source.source_id for source in answer.sources} for answer in answers]
+            assert {len(each) for each in named} == {256}
+            assert len(set.union(*named)) == 300
+        finally:
+            await client.close()
