@@ -108,17 +108,23 @@ async def _close(store: KeptStore, again: Callable[[], KeptStore]) -> None:
 
 
 def whole(store: KeptStore) -> tuple[object, ...]:
-    """All that a store has to keep, as text; without leases, and without the order of sources,
-    which is that of their times: those of one time have none."""
+    """All that a store has to keep, as text; without leases. Sources are in order, but for those
+    of one time in Redis, which have none."""
+    since = getattr(store, "_listed_s", {})
+    sources: list[tuple[object, dict[str, str]]] = []
+    for number, listed in enumerate(store.sources()):
+        source_id = listed.record.source_id
+        time_s: object = since.get(source_id, number)
+        if not sources or sources[-1][0] != time_s:
+            sources.append((time_s, {}))
+        text = encode(replace(listed, lease_until_s=0, readers=0, gb_per_s=0))
+        sources[-1][1][source_id] = text
     return (
         store.epoch,
         store.doubt_until_s,
         store.latest,
         {state.name: encode(state) for state in store.names()},
-        {
-            listed.record.source_id: encode(replace(listed, lease_until_s=0, readers=0, gb_per_s=0))
-            for listed in store.sources()
-        },
+        sources,
         [(kind, dict(counts)) for kind, counts in store._counts.items()],
         +store._totals,
         sorted(digest for digest, _ in store.documents()),
