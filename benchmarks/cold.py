@@ -12,8 +12,6 @@ compiled. CPU times are shown, too: they say more on a machine that does other w
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import statistics
@@ -169,21 +167,23 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def rows(rounds: int, each: int = 5) -> list[harness.Row]:
+    """Return the rows of a small model that is served for them.
+
+    Args:
+        rounds: Each gives a ratio of medians.
+        each: How many processes of each kind in a round.
+    """
+    with tempfile.TemporaryDirectory() as folder, closing(Cluster()) as cluster:
+        return measure(cold(cluster, Path(folder)), rounds, each)
+
+
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--each", type=int, default=5, help="processes of each kind in a round")
-    parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, closing(Cluster()) as cluster:
-        rows = measure(cold(cluster, Path(folder)), options.rounds, options.each)
-    if options.json:
-        print(json.dumps({"machine": harness.machine(), "rows": [row.to_json() for row in rows]}))
-        return
-    print(harness.machine())
-    for row in rows:
-        print(f"{row.work:<52}{row.value:>6} {row.unit}  {row.bar}  {row.detail}")
+    harness.show(rows(options.rounds, options.each), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ used it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -163,26 +162,33 @@ def _listed(ratios: Sequence[float]) -> str:
     return ", ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
-def main() -> None:
-    """Print the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cold-source", action="store_true", help="a new source for each pull")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args()
+def rows(
+    rounds: int, say: Callable[[str], None], *, cold_source: bool = False
+) -> list[harness.Row]:
+    """Return all rows; without those of links, with the reason to `say`, if hosts can't be made.
+
+    Args:
+        rounds: Interleaved rounds.
+        say: Reports what is left out.
+        cold_source: Whether each pull has a source of its own, which nothing has read from.
+    """
     reason = unavailable()
     with tempfile.TemporaryDirectory() as folder:
-        rows = [first_row(Path(folder), max(5, options.rounds))]
+        found = [first_row(Path(folder), max(5, rounds))]
         if reason is None:
-            rows += links_rows(Path(folder), options.rounds, cold=options.cold_source)
-    if options.json:
-        print(json.dumps({"machine": harness.machine(), "rows": [row.to_json() for row in rows]}))
-        return
-    print(harness.machine())
-    for row in rows:
-        print(f"{row.work:<52}{row.value:>6} {row.unit}  {row.bar}  {row.detail}")
-    if reason is not None:
-        print(f"links: skipped, {reason}")
+            found += links_rows(Path(folder), rounds, cold=cold_source)
+        else:
+            say(f"links: skipped, {reason}")
+    return found
+
+
+def main() -> None:
+    """Print the rows."""
+    parser = harness.parser(__doc__, rounds=3)
+    parser.add_argument("--cold-source", action="store_true", help="a new source for each pull")
+    options = parser.parse_args()
+    found = rows(options.rounds, harness.say, cold_source=options.cold_source)
+    harness.show(found, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from .references.far import BLOCK, LAYER_BYTES, MIB
 from .references.sockets import RawSockets
 
 BAR = 0.9
+MBIT_PER_S = (100.0, 1000.0)
+DELAYS_MS = (1.0, 20.0, 100.0)
 PULLS = (1, 4)
 STREAMS = 2  # of a pull
 #: About how long a link takes for what is moved.
@@ -109,8 +111,8 @@ def _contestants(
 
 
 def rows(
-    mbits: list[float],
-    delays_ms: list[float],
+    mbits: Sequence[float],
+    delays_ms: Sequence[float],
     rounds: int,
     say: Callable[[str], None],
     *,
@@ -142,8 +144,8 @@ def rows(
 def main() -> None:
     """Print the rows."""
     parser = harness.parser(__doc__, rounds=3)
-    parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000])
-    parser.add_argument("--delay-ms", type=float, nargs="+", default=[1, 20, 100])
+    parser.add_argument("--mbit", type=float, nargs="+", default=MBIT_PER_S)
+    parser.add_argument("--delay-ms", type=float, nargs="+", default=DELAYS_MS)
     parser.add_argument("--link-s", type=float, default=LINK_S, help="what a link moves, in time")
     parser.add_argument("--beside", default="", help="the root of another checkout of mx")
     options = parser.parse_args()

@@ -259,7 +259,10 @@ def _memory_row(model: str, who: str, over_mib: float, own_mib: float) -> harnes
 
 
 def run(
-    only: Sequence[str], models: Sequence[str], transports: Sequence[str], rounds: int
+    only: Sequence[str],
+    models: Sequence[str] = tuple(MODELS),
+    transports: Sequence[str] = TRANSPORTS,
+    rounds: int = 5,
 ) -> list[harness.Row]:
     """Measure and return rows.
 

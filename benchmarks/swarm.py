@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -182,6 +181,40 @@ def rows(one: list[Round], many: list[Round], targets: int) -> list[harness.Row]
     ]
 
 
+def measured(
+    folder: Path,
+    rounds: int,
+    say: Callable[[str], None],
+    *,
+    targets: int = 8,
+    mib: int = 1024,
+    mbit_per_s: float = 1000,
+    log: Path | None = None,
+) -> list[harness.Row]:
+    """Return the rows of pulls between hosts of their own; none, with the reason to `say`, if these
+    can't be made.
+
+    Args:
+        folder: Keeps the checkpoint between runs.
+        rounds: Each is one target alone, then all of them.
+        say: Reports what is left out.
+        targets: How many pull at once.
+        mib: The size of the model.
+        mbit_per_s: The speed of each host's link, each way.
+        log: A file for the errors of the processes.
+    """
+    reason = unavailable()
+    if reason is not None:
+        say(f"swarm: skipped, {reason}")
+        return []
+    path = checkpoint(folder, mib)
+    with Hosts() as hosts, closing(Rig(hosts, path, targets, mbit_per_s, log)) as rig:
+        rig.pull(targets)  # loads code
+        pairs = [(rig.pull(1), rig.pull(targets)) for _ in range(rounds)]
+    one, many = ([pair[side] for pair in pairs] for side in (0, 1))
+    return rows(one, many, targets)
+
+
 def main() -> None:
     parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--targets", type=int, default=8)
@@ -189,16 +222,17 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=1000)
     parser.add_argument("--log", type=Path, help="a file for the errors of the processes")
     given = parser.parse_args()
-    reason = unavailable()
-    if reason is not None:
-        sys.exit(reason)
-    with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
-        path = checkpoint(Path(folder), given.mib)
-        with closing(Rig(hosts, path, given.targets, given.mbit, given.log)) as rig:
-            rig.pull(given.targets)  # loads code
-            pairs = [(rig.pull(1), rig.pull(given.targets)) for _ in range(given.rounds)]
-    one, many = ([pair[side] for pair in pairs] for side in (0, 1))
-    harness.show(rows(one, many, given.targets), as_json=given.json)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(
+            Path(folder),
+            given.rounds,
+            harness.say,
+            targets=given.targets,
+            mib=given.mib,
+            mbit_per_s=given.mbit,
+            log=given.log,
+        )
+    harness.show(found, as_json=given.json)
 
 
 if __name__ == "__main__":
