@@ -314,7 +314,7 @@ def build_layout(
 
     if aliases:
         _check_aliases(aliases, dict(zip(names, kind, strict=True)), kinds, size_of)
-    return Layout(built, tensors, aliases, version)
+    return Layout(built, tensors, aliases, version, (names, kinds, kind))
 
 
 def _check_names(

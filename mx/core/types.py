@@ -121,6 +121,11 @@ class Layer:
     first_tensor: int
 
 
+#: The name of each tensor, the dtypes, shapes and strides that there are, and the index into these
+#: of each tensor: there are many tensors, and few such kinds.
+Forms = tuple[Sequence[str], Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], Sequence[int]]
+
+
 class Layout:
     """Layers in execution order, and each tensor's place in them.
 
@@ -136,7 +141,10 @@ class Layout:
         tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
         aliases: Sequence[Alias] = (),
         version: int | None = None,
+        forms: Forms | None = None,
     ) -> None:
+        if forms is not None:
+            self.forms = forms
         self.version = newest() if version is None else version
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._tensors = tensors
@@ -151,6 +159,13 @@ class Layout:
             made = tuple(made())
             self._tensors = made  # releases what the function refers to
         return tuple(made)
+
+    @cached_property
+    def forms(self) -> Forms:
+        """The names and forms of the tensors, in their order, for which `tensors` need not be."""
+        kinds = [(tensor.dtype, tensor.shape, tensor.stride) for tensor in self.tensors]
+        index_of = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+        return [t.name for t in self.tensors], [*index_of], [index_of[kind] for kind in kinds]
 
     @cached_property
     def arena_nbytes(self) -> int:
