@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -21,6 +21,7 @@ from mx.core.types import (
     Tensor,
 )
 from mx.errors import ManifestError
+from mx.records import record
 from mx.text import shown
 from mx.units import align_up
 
@@ -37,7 +38,7 @@ Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 Columns = tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TensorSpec:
     """A tensor's name and form: `dtype` as safetensors spells it, `shape` and `stride` in elements.
 

@@ -19,6 +19,7 @@ from mx.core.digest import document_digest, pin_of
 from mx.core.grid import ChunkGrid
 from mx.core.layout_rules import RULES, newest
 from mx.core.topology import Place
+from mx.records import record
 from mx.units import align_up, count, format_bytes
 
 TENSOR_ALIGNMENT_BYTES = 256
@@ -57,7 +58,7 @@ DTYPE_BITS: dict[str, int] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ModelKey:
     """The key of a registered manifest: a name, a revision and one variant of them.
 
@@ -89,7 +90,7 @@ class Tensor(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Alias:
     """A tensor without bytes of its own: a strided view of another tensor's bytes.
 
@@ -104,7 +105,7 @@ class Alias:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Layer:
     """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
     of its space.
@@ -312,7 +313,7 @@ class Manifest:
         return ChunkGrid(self.layout, rules.chunk_nbytes(self.layout.payload_nbytes))
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Region:
     """One piece of registered memory. `base` is its address in the source's process.
 
