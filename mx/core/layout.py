@@ -282,9 +282,9 @@ def build_layout(
         raise ManifestError("the layout's columns differ in length")
     if min(kind) < 0 or max(kind) >= len(kinds):
         raise ManifestError("a tensor names a kind that is not there")
-    size_of = [kind_nbytes(k) for k in kinds]
+    size_of = list(map(kind_nbytes, kinds))
     space_of = [align_up(size, TENSOR_ALIGNMENT_BYTES) for size in size_of]
-    nbytes = [size_of[k] for k in kind]
+    nbytes = list(map(size_of.__getitem__, kind))
     places: list[int] = []
     built: list[Layer] = []
     arena_offset = first = 0

@@ -13,6 +13,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
@@ -179,7 +181,8 @@ class Layout:
     @cached_property
     def payload_nbytes(self) -> int:
         """The bytes of tensor data, without padding: the bytes that a pull moves."""
-        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents)
+        every = chain.from_iterable(map(attrgetter("extents"), self.layers))
+        return sum(map(itemgetter(1), every))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
