@@ -10,9 +10,9 @@ against the same pull between contiguous memory. All memory is there before, and
 contiguous destination is one allocation with pages as small as the tensors have. Where each tensor
 is small, pulls into them are measured against a bare program, too, which looks at the same tensors
 and fills them (`benchmarks/references/scattered.py`). `place`: a pull into tensors, against a pull
-into a new arena and a copy of it into the tensors. Time runs from the call of `mx.pull`, which looks
-at every tensor, to the last layer event. `work`: what a lender's own computing takes while ten
-readers pull. `lent`: memory beyond the model.
+into a new arena and a copy of it into the tensors. Time runs from the call of `mx.pull`, which
+looks at every tensor, to the last layer event. `work`: what a lender's own computing takes while
+ten readers pull. `lent`: memory beyond the model.
 """
 
 from __future__ import annotations
