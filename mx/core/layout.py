@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from operator import itemgetter
 
 from mx.core.layout_rules import RULES, newest
 from mx.core.packaging import MAX_NAME_CHARS, bad_tensor_name
@@ -278,7 +279,7 @@ def build_layout(
         ManifestError: An argument is malformed, or they contradict each other.
     """
     _check_names(layers, names, aliases)
-    if len(kind) != len(names) or sum(count for _, count in layers) != len(names):
+    if len(kind) != len(names) or sum(map(itemgetter(1), layers)) != len(names):
         raise ManifestError("the layout's columns differ in length")
     if min(kind) < 0 or max(kind) >= len(kinds):
         raise ManifestError("a tensor names a kind that is not there")

@@ -64,10 +64,8 @@ def progress_of(
         layer_nbytes: The bytes to move for each layer; None: those of its tensors.
     """
     layers = []
-    for layer in layout.layers:
-        nbytes = sum(length for _, length in layer.extents)
-        if layer_nbytes is not None:
-            nbytes = layer_nbytes[layer.index]
+    sizes = layout.layer_nbytes if layer_nbytes is None else layer_nbytes
+    for layer, nbytes in zip(layout.layers, sizes, strict=True):
         ready = is_ready(layer.index)
         done = nbytes if ready else 0
         if done_nbytes is not None:

@@ -13,8 +13,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
@@ -181,8 +180,15 @@ class Layout:
     @cached_property
     def payload_nbytes(self) -> int:
         """The bytes of tensor data, without padding: the bytes that a pull moves."""
-        every = chain.from_iterable(map(attrgetter("extents"), self.layers))
-        return sum(map(itemgetter(1), every))
+        return sum(self.layer_nbytes)
+
+    @cached_property
+    def layer_nbytes(self) -> Sequence[int]:
+        """The same of each layer."""
+        found = []
+        for layer in self.layers:
+            found.append(sum(map(itemgetter(1), layer.extents)))
+        return found
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
