@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any
 
 from mx.core.layout import contiguous_strides, permuted_stride
@@ -70,8 +70,9 @@ class InPlace:
         # The pull may have waited long for a source. Forms are looked at once it has filled them.
         if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now, forms=False):
             self._arrays = _arrays(now)
-        overlapping = self._overlapping(layout)
-        differences = [*self._differences(layout, what), *self._unlike(overlapping, what)]
+        found = list(map(self._arrays.get, layout.forms[0]))
+        overlapping = self._overlapping(layout, found)
+        differences = [*self._differences(layout, found, what), *self._unlike(overlapping, what)]
         if differences:
             raise ConfigError(
                 f"`into` does not fit {what}, and nothing was written: " + "; ".join(differences),
@@ -79,8 +80,8 @@ class InPlace:
                 if what == WHOLE
                 else "give just the selected tensors, with the shapes of their slices",
             )
-        names = [*layout.forms[0], *(alias.name for alias in layout.aliases)]
-        arrays = {name: self._arrays[name] for name in names}
+        arrays: dict[str, Any] = dict(zip(layout.forms[0], found, strict=True))
+        arrays.update((alias.name, self._arrays[alias.name]) for alias in layout.aliases)
         layers = {t.layer for t in layout.tensors if t.name in overlapping} if overlapping else ()
         self._arena = LiveMemory(
             layout,
@@ -101,10 +102,12 @@ class InPlace:
         self._arrays.clear()
         self._tensors = _released
 
-    def _differences(self, layout: Layout, what: str) -> list[str]:
+    def _differences(
+        self, layout: Layout, found_here: Sequence[Array | None], what: str
+    ) -> list[str]:
         arrays = self._arrays
         aliases = {alias.name: alias for alias in layout.aliases}
-        fit = len(arrays) == len(layout.forms[0]) + len(aliases) and self._fit(layout)
+        fit = len(arrays) == len(found_here) + len(aliases) and _fit(layout, found_here)
         wanted = {} if fit else {tensor.name: tensor for tensor in layout.tensors}
         names = [*wanted, *aliases]
         missing = [name for name in names if name not in arrays]
@@ -135,22 +138,6 @@ class InPlace:
         found += self._ties([aliases[name] for name in here if name in aliases])
         return found
 
-    def _fit(self, layout: Layout) -> bool:
-        """Return True if all tensors are here, with the model's forms. Models have many tensors
-        and few forms: each pair of forms is compared once."""
-        names, kinds, kind = layout.forms
-        if not self._arrays.keys() >= set(names):
-            return False
-        forms = map(
-            attrgetter("dtype", "shape", "stride", "writable"), map(self._arrays.get, names)
-        )
-        return all(
-            (dtype, shape) == kinds[wanted][:2]
-            and writable
-            and (0 in shape or permuted_stride(shape, stride) == kinds[wanted][2])
-            for (dtype, shape, stride, writable), wanted in set(zip(forms, kind, strict=True))
-        )
-
     def _ties(self, aliases: Sequence[Alias]) -> list[str]:
         """Return what differs in which tensors are views of others."""
         found = []
@@ -166,19 +153,21 @@ class InPlace:
                 )
         return found
 
-    def _overlapping(self, layout: Layout) -> dict[str, str]:
+    def _overlapping(self, layout: Layout, arrays: Sequence[Array | None]) -> dict[str, str]:
         """Return which tensors of a layout share memory, and for each another one that it does with
         (the first of them: with itself)."""
-        arrays = self._arrays
         sizes = [nbytes for layer in layout.layers for _, nbytes in layer.extents]
-        named = zip(layout.forms[0], sizes, strict=True)
-        held = {name: nbytes for name, nbytes in named if nbytes and name in arrays}
-        begins = [arrays[name].address for name in held]
-        if are_apart(sorted(zip(begins, map(add, begins, held.values()), strict=False))):
+        held = [
+            (array.address, array.address + nbytes)
+            for array, nbytes in zip(arrays, sizes, strict=True)
+            if nbytes and array is not None
+        ]
+        if are_apart(sorted(held)):
             return {}
         places = sorted(
-            (arrays[name].address, arrays[name].address + arrays[name].span_nbytes, name)
-            for name in held
+            (array.address, array.address + array.span_nbytes, name)
+            for name, array, nbytes in zip(layout.forms[0], arrays, sizes, strict=True)
+            if nbytes and array is not None
         )
         found: dict[str, str] = {}
         reached, last = -1, ""  # the highest end so far, and whose it is
@@ -206,6 +195,21 @@ class InPlace:
             f"{name} shares memory with {other} here, and not in the model"
             for name, other in pairs.items()
         ]
+
+
+def _fit(layout: Layout, arrays: Sequence[Array | None]) -> bool:
+    """Return True if all tensors are there, with the model's forms. Models have many tensors and
+    few forms: each pair of forms is compared once."""
+    if not all(arrays):  # an array is no empty tuple
+        return False
+    _, kinds, kind = layout.forms
+    forms = map(attrgetter("dtype", "shape", "stride", "writable"), arrays)
+    return all(
+        (dtype, shape) == kinds[wanted][:2]
+        and writable
+        and (0 in shape or permuted_stride(shape, stride) == kinds[wanted][2])
+        for (dtype, shape, stride, writable), wanted in set(zip(forms, kind, strict=True))
+    )
 
 
 def _released() -> Mapping[str, object]:
