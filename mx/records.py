@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import MISSING, Field, FrozenInstanceError, field
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ def _made(cls: Any) -> Any:
         each.name, each.type, each.kw_only = name, kind, False
         each._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
     names = tuple(fields)
-    shared = {"__slots__": names, "__match_args__": names, "__dataclass_fields__": fields}
+    shared: dict[str, Any] = {
+        "__slots__": names,
+        "__match_args__": names,
+        "__dataclass_fields__": fields,
+    }
+    shared["__dataclass_params__"] = SimpleNamespace(frozen=True)
     compared = attrgetter(*(name for name in names if fields[name].compare))
     made = type(cls)(cls.__name__, cls.__bases__, shared | _methods(compared) | own)
     made.__qualname__ = cls.__qualname__

@@ -53,6 +53,7 @@ def test_a_record_is_made_as_a_dataclass_is() -> None:
         assert made.twice == standard.twice
     assert [each.name for each in fields(RECORD)] == [each.name for each in fields(STANDARD)]
     assert dataclasses.is_dataclass(RECORD)
+    assert RECORD.__dataclass_params__.frozen == STANDARD.__dataclass_params__.frozen
     for wrong in ((), ("a", [], 1, {}, "s", 2)):
         with pytest.raises(TypeError):
             RECORD(*wrong)
