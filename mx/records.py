@@ -16,6 +16,8 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+__all__ = ["record"]
+
 if TYPE_CHECKING:
     from dataclasses import dataclass as record
 else:
