@@ -32,7 +32,8 @@ def _made(cls: Any) -> Any:
     fields: dict[str, Any] = {}
     for name, kind in own["__annotations__"].items():
         given = own.pop(name, MISSING)
-        fields[name] = each = given if isinstance(given, Field) else field(default=given)
+        each: Any = given if isinstance(given, Field) else field(default=given)
+        fields[name] = each
         each.name, each.type, each.kw_only = name, kind, False
         each._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
     names = tuple(fields)
