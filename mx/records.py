@@ -28,6 +28,10 @@ else:
 
 
 def _made(cls: Any) -> Any:
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        made.__init__ = _constructor(made)
+        made.__init__(self, *args, **options)
+
     own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     fields: dict[str, Any] = {}
     for name, kind in own["__annotations__"].items():
@@ -38,22 +42,19 @@ def _made(cls: Any) -> Any:
         each._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
     names = tuple(fields)
     shared: dict[str, Any] = {
+        "__init__": init,
         "__slots__": names,
         "__match_args__": names,
         "__dataclass_fields__": fields,
+        "__dataclass_params__": SimpleNamespace(frozen=True),
     }
-    shared["__dataclass_params__"] = SimpleNamespace(frozen=True)
     compared = attrgetter(*(name for name in names if fields[name].compare))
-    made = type(cls)(cls.__name__, cls.__bases__, shared | _methods(compared) | own)
+    made: Any = type(cls)(cls.__name__, cls.__bases__, shared | _methods(compared) | own)
     made.__qualname__ = cls.__qualname__
     return made
 
 
 def _methods(compared: Callable[[Any], Any]) -> dict[str, Any]:
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        type(self).__init__ = _constructor(type(self))
-        self.__init__(*args, **options)
-
     def equals(self: Any, other: Any) -> Any:
         same = other.__class__ is self.__class__
         return compared(self) == compared(other) if same else NotImplemented
@@ -71,7 +72,6 @@ def _methods(compared: Callable[[Any], Any]) -> dict[str, Any]:
             object.__setattr__(self, name, value)
 
     return {
-        "__init__": init,
         "__repr__": show,
         "__eq__": equals,
         "__hash__": lambda self: hash(compared(self)),

@@ -88,6 +88,14 @@ def test_what_a_record_does_a_dataclass_does(item: Any) -> None:
             pytest.fail("no match")
 
 
+def test_a_class_may_be_made_of_a_record() -> None:
+    class Item(_of(record)):  # type: ignore[misc]
+        def __init__(self, name: str) -> None:
+            super().__init__(name, count=9)
+
+    assert [(each.name, each.count) for each in (Item("a"), Item("b"))] == [("a", 9), ("b", 9)]
+
+
 def test_threads_may_make_the_first_one_at_once() -> None:
     item, together = _of(record), threading.Barrier(8)
     found: list[Any] = []
