@@ -68,7 +68,7 @@ def _methods(compared: Callable[[Any], Any]) -> dict[str, Any]:
         raise FrozenInstanceError(f"cannot {'assign to' if value else 'delete'} field {name!r}")
 
     def restore(self: Any, state: list[Any]) -> None:
-        for name, value in zip(self.__slots__, state, strict=True):
+        for name, value in zip(self.__dataclass_fields__, state, strict=True):
             object.__setattr__(self, name, value)
 
     return {
@@ -77,7 +77,7 @@ def _methods(compared: Callable[[Any], Any]) -> dict[str, Any]:
         "__hash__": lambda self: hash(compared(self)),
         "__setattr__": refuse,
         "__delattr__": refuse,
-        "__getstate__": lambda self: [getattr(self, name) for name in self.__slots__],
+        "__getstate__": lambda self: [getattr(self, name) for name in self.__dataclass_fields__],
         "__setstate__": restore,
     }
 
