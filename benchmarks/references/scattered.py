@@ -25,7 +25,7 @@ from xxhash import xxh3_128_digest
 
 _BATCH = 256
 _STEP_BYTES = 2 << 20
-_FORM = (
+_FORM: tuple[Callable[[torch.Tensor], object], ...] = (
     *map(attrgetter, ("dtype", "shape", "layout", "is_cpu")),
     torch.Tensor.stride,
     torch.Tensor.is_neg,

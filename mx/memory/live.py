@@ -73,7 +73,7 @@ class _Place:
         self._layout = layout
         self.base: Span | None = None
         spans: Sequence[Span] = ()
-        devices = sorted(set(map(attrgetter("device"), held))) or ["cpu"]
+        devices: list[str] = sorted(set(map(attrgetter("device"), held))) or ["cpu"]
         if len(devices) > 1:
             raise ConfigError(
                 f"the tensors are on {listed(devices)}, and not on one device",
