@@ -33,7 +33,7 @@ from .live_children import MODELS, STACK_BYTES, tensors_of
 from .local import filled_memfd
 from .memory import Sampler
 from .processes import Child, Cluster, pss_nbytes
-from .references.scattered import Scattered
+from .references.scattered import Scattered, places_of
 from .references.sockets import RawSockets
 
 TRANSPORTS = ("shm", "tcp")
@@ -90,19 +90,31 @@ SMALL_BYTES = 1 << 20
 
 
 @contextmanager
-def _bare(
-    tensors: Mapping[str, torch.Tensor], transport: str
+def _references(
+    tensors: Mapping[str, torch.Tensor], transport: str, contiguous: Callable[[], float]
 ) -> Iterator[dict[str, Callable[[], float]]]:
-    """Give the bare programs that fill the same tensors, by name; none if they are large."""
+    """Give what pulls into the same tensors are measured against if they are small, by name: looks
+    at them before and after a pull into contiguous memory, and bare programs that fill them."""
     every = list(tensors.values())
     if every[0].nbytes > SMALL_BYTES:
         yield {}
         return
+
+    def looked() -> float:
+        began_s = time.perf_counter()
+        places_of(every)
+        looks_s = time.perf_counter() - began_s
+        seconds = contiguous()
+        began_s = time.perf_counter()
+        places_of(every)
+        return looks_s + seconds + time.perf_counter() - began_s
+
     nbytes = sum(each.nbytes for each in every)
     with filled_memfd(nbytes) as memfd, closing(RawSockets(memfd, nbytes)) as sockets:
-        bare = Scattered(every, memfd, sockets.port)
-        fill = bare.read if transport == "shm" else bare.receive
-        yield {f"bare, {threads} threads": partial(fill, threads) for threads in (1, 2)}
+        filling = Scattered(every, memfd, sockets.port)
+        fill = filling.read if transport == "shm" else filling.receive
+        bare = {f"bare, {threads} threads": partial(fill, threads) for threads in (1, 2)}
+        yield {"looks and contiguous": looked, **bare}
 
 
 def scattered_rows(
@@ -120,22 +132,23 @@ def scattered_rows(
         ).numpy()
         try:
             for transport in transports:
-                with _bare(tensors, transport) as bare:
+                contiguous = partial(_timed, cluster, "copied", transport, into=room)
+                with _references(tensors, transport, contiguous) as references:
                     samples = harness.interleave(
                         {
-                            "contiguous": partial(_timed, cluster, "copied", transport, into=room),
+                            "contiguous": contiguous,
                             "source": partial(_timed, cluster, "lent", transport, into=room),
                             "target": partial(_timed, cluster, "copied", transport, into=tensors),
                             "both": partial(_timed, cluster, "lent", transport, into=tensors),
-                            **bare,
+                            **references,
                         },
                         rounds,
                     )
                 nbytes = sum(each.nbytes for each in tensors.values())
                 for what in ("source", "target", "both"):
                     work, own = f"{model}, {transport}: scattered {what}", {"mx": samples[what]}
-                    for against in ("contiguous", "bare") if bare else ("contiguous",):
-                        if (what, against) != ("source", "bare"):
+                    for against in ("contiguous", "looks", "bare"):
+                        if against == "contiguous" or (references and what != "source"):
                             rows.append(
                                 harness.ratio(
                                     f"{work} / {against}", samples | own, against, 0.9, nbytes

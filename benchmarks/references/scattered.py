@@ -33,7 +33,7 @@ _FORM: tuple[Callable[[torch.Tensor], object], ...] = (
 )
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the address of each tensor, whose form is looked at, too."""
     found: list[int] = []
     for at in range(0, len(tensors), _BATCH):
@@ -68,7 +68,7 @@ class Scattered:
 
     def _filled(self, fill: Callable[[memoryview, list[int], int], None], threads: int) -> float:
         began_s = time.perf_counter()
-        places = _places(self._tensors)
+        places = places_of(self._tensors)
         low = min(places)
         room = (ctypes.c_ubyte * (max(places) + self._nbytes - low)).from_address(low)
         memory = memoryview(room).cast("B")
@@ -81,7 +81,7 @@ class Scattered:
             ]
             for part in parts:
                 part.result()
-        if _places(self._tensors) != places:
+        if places_of(self._tensors) != places:
             raise ValueError("the tensors have moved")
         return time.perf_counter() - began_s
 
