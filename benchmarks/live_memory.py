@@ -7,18 +7,20 @@ Needs torch, and 12 GB of memory.
 
 `scattered`: pulls that read from tensors where they are, fill tensors where they are, or both,
 against the same pull between contiguous memory. All memory is there before, and is reused: the
-contiguous destination is one allocation with pages as small as the tensors have. `place`: a pull
-into tensors, against a pull into a new arena and a copy of it into the tensors. Time runs from the
-call of `mx.pull`, which looks at every tensor, to the last layer event. `work`: what a lender's own
-computing takes while ten readers pull. `lent`: memory beyond the model.
+contiguous destination is one allocation with pages as small as the tensors have. Where each tensor
+is small, pulls into them are measured against a bare program, too, which looks at the same tensors
+and fills them (`benchmarks/references/scattered.py`). `place`: a pull into tensors, against a pull
+into a new arena and a copy of it into the tensors. Time runs from the call of `mx.pull`, which
+looks at every tensor, to the last layer event. `work`: what a lender's own computing takes while
+ten readers pull. `lent`: memory beyond the model.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
@@ -28,8 +30,11 @@ from mx.units import MIB
 
 from . import harness
 from .live_children import MODELS, STACK_BYTES, tensors_of
+from .local import filled_memfd
 from .memory import Sampler
 from .processes import Child, Cluster, pss_nbytes
+from .references.scattered import Scattered, places_of
+from .references.sockets import RawSockets
 
 TRANSPORTS = ("shm", "tcp")
 #: What the lender of `work` allows, and what a run of it is measured over.
@@ -80,6 +85,38 @@ def _copied(cluster: Cluster, transport: str, tensors: Mapping[str, torch.Tensor
         return time.perf_counter() - began_s
 
 
+#: Tensors of no more bytes cost more to look at than to move.
+SMALL_BYTES = 1 << 20
+
+
+@contextmanager
+def _references(
+    tensors: Mapping[str, torch.Tensor], transport: str, contiguous: Callable[[], float]
+) -> Iterator[dict[str, Callable[[], float]]]:
+    """Give what pulls into the same tensors are measured against if they are small, by name: looks
+    at them before and after a pull into contiguous memory, and bare programs that fill them."""
+    every = list(tensors.values())
+    if every[0].nbytes > SMALL_BYTES:
+        yield {}
+        return
+
+    def looked() -> float:
+        began_s = time.perf_counter()
+        places_of(every)
+        looks_s = time.perf_counter() - began_s
+        seconds = contiguous()
+        began_s = time.perf_counter()
+        places_of(every)
+        return looks_s + seconds + time.perf_counter() - began_s
+
+    nbytes = sum(each.nbytes for each in every)
+    with filled_memfd(nbytes) as memfd, closing(RawSockets(memfd, nbytes)) as sockets:
+        filling = Scattered(every, memfd, sockets.port)
+        fill = filling.read if transport == "shm" else filling.receive
+        bare = {f"bare, {threads} threads": partial(fill, threads) for threads in (1, 2)}
+        yield {"looks and contiguous": looked, **bare}
+
+
 def scattered_rows(
     cluster: Cluster, models: Sequence[str], transports: Sequence[str], rounds: int
 ) -> list[harness.Row]:
@@ -95,26 +132,28 @@ def scattered_rows(
         ).numpy()
         try:
             for transport in transports:
-                samples = harness.interleave(
-                    {
-                        "contiguous": partial(_timed, cluster, "copied", transport, into=room),
-                        "source": partial(_timed, cluster, "lent", transport, into=room),
-                        "target": partial(_timed, cluster, "copied", transport, into=tensors),
-                        "both": partial(_timed, cluster, "lent", transport, into=tensors),
-                    },
-                    rounds,
-                )
-                nbytes = sum(each.nbytes for each in tensors.values())
-                rows += [
-                    harness.ratio(
-                        f"{model}, {transport}: scattered {what}",
-                        {"mx": samples[what], "contiguous": samples["contiguous"]},
-                        "contiguous",
-                        0.9,
-                        nbytes,
+                contiguous = partial(_timed, cluster, "copied", transport, into=room)
+                with _references(tensors, transport, contiguous) as references:
+                    samples = harness.interleave(
+                        {
+                            "contiguous": contiguous,
+                            "source": partial(_timed, cluster, "lent", transport, into=room),
+                            "target": partial(_timed, cluster, "copied", transport, into=tensors),
+                            "both": partial(_timed, cluster, "lent", transport, into=tensors),
+                            **references,
+                        },
+                        rounds,
                     )
-                    for what in ("source", "target", "both")
-                ]
+                nbytes = sum(each.nbytes for each in tensors.values())
+                for what in ("source", "target", "both"):
+                    work, own = f"{model}, {transport}: scattered {what}", {"mx": samples[what]}
+                    for against in ("contiguous", "looks", "bare"):
+                        if against == "contiguous" or (references and what != "source"):
+                            rows.append(
+                                harness.ratio(
+                                    f"{work} / {against}", samples | own, against, 0.9, nbytes
+                                )
+                            )
         finally:
             for source in sources:
                 source.close()
