@@ -91,35 +91,36 @@ class Missing:
             self._pieces[part.chunk].append(part)
         self.nbytes += self.nbytes_of(part)
 
-    def cut(self, chunk: int, nbytes: int | None) -> Part:
+    def cut(self, chunk: int, nbytes: int) -> Part:
         """Remove and return a part at the front of a missing chunk.
 
         Args:
             chunk: The chunk.
-            nbytes: At most so many bytes, in whole blocks, but one block at least; None: a whole
-                piece.
+            nbytes: At most so many bytes, in whole blocks, but one block at least.
         """
-        pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self.blocks(chunk))]
-        pieces.sort(key=lambda piece: piece.begin, reverse=True)
-        part = pieces.pop()
+        pieces = self._pieces.pop(chunk, None)
+        if pieces:
+            pieces.sort(key=lambda piece: piece.begin, reverse=True)
+            part = pieces.pop()
+        else:
+            pieces, part = [], Part(chunk, 0, self._grid.block_count(chunk))
         if self._wanted is not None and self._wanted.is_aside(part):
-            nbytes = min(ASIDE_BYTES, ASIDE_BYTES if nbytes is None else nbytes)
-        end = part.end if nbytes is None else self._fitting(part, nbytes)
-        if end < part.end:
+            nbytes = min(ASIDE_BYTES, nbytes)
+        size = self._grid.part_nbytes(*part)
+        if size > nbytes and (end := self._fitting(part, nbytes)) < part.end:
             pieces.append(Part(chunk, end, part.end))
             part = Part(chunk, part.begin, end)
+            size = self._grid.part_nbytes(*part)
         if pieces:
             self._pieces[chunk] = pieces
         else:
             self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
-        self.nbytes -= self.nbytes_of(part)
+        self.nbytes -= size
         return part
 
     def _fitting(self, part: Part, nbytes: int) -> int:
-        """Return the end of the blocks at the part's front that have at most `nbytes`; one at
-        least."""
-        if self.nbytes_of(part) <= nbytes:
-            return part.end
+        """Return the end of the blocks at the front of a larger part that have at most `nbytes`;
+        one at least."""
         blocks = self._grid.blocks(part.chunk)
         end = part.begin + 1
         left = nbytes - blocks[part.begin][1]

@@ -201,18 +201,19 @@ class TransferMachine:
             round_trip_s: How long the connection's first bytes take to come, as last seen; 0: not
                 known.
         """
-        load = self._take_back(connection, part)
+        nbytes = self._grid.part_nbytes(*part)
+        load = self._take_back(connection, part, nbytes)
         if load is None:
             return []
         # In coordinated reading who reads what is agreed upon: nothing is taken early.
         load.round_trip_s = 0.0 if self._rights.coordinated else round_trip_s
-        load.pace.completed(self._missing.nbytes_of(part), now_s)
-        self._verification.landed(part, load, block_digests)
+        load.pace.completed(nbytes, now_s)
+        right = self._verification.landed(part, nbytes, load, block_digests)
         commands = self._assign(now_s)  # the next reads are issued first
-        if block_digests is None:
-            commands += self._right(part, load, now_s)
-        else:
-            commands += self._judge(self._grid.layer_of[part.chunk], now_s)
+        if right:
+            commands += self._right(part, nbytes, load, now_s)
+        elif right is not None:
+            commands += self._wrong(part, load, now_s)
         return commands + self._check_hopeless()
 
     def page_known(self, layer: int, now_s: float) -> list[Command]:
@@ -252,7 +253,7 @@ class TransferMachine:
 
     def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
         """Record that the read of a part failed; its session may still work."""
-        if self._take_back(connection, part) is None:
+        if self._take_back(connection, part, self._grid.part_nbytes(*part)) is None:
             return []
         self.retries += 1
         self._missing.give_back(part)
@@ -335,11 +336,11 @@ class TransferMachine:
 
     # -- parts that ended -----------------------------------------------------------------------
 
-    def _take_back(self, connection: int, part: Part) -> ConnectionLoad | None:
+    def _take_back(self, connection: int, part: Part, nbytes: int) -> ConnectionLoad | None:
         load = self._connections.get(connection)
         if load is None or self._ended or load.in_flight.pop(part, None) is None:
             return None
-        load.nbytes -= self._missing.nbytes_of(part)
+        load.nbytes -= nbytes
         return load
 
     def _judge(self, layer: int, now_s: float) -> list[Command]:
@@ -348,12 +349,14 @@ class TransferMachine:
         if self._ended:
             return commands
         for part, load, right in self._verification.judge(layer):
-            act = self._right if right else self._wrong
-            commands += act(part, load, now_s)
+            if right:
+                commands += self._right(part, self._grid.part_nbytes(*part), load, now_s)
+            else:
+                commands += self._wrong(part, load, now_s)
         return commands
 
-    def _right(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
-        load.verified_nbytes += self._missing.nbytes_of(part)
+    def _right(self, part: Part, nbytes: int, load: ConnectionLoad, now_s: float) -> list[Command]:
+        load.verified_nbytes += nbytes
         load.verified_at_s = now_s
         return self._settled(part.chunk, self._verification.right(part))
 
@@ -444,32 +447,33 @@ class TransferMachine:
         if self._ended:
             return []
         given: dict[int, list[Part]] = {}
-        chunk_nbytes = self._grid.chunk_nbytes
+        missing, chunk_nbytes = self._missing, self._grid.chunk_nbytes
         for load in self._open.values():
-            if load.in_flight:
+            if load.in_flight and not load.pace.measured_nbytes:
                 load.pace.doubt(load.nbytes, now_s)
-        able = {n: x for n, x in self._usable().items() if striping.wants_more(x, chunk_nbytes)}
-        while able and self._missing:
+        usable = self._usable()
+        able = {n: x for n, x in usable.items() if striping.wants_more(x, chunk_nbytes)}
+        while able and (left_nbytes := missing.nbytes):
             number = next(iter(able))
             if len(able) > 1:
                 number = min(able, key=lambda n: (striping.through_s(able[n], chunk_nbytes), n))
             load = able[number]
-            part = self._next(load)
+            part = self._next(load, usable)
             if part is None:
                 del able[number]
                 continue
             if not load.in_flight:
                 load.pace.busy_from(now_s)
             load.in_flight[part] = now_s
-            load.nbytes += self._missing.nbytes_of(part)
+            load.nbytes += left_nbytes - missing.nbytes
             given.setdefault(number, []).append(part)
             if not striping.wants_more(load, chunk_nbytes):
                 del able[number]
         return [Assign(connection, tuple(parts)) for connection, parts in given.items()]
 
-    def _next(self, load: ConnectionLoad) -> Part | None:
+    def _next(self, load: ConnectionLoad, usable: dict[int, ConnectionLoad]) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
-        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(self._usable().values())
+        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(usable.values())
         among: int | None = None  # the chunks that it may read; None: all
         if self._rights.coordinated:
             # Only those that may read some of the same chunks share the work.
@@ -500,11 +504,12 @@ class TransferMachine:
         if len(rivals) > 1:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
         chosen, wanted, can_judge = None, self._wanted, self._verification.can_judge
+        may_read, source, sources = self._rights.may_read, load.source, self._open_sources
         for chunk in self._missing.chunks(among):
             aside = wanted is not None and wanted.needs_aside(chunk)
             if aside and not can_judge(self._grid.layer_of[chunk]):
                 continue
-            if self._may_read(load, chunk):
+            if may_read(source, chunk, sources):
                 chosen = chunk
                 if rank <= 0:
                     break

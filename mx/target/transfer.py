@@ -432,6 +432,10 @@ class Transfer:
             match command:
                 case Assign(connection, parts):
                     self._assign(connection, parts)
+                case LayerReady(layer, shortcut, given):
+                    by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
+                    by = VerifiedBy.RANK if given else by
+                    self._listener.layer_ready(layer, self._destination.arena, by)
                 case Ask(connection, chunk):
                     asked = self._connections[connection]
                     answered = functools.partial(self._answered, asked.path.source.key)
@@ -441,10 +445,6 @@ class Transfer:
                     self._copy_out(sink)
                 case HandOut(part):
                     self._hand_out(part, sink)
-                case LayerReady(layer, shortcut, given):
-                    by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
-                    by = VerifiedBy.RANK if given else by
-                    self._listener.layer_ready(layer, self._destination.arena, by)
                 case DropConnection(connection, reason):
                     self.connection_lost(connection, reason)
                 case Fail(causes):
@@ -454,9 +454,15 @@ class Transfer:
         self.react(lambda machine: machine.answered(source, time.monotonic()))
 
     def _assign(self, connection: int, parts: Sequence[Part]) -> None:
-        sinks, reads = zip(*(self._read(connection, part) for part in parts), strict=True)
+        through = self._connections[connection]
+        sinks = [self._sink(connection, through, part) for part in parts]
+        with self._lock:
+            for sink in sinks:
+                self._in_flight[sink.part] = sink
         try:
-            self._connections[connection].session.read(reads)
+            through.session.read(
+                [Read(f"chunk {each.part.chunk}", each.landing.pieces, each) for each in sinks]
+            )
         except MxError as error:
             # Its traceback refers to the reads, and they to the arena.
             refused = error.with_traceback(None)
@@ -464,14 +470,10 @@ class Transfer:
             for sink in sinks:
                 self.part_failed(sink, refused)
 
-    def _read(self, connection: int, part: Part) -> tuple[PartSink, Read]:
-        landing, through = self._destination.land(part), self._connections[connection]
+    def _sink(self, connection: int, through: Connection, part: Part) -> PartSink:
+        landing = self._destination.land(part)
         vouched = vouched_of(through.vouched, self._grid, part) if self._shortcut else None
-        staged = through.path.staged
-        sink = PartSink(self, connection, landing, self._make_hasher, vouched, staged)
-        with self._lock:
-            self._in_flight[part] = sink
-        return sink, Read(f"chunk {part.chunk}", landing.pieces, sink)
+        return PartSink(self, connection, landing, self._make_hasher, vouched, through.path.staged)
 
     def _copy_out(self, sink: PartSink) -> None:
         self._destination.copy_out(sink.landing)
