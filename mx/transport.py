@@ -375,7 +375,7 @@ class HostHashing(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
     holes if it is scattered."""
@@ -398,7 +398,7 @@ class Read:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(len(piece.view) for piece in self.pieces)
+        self.nbytes = sum([len(piece.view) for piece in self.pieces])
 
 
 def slices(read: Read, nbytes: int | Iterable[int]) -> Iterator[tuple[list[Piece], int]]:

@@ -141,13 +141,7 @@ class ChunkGrid:
         """Return the blocks of a chunk, as (offset in layer space, nbytes), ascending."""
         found = self._blocks.get(index)
         if found is None:
-            found = tuple(
-                [
-                    (at, min(BLOCK_BYTES, end - at))
-                    for begin, end in self._extents(index)
-                    for at in range(begin, end, BLOCK_BYTES)
-                ]
-            )
+            found = tuple(self._cut_blocks(index))
             if len(self._blocks) >= _KEPT:
                 self._blocks.clear()
             self._blocks[index] = found
@@ -170,22 +164,22 @@ class ChunkGrid:
             return self.sizes[index]
         return sum(nbytes for _, nbytes in self.blocks(index)[begin:end])
 
-    def _extents(self, index: int) -> list[tuple[int, int]]:
-        """Return the parts of tensors in a chunk, as [begin, end) in layer space."""
+    def _cut_blocks(self, index: int) -> list[tuple[int, int]]:
         begin, end = self._begins[index], self._ends[index]
         extents = self.layout.layers[self.layer_of[index]].extents
         found = []
-        for at in range(max(0, bisect_right(extents, (begin, 1 << 62)) - 1), len(extents)):
+        for at in range(bisect_right(extents, (begin, 1 << 62)) - 1, len(extents)):
             offset, nbytes = extents[at]
             if offset >= end:
                 break
             low, high = max(offset, begin), min(offset + nbytes, end)
-            if low < high:
-                found.append((low, high))
+            while low < high:
+                found.append((low, min(BLOCK_BYTES, high - low)))
+                low += BLOCK_BYTES
         return found
 
 
-def joined(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def runs_of(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the bytes of ascending blocks, as (offset, nbytes), in as few pieces as possible."""
     found: list[tuple[int, int]] = []
     start = until = -1

@@ -4,6 +4,7 @@ Pure."""
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Iterator
 
 from mx.core.grid import ChunkGrid
@@ -23,12 +24,12 @@ class Missing:
         self._grid = grid
         self._wanted = wanted
         self._sizes = grid.sizes
-        self._chunks = list(range(len(grid)))
+        self._chunks = deque(range(len(grid)))
         self._pieces: dict[int, list[Part]] = {}  # the missing pieces of a chunk, if not all
         self.nbytes = sum(grid.sizes)
         first = wanted if first is None else first
         if first is not None:
-            self._chunks, self.nbytes = first.chunks, first.nbytes
+            self._chunks, self.nbytes = deque(first.chunks), first.nbytes
             for chunk in first.chunks:
                 pieces = first.parts(chunk)
                 if pieces != [Part(chunk, 0, self.blocks(chunk))]:
@@ -77,7 +78,7 @@ class Missing:
 
     def remove(self, chunk: int) -> None:
         """Remove a chunk all of which is missing."""
-        self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
+        self._remove(chunk)
         self.nbytes -= self._sizes[chunk]
 
     def give_back(self, part: Part) -> None:
@@ -114,9 +115,15 @@ class Missing:
         if pieces:
             self._pieces[chunk] = pieces
         else:
-            self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
+            self._remove(chunk)
         self.nbytes -= size
         return part
+
+    def _remove(self, chunk: int) -> None:
+        if self._chunks[0] == chunk:  # mostly
+            self._chunks.popleft()
+        else:
+            del self._chunks[bisect.bisect_left(self._chunks, chunk)]
 
     def _fitting(self, part: Part, nbytes: int) -> int:
         """Return the end of the blocks at the front of a larger part that have at most `nbytes`;

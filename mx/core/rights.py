@@ -56,7 +56,9 @@ class ReadRights:
     def may_read(self, source: str, chunk: int, sources: Callable[[], Iterable[str]]) -> bool:
         """Return True if the chunk may be read from this source now; `sources` returns those of all
         open connections."""
-        if not self._allowed.get(source, self._default) >> chunk & 1:
+        if not (self.coordinated or self._refused):
+            return True
+        if not self.allowed(source) >> chunk & 1:
             return False
         refused = self._refused.get(chunk)
         if not refused or source not in refused:

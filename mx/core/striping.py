@@ -105,7 +105,8 @@ def part_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
     """Return the most bytes that a part for this connection has, by its measured speed."""
     if not load.pace.measured_nbytes:
         return chunk_nbytes
-    return min(max(int(load.pace.bytes_per_s * PART_S), BLOCK_BYTES), chunk_nbytes)
+    nbytes = int(load.pace.bytes_per_s * PART_S)
+    return chunk_nbytes if nbytes >= chunk_nbytes else max(nbytes, BLOCK_BYTES)
 
 
 def piece_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:

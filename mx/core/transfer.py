@@ -30,7 +30,7 @@ reported that no further connection will come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from mx.core import striping
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
@@ -110,7 +110,7 @@ class TransferMachine:
     def start(self) -> list[Command]:
         """Return the commands for layers without bytes, which are ready at once. A model without
         bytes ends with this."""
-        self._ended = not self.holdings.left
+        self._ended = self.holdings.whole
         return self._verification.start()
 
     def already_landed(self, chunks: Iterable[int]) -> tuple[list[int], list[Command]]:
@@ -214,7 +214,7 @@ class TransferMachine:
             commands += self._right(part, nbytes, load, now_s)
         elif right is not None:
             commands += self._wrong(part, load, now_s)
-        return commands + self._check_hopeless()
+        return commands if self._expecting else commands + self._check_hopeless()
 
     def page_known(self, layer: int, now_s: float) -> list[Command]:
         """Verify what has landed of a layer whose page is known from now on."""
@@ -362,9 +362,10 @@ class TransferMachine:
 
     def _settled(self, chunk: int, commands: list[Command]) -> list[Command]:
         """Return the commands, after noting whether the chunk is verified now."""
-        if self.holdings.has(chunk):
+        if self._rights.coordinated and self.holdings.has(chunk):
             self._rights.verified(chunk)
-            self._ended = not self.holdings.left
+        if commands:  # as where a layer is ready
+            self._ended = self.holdings.whole
         return commands
 
     def _wrong(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
@@ -435,9 +436,10 @@ class TransferMachine:
 
     def _usable(self) -> dict[int, ConnectionLoad]:
         """Return the open connections to sources that are not being asked."""
-        if not self._suspects:
+        asked = self._suspects.asked
+        if not asked:
             return self._open
-        return {n: x for n, x in self._open.items() if not self._suspects.asked(x.source)}
+        return {n: x for n, x in self._open.items() if x.source not in asked}
 
     def _open_sources(self) -> set[str]:
         return {load.source for load in self._open.values()}
@@ -448,11 +450,15 @@ class TransferMachine:
             return []
         given: dict[int, list[Part]] = {}
         missing, chunk_nbytes = self._missing, self._grid.chunk_nbytes
-        for load in self._open.values():
+        usable = self._usable()
+        able: dict[int, ConnectionLoad] = {}
+        for number, load in self._open.items():
             if load.in_flight and not load.pace.measured_nbytes:
                 load.pace.doubt(load.nbytes, now_s)
-        usable = self._usable()
-        able = {n: x for n, x in usable.items() if striping.wants_more(x, chunk_nbytes)}
+            if number in usable and striping.wants_more(load, chunk_nbytes):
+                able[number] = load
+        if not able:
+            return []
         while able and (left_nbytes := missing.nbytes):
             number = next(iter(able))
             if len(able) > 1:
@@ -473,7 +479,8 @@ class TransferMachine:
 
     def _next(self, load: ConnectionLoad, usable: dict[int, ConnectionLoad]) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
-        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(usable.values())
+        chunk_nbytes = self._grid.chunk_nbytes
+        rivals: Collection[ConnectionLoad] = usable.values()
         among: int | None = None  # the chunks that it may read; None: all
         if self._rights.coordinated:
             # Only those that may read some of the same chunks share the work.
@@ -496,7 +503,7 @@ class TransferMachine:
         return self._missing.cut(chunk, nbytes)
 
     def _choose(
-        self, load: ConnectionLoad, among: int | None, rivals: list[ConnectionLoad]
+        self, load: ConnectionLoad, among: int | None, rivals: Collection[ConnectionLoad]
     ) -> int | None:
         """Return the chunk that the connection should read next: the lowest missing one that it may
         read, after as many as the others will have read by the time that it is done."""
@@ -529,7 +536,7 @@ class TransferMachine:
         """True if nothing is in flight, and no open connection can read what is missing."""
         if self._ended or any(load.in_flight for load in self._connections.values()):
             return False
-        if self._suspects:  # a source that is asked may be read from again
+        if self._suspects.asked:  # a source that is asked may be read from again
             return False
         # Nothing is in flight, so all that could be assigned has been. Chunks are left over.
         if self._missing:

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mx.core.grid import ChunkGrid, joined
+from mx.core.grid import ChunkGrid, runs_of
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, Wanted
 from mx.memory.subset import SubsetMemory
-from mx.transport import Piece, Span, View, contiguous
+from mx.transport import Piece, ScatteredView, Span, View, contiguous
 from mx.views import cut
 
 
@@ -53,25 +53,24 @@ class Destination:
     def land(self, part: Part) -> Landing:
         """Return the memory in which a part is to land."""
         base, places = self._places(part)
-        runs = joined(places)
+        runs = places if len(places) == 1 else runs_of(places)
         buffer = None if self._wanted is None else self._buffer(part)
         views: Sequence[View]
         if buffer is not None:
             blocks = _one_after_another(buffer, places)
             views = _one_after_another(buffer, runs)
         else:
-            blocks = [contiguous(block) for block in cut(self.arena, places, base)]
+            blocks = self._spans(base, places)
             views = blocks if len(runs) == len(places) else cut(self.arena, runs, base)
         # The source's region is laid out as this arena is.
-        pieces = [
-            Piece(0, base + offset, view) for (offset, _), view in zip(runs, views, strict=True)
-        ]
+        pieces: list[Piece] = []
+        for view in views:
+            pieces.append(Piece(0, base + runs[len(pieces)][0], view))
         return Landing(part, blocks, pieces, buffer)
 
     def blocks(self, part: Part) -> list[Span]:
         """Return the blocks of a part in their place."""
-        base, places = self._places(part)
-        return [contiguous(block) for block in cut(self.arena, places, base)]
+        return self._spans(*self._places(part))
 
     def copy_out(self, landing: Landing) -> None:
         """Copy what is wanted of a part that was read aside to its place."""
@@ -111,6 +110,12 @@ class Destination:
         chunk, begin, end = part
         base = self._grid.layout.layers[self._grid.layer_of[chunk]].arena_offset
         return base, self._grid.blocks(chunk)[begin:end]
+
+    def _spans(self, base: int, places: Sequence[tuple[int, int]]) -> list[Span]:
+        arena = self.arena
+        if isinstance(arena, ScatteredView):
+            return list(map(contiguous, arena.cut(places, base)))
+        return [arena[base + offset : base + offset + nbytes] for offset, nbytes in places]
 
     def _blocks_in(self, data: Span, part: Part) -> list[Span]:
         return _one_after_another(data, self._places(part)[1])
