@@ -56,7 +56,7 @@ class BareCalls:
             for address in self._addresses
         )
         async with first, second:
-            await first.unary_unary(_METHOD)(b"")
+            await first.unary_unary(_METHOD, None, None)(b"")
             await second.channel_ready()
             return time.perf_counter() - begin_s
 
