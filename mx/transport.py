@@ -398,7 +398,9 @@ class Read:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum([len(piece.view) for piece in self.pieces])
+        self.nbytes = 0
+        for piece in self.pieces:
+            self.nbytes += len(piece.view)
 
 
 def slices(read: Read, nbytes: int | Iterable[int]) -> Iterator[tuple[list[Piece], int]]:

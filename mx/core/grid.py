@@ -173,9 +173,11 @@ class ChunkGrid:
             if offset >= end:
                 break
             low, high = max(offset, begin), min(offset + nbytes, end)
-            while low < high:
-                found.append((low, min(BLOCK_BYTES, high - low)))
+            while high - low > BLOCK_BYTES:
+                found.append((low, BLOCK_BYTES))
                 low += BLOCK_BYTES
+            if low < high:
+                found.append((low, high - low))
         return found
 
 

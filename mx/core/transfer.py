@@ -457,8 +457,6 @@ class TransferMachine:
                 load.pace.doubt(load.nbytes, now_s)
             if number in usable and striping.wants_more(load, chunk_nbytes):
                 able[number] = load
-        if not able:
-            return []
         while able and (left_nbytes := missing.nbytes):
             number = next(iter(able))
             if len(able) > 1:
