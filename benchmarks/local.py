@@ -203,7 +203,9 @@ def first_layer_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
 
     with closing(BareCalls()) as bare:
         contestants = {"mx": first, "grpc": bare.connect_and_call}
-        samples = harness.interleave(contestants, rounds) | {"share": shares[1:]}
+        fresh_nbytes = payload_nbytes(cluster)
+        samples = harness.interleave(contestants, rounds, fresh_nbytes=fresh_nbytes)
+        samples["share"] = shares[1:]
     mx_ms, grpc_ms, share_ms = (1e3 * harness.median(samples, n) for n in (*contestants, "share"))
     bar_ms = round(1.2 * share_ms + grpc_ms, 2)
     detail = (
