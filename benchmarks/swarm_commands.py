@@ -77,18 +77,19 @@ class Rig:
         every = [ORIGIN, *self.names]
         self._links = hosts.star(every, up_mbit_per_s=mbit_per_s, down_mbit_per_s=mbit_per_s)
         self._at = {name: self._links[name].address(name) for name in every}
+        self.origin = self._at[ORIGIN]
         for name in every if congestion else ():
             chosen = f"net.ipv4.tcp_congestion_control={congestion}"
             subprocess.run([*hosts.prefix(name), "sysctl", "-qw", chosen], check=True)
         self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         with ExitStack() as stack:
             prefix = hosts.prefix(ORIGIN)
-            cluster = stack.enter_context(closing(Cluster(self._at[ORIGIN], prefix)))
+            cluster = stack.enter_context(closing(Cluster(self.origin, prefix)))
             self._coordinator = cluster.coordinator
             origin, _ = cluster.serve(checkpoint(folder, mib), "m")
             #: The processes at the origin's host, by what they are.
             self.servers = {"coordinator": cluster.coordinator_pid, "origin": origin.pid}
-            bare = (str(_RELAY), "origin", self._at[ORIGIN], str(_PORT), str(mib))
+            bare = (str(_RELAY), "origin", self.origin, str(_PORT), str(mib))
             cluster.start(*bare).hear()
             self._processes = stack.pop_all()
 
@@ -115,7 +116,7 @@ class Rig:
     def relay(self, targets: int) -> Round:
         """Run as many bare processes at once."""
         used = [self._at[name] for name in self.names[:targets]]
-        origin = (self._at[ORIGIN], str(_PORT))
+        origin = (self.origin, str(_PORT))
         return self._run(
             [
                 [str(_RELAY), "host", str(self._pieces), str(number), *origin, *used]
@@ -243,7 +244,7 @@ def main() -> None:
                 traces = given.traces or folder
                 traced = rig.pull(given.targets, traces=traces)
                 harness.say(f"traced: {traced}")
-                given.svg.write_text(swarm_trace.picture(traces, rig.names, given.mbit))
+                given.svg.write_text(swarm_trace.picture(traces, rig.names, rig.origin, given.mbit))
     if given.rounds:
         harness.show(_rows(found, given.targets), as_json=given.json)
 

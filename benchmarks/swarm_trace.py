@@ -103,12 +103,13 @@ class _Host:
         )
 
 
-def picture(folder: Path, names: Sequence[str], mbit_per_s: float) -> str:
+def picture(folder: Path, names: Sequence[str], origin: str, mbit_per_s: float) -> str:
     """Return the picture of a traced round.
 
     Args:
         folder: Has the traces and the samples.
         names: The hosts of the commands.
+        origin: The origin's address.
         mbit_per_s: The speed of their links.
     """
     samples = json.loads((folder / _SAMPLES).read_text())
@@ -121,9 +122,6 @@ def picture(folder: Path, names: Sequence[str], mbit_per_s: float) -> str:
     def x(seconds: float) -> float:
         return _LEFT + scale * min(max(seconds, 0.0), end_s)
 
-    # The origin's endpoint is the one that most was read from first.
-    firsts = [host.reads[0][0] for host in hosts.values()]
-    origin = max(firsts, key=firsts.count)
     full = mbit_per_s * 1e6 / 8
     parts = _legend()
     parts += _axis(x, end_s, len(names))
@@ -187,7 +185,9 @@ def _phases(host: _Host, x: Callable[[float], float], y: float, origin: str) -> 
     for peer, begin_s, end_s in host.reads:
         lane = min(range(len(free)), key=lambda number: (free[number] > begin_s, number))
         free[lane] = end_s
-        parts.append(bar(begin_s, end_s, y + lane * _LANE, ORIGIN if peer == origin else PEER))
+        parts.append(
+            bar(begin_s, end_s, y + lane * _LANE, ORIGIN if peer.startswith(f"{origin}:") else PEER)
+        )
         if begin_s > covered_s + 0.01:
             parts.append(bar(covered_s, begin_s, y, IDLE))
         covered_s = max(covered_s, end_s)

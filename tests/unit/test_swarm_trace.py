@@ -35,7 +35,7 @@ def test_it_shows_each_hosts_reads_and_rates(tmp_path: Path) -> None:
         for n in range(5)
     ]
     (tmp_path / "samples.json").write_text(json.dumps(samples))
-    picture = swarm_trace.picture(tmp_path, ["a", "b"], 250)
+    picture = swarm_trace.picture(tmp_path, ["a", "b"], ORIGIN.partition(":")[0], 250)
     root = ElementTree.fromstring(picture)
     texts = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"origin", "a", "b", "cores", "4 s"} <= set(texts)
