@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=8)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--mbit", type=float, default=250)
-    parser.add_argument("--congestion", metavar="NAME", help="of TCP at all hosts, such as cubic")
+    parser.add_argument("--congestion", metavar="NAME", help="of TCP at all hosts, such as reno")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw a traced round")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="keep its traces here")
     given = parser.parse_args()
