@@ -16,7 +16,7 @@ from .svg import INK, document, rectangle, text
 
 _SAMPLES = "samples.json"
 #: Samples until its input ends: [time, {host: [sent, received bytes]}, [all, idle seconds of the
-#: processors, those that a hypervisor took], {server: its CPU seconds}].
+#: processors], {server: its CPU seconds}].
 _SAMPLER = """
 import json, os, select, sys, time
 ports, servers, path = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
@@ -31,7 +31,7 @@ def links():
     return found
 def processors():
     fields = [int(each) / tick for each in open("/proc/stat").readline().split()[1:]]
-    return [sum(fields[:8]), fields[3] + fields[4], fields[7]]
+    return [sum(fields[:8]), fields[3] + fields[4]]
 def used(pid):
     fields = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / tick
@@ -245,15 +245,14 @@ def _curve(
 def _processors(
     samples: Sequence[Any], zero_s: float, x: Callable[[float], float], y: float
 ) -> list[str]:
-    busy, taken, servers, begin = [], [], [], 0
+    busy, servers, begin = [], [], 0
     for end in range(1, len(samples)):
         passed_s = samples[end][0] - samples[begin][0]
         if passed_s >= _WINDOW_S:
             at_s = samples[end][0] - zero_s - passed_s / 2
             both = zip(samples[begin][2], samples[end][2], strict=True)
-            all_s, idle_s, taken_s = (after - before for before, after in both)
+            all_s, idle_s = (after - before for before, after in both)
             busy.append((at_s, 1 - idle_s / max(all_s, 1e-9)))
-            taken.append((at_s, taken_s / max(all_s, 1e-9)))
             used_s = sum(samples[end][3].values()) - sum(samples[begin][3].values())
             servers.append((at_s, used_s / max(all_s, 1e-9)))
             begin = end
@@ -261,12 +260,8 @@ def _processors(
         text(_LEFT - 10, y + 34, "cores", INK, 13, "end"),
         _area(busy, x, y + 58, 50, 1.0, _START),
         _area(servers, x, y + 58, 50, 1.0, ORIGIN),
-        _area(taken, x, y + 58, 50, 1.0, IDLE),
         text(
-            _LEFT + 4,
-            y + 72,
-            "part of all cores that is busy; of it origin and coordinator; taken by the hypervisor",
-            INK,
+            _LEFT + 4, y + 72, "part of all cores that is busy; of it origin and coordinator", INK
         ),
     ]
 

@@ -31,7 +31,7 @@ def test_it_shows_each_hosts_reads_and_rates(tmp_path: Path) -> None:
     write_trace(tmp_path / "b.json", (ORIGIN, 1, 101, 102), (A, 0, 103, 104))
     links = {"origin": [0, 0], "a": [0, 0], "b": [0, 0]}
     samples = [
-        [100 + n, {name: [n * 1e6, n * 1e6] for name in links}, [2 * n, n, 0], {"origin": n / 10}]
+        [100 + n, {name: [n * 1e6, n * 1e6] for name in links}, [2 * n, n], {"origin": n / 10}]
         for n in range(5)
     ]
     (tmp_path / "samples.json").write_text(json.dumps(samples))
