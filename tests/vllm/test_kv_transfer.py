@@ -28,7 +28,7 @@ for connector, users in cases:
     with config.library_environment(LIBRARY_SETTINGS):
         print("ANSWER " + json.dumps([os.environ.get(name) for name in names]))
 """
-_FOUND = (
+_FOUND: tuple[tuple[tuple[str | None, dict[str, str]], list[str]], ...] = (
     (("NixlConnector", {}), ["*", "bistro"]),
     (("NixlConnector", {"UCX_MODULES": "cuda"}), ["cuda", "bistro"]),
     ((None, {}), ["^cuda,gda,gdp", "none"]),
