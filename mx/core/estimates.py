@@ -190,7 +190,9 @@ def _slowdown(capacity: float, load: Load, rate: float) -> float:
     left = max(capacity, load.gb_per_s) - rate
     if not load.readers or load.gb_per_s <= left:
         return 1.0
-    return load.gb_per_s / max(left, load.gb_per_s / (load.readers + 1))
+    if load.gb_per_s >= left * (load.readers + 1):
+        return load.readers + 1.0
+    return load.gb_per_s / left
 
 
 def in_order_of_readiness(estimates: Iterable[Estimate]) -> list[Estimate]:
