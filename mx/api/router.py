@@ -159,7 +159,7 @@ class Router(Closable):
         """Return how long a pull would take somewhere, by which paths, and at what cost.
 
         Bandwidths are those that pulls between the two hosts have measured lately, else those that
-        the interfaces declare, less what the sources give to others now. No weight is moved.
+        the interfaces declare, less what the sources serve to others now. No weight is moved.
 
         Args:
             model: NAME, NAME:REVISION or NAME@PIN.

@@ -185,7 +185,7 @@ class Source(Closable):
         return self._closed.wait(timeout_s)
 
     def drain(self, grace_s: float = 10.0) -> bool:
-        """Stop giving grants and wait for the current readers, before `close`.
+        """Stop granting reads and wait for the current readers, before `close`.
 
         Args:
             grace_s: Seconds to wait at most.

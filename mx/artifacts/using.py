@@ -128,7 +128,7 @@ def _lay_out(search: Search, found: Fetched, place: Path) -> None:
 
 @contextlib.contextmanager
 def staging(place: Path, set_id: str) -> Iterator[Path]:
-    """Give a path for a set that arrives, for this run alone: a later one goes on from what it
+    """Yield a path for a set that arrives, for this run alone: a later one goes on from what it
     leaves. A process that is stopped keeps none waiting, and none leaves more than one can use.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A chunk is read only from a source that allows it: each source allows everything by default, and
 nothing by default once reading is coordinated. A chunk that came wrong is not read from the same
-source again while another may give it.
+source again while another may serve it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ReadRights:
         return not self._default
 
     def coordinate(self) -> None:
-        """From now on a source allows nothing by default."""
+        """Have sources allow nothing by default from now on."""
         if self._default:
             self._default = 0
             self._allowed.clear()
 
     def read_freely(self) -> None:
-        """From now on every source allows everything."""
+        """Have every source allow everything from now on."""
         self._default = self._all
         self._allowed.clear()
 

@@ -165,7 +165,7 @@ def status() -> list[dict[str, object]]:
 
 
 def withdraw(reason: str) -> None:
-    """Give what this process lends to no reader any more.
+    """Stop serving what this process lends.
 
     Args:
         reason: A word.
