@@ -364,6 +364,10 @@ async def _ended(
 async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:
     """Start a source that holds no model yet and return it; runs on the loop.
 
+    Args:
+        options: The source's options.
+        transports: Those that may serve, by name.
+
     Raises:
         ConfigError, LocalError: As `serve`.
     """

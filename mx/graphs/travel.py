@@ -68,7 +68,14 @@ class Published:
     images: Mapping[str, bytes] = field(repr=False)
 
     def image(self, digest: str) -> bytes:
-        """Return an image by its blake3 in hexadecimal. Raises KeyError."""
+        """Return an image.
+
+        Args:
+            digest: Its blake3 in hexadecimal.
+
+        Raises:
+            KeyError: There is no such image.
+        """
         return self.images[digest]
 
 

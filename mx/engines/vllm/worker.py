@@ -58,7 +58,7 @@ def status(worker: Any) -> dict[str, object]:
     Returns:
         `model`, `loads` (how often from which state, or by the ordinary loader), `refused` (how
         often another key, or none, was refused), `lending` (the state of lending), `revision`,
-        `identity`, `source` (who gave what was taken), and `why` if nothing is lent.
+        `identity`, `source` (who served what was taken), and `why` if nothing is lent.
     """
     watched = _watched_of(worker)
     if watched is None:
