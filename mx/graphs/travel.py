@@ -118,6 +118,9 @@ def find(
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
+    Returns:
+        The graphs by name; without any, why in `reasons`.
+
     Raises:
         ConfigError: An argument is wrong. What is wrong with sets is in `reasons`.
     """
