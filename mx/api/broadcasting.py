@@ -298,7 +298,7 @@ def _differences(ours: Layout, theirs: Layout) -> list[str]:
 
 @contextmanager
 def _in_words(hint: str = "") -> Iterator[None]:
-    """Have errors about tensors speak of the arguments of `broadcast`."""
+    """Translate errors about tensors into the arguments of `broadcast`."""
     try:
         yield
     except ConfigError as error:

@@ -295,7 +295,7 @@ class Keeper:
         )
 
     def figures(self) -> dict[str, int]:
-        """Return what is counted, without a look at other processes; on the loop."""
+        """Return the counts, without a look at other processes; on the loop."""
         return {
             "held_bytes": sum(each.nbytes for each in self._kept.values()),
             "budget_bytes": self._table.budget_bytes,

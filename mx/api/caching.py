@@ -64,11 +64,11 @@ class Cache(Closable):
         return self._embedded
 
     def figures(self) -> dict[str, int]:
-        """Return what it counts for metrics; on the event loop."""
+        """Return the counts for metrics; on the event loop."""
         return self._keeper.figures()
 
     def status(self) -> CacheStatus:
-        """Return what is held."""
+        """Return the models that the cache holds."""
         self._require_own()
         return self._loop.run(self._keeper.status())
 

@@ -243,7 +243,8 @@ class Registry:
             self._drop(source_id, "withdrawn for now" if keeps_name else "deregistered")
 
     def tick(self, now: float) -> None:
-        """Let time pass: leases, bindings and tombstones end. Costs in proportion to what ends."""
+        """Advance the clock: leases, bindings and tombstones end. Costs in proportion to what
+        ends."""
         self._now = now = max(self._now, now)
         if self._began_s == -math.inf:
             self._began_s = now

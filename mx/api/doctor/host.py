@@ -68,7 +68,7 @@ def python(subject: Subject) -> Iterator[Finding]:
 
 
 def grpc_finding(version: str) -> Finding:
-    """Return what there is to say of a release of grpcio."""
+    """Return the finding on a release of grpcio."""
     pair = _pair(version)
     if pair in GRPC_FAULTS:
         return failure(f"grpcio {version} has a fault: {GRPC_FAULTS[pair]}", _GRPC)
@@ -103,7 +103,7 @@ def descriptors(subject: Subject) -> Iterator[Finding]:
 
 
 def descriptors_finding(soft: int, hard: int) -> Finding:
-    """Return what there is to say of the limits of open files; -1 is none."""
+    """Return the finding on the limits of open files; -1 means no limit."""
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if most >= _FEW_DESCRIPTORS:
         own = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
@@ -160,7 +160,7 @@ def clock(subject: Subject) -> Iterator[Finding]:
 
 
 def clock_finding(status: int, *, tls: bool) -> Finding:
-    """Return what there is to say of adjtimex's status."""
+    """Return the finding on adjtimex's status."""
     if not status & _STA_UNSYNC:
         return ok("the clock is synchronised")
     return (warning if tls else note)(

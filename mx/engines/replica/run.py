@@ -483,7 +483,7 @@ class Run:
 
 
 def _let_go(error: BaseException) -> None:
-    """Have an error refer to no model any more: its memory is needed."""
+    """Clear an error's references to the model, so that its memory is freed."""
     found: BaseException | None = error
     while found is not None:
         traceback.clear_frames(found.__traceback__)
