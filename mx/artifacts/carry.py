@@ -234,5 +234,5 @@ def _require_no_files(pulled: Pull, name: str) -> None:
 def _require(holds: bool, name: str) -> None:
     if not holds:
         raise ArtifactError(
-            f"what is listed as {name} is not that set", hint="its source lies: tell who runs it"
+            f"what is listed as {name} is not that set", hint="its source lies: tell its operator"
         )

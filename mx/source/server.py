@@ -447,7 +447,7 @@ class SourceServer:
         if served is None or served.newer:
             why = self.retirement.withdrawn or "it was withdrawn"
             raise LocalError(
-                f"what was pulled can't be given to others: {why}",
+                f"the pulled weights can't be served: {why}",
                 hint="serve it as it is now, under a name of its own",
             )
         served.held.growing, served.held.layers = False, None
