@@ -114,7 +114,7 @@ def _raise(change: Change) -> None:
 
 
 def _dropping(loop: runtime.LoopThread, change: Change) -> Callable[[object], None]:
-    """Return what is called when the side of the thread was dropped, on any thread."""
+    """Return the callback for when the thread's side was dropped; it is called on any thread."""
     told = weakref.ref(change)
 
     def dropped(_: object) -> None:

@@ -114,7 +114,7 @@ class FilledMemory:
         release_frames(self._log.error)
 
     def forked(self, log: EventLog) -> None:
-        """Be closed, in a forked child, with this log in place of the parent's."""
+        """Close, in a forked child, with this log in place of the parent's."""
         self.lock = threading.Lock()
         self.closed = True
         self._log = log

@@ -34,9 +34,7 @@ def load(model: str, **arguments: Unpack[PullArguments]) -> dict[str, torch.Tens
     """
     check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
     if arguments.get("hold"):
-        raise ConfigError(
-            "`load` can't hold a model for others", hint="call mx.pull with `hold=True`"
-        )
+        raise ConfigError("`load` can't serve the model", hint="call mx.pull with `hold=True`")
     if arguments.get("files_only"):
         raise ConfigError(
             "`files_only` pulls no tensors", hint="mx.pull(...).files() has the files"

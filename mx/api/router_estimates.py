@@ -38,7 +38,7 @@ class _At:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known of a model when a question is asked."""
+    """The state of a model at the time of a question."""
 
     model: ModelKey
     size: Size

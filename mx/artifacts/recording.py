@@ -153,7 +153,7 @@ def _noted(folder: Path) -> dict[str, str]:
 
 
 def recorded(folder: Path) -> Recorded:
-    """Return what was recorded in a folder.
+    """Return the recording in a folder.
 
     Raises:
         ArtifactError: There is no record, or the folder is not as it was recorded: a file was

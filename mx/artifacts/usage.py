@@ -85,7 +85,7 @@ class Watch:
         self._hits, self._misses = _counts()
 
     def report(self) -> Usage:
-        """Return what has been used so far. May be called again and again."""
+        """Return the use so far. May be called repeatedly."""
         now = _objects(self._root)
         new = tuple(sorted(
             path for path, seen in now.items()

@@ -47,7 +47,7 @@ def keygen(
         keyfile.make(path)
     except FileExistsError:
         raise ConfigError(
-            f"there is a file {path} already", hint="who owned names with it would lose them"
+            f"there is a file {path} already", hint="the names that it owns would be lost"
         ) from None
     except OSError as error:
         raise ConfigError(

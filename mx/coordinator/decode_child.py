@@ -17,7 +17,7 @@ _MOST_BYTES = 4 << 30
 
 
 def main() -> dict[str, str]:
-    """Return what is printed."""
+    """Return the text to print."""
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     head = json.loads(sys.stdin.buffer.readline())

@@ -111,7 +111,7 @@ class State:
         return await self._store.atomically(lambda: apply(self._registry, self.now()))
 
     async def ask(self, question: Callable[[Registry], _T]) -> _T:
-        """Let time pass, and return the registry's answer to a question.
+        """Advance the clock, and return the registry's answer to a question.
 
         Raises:
             MxError: As the question; or what is known of the state is too old.
@@ -123,8 +123,8 @@ class State:
         return question(self._registry)
 
     async def tick(self) -> None:
-        """Let time pass. Call this a few times per lease. Where the state cannot be kept, nothing
-        ends: the store logs that."""
+        """Advance the clock. Call this a few times per lease. Where the state cannot be kept,
+        nothing ends: the store logs that."""
         with contextlib.suppress(MxError):
             await self.event(Registry.tick)
         self._documents.sweep(self.now())

@@ -149,7 +149,7 @@ class MeantLog:
                 del self._meant[key]
 
     def after(self, seq: int) -> list[Meant]:
-        """Return what has changed after `seq`, the oldest change first."""
+        """Return the changes after `seq`, the oldest first."""
         found = []
         for number, each in reversed(self._meant.values()):
             if number <= seq:
@@ -258,6 +258,6 @@ class Watcher:
 
 
 def _slim(record: SourceRecord) -> SourceRecord:
-    """Return what is kept of a source that is gone: its id, its model and its address."""
+    """Return the record of a source that is gone: its id, its model and its address."""
     table = AddressTable(record.table.layout_digest, ())
     return replace(record, place=_NOWHERE, table=table)

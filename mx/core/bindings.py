@@ -90,7 +90,7 @@ class Bindings:
             yield from state.contests
 
     def of(self, name: str) -> NameState:
-        """Return what is known of a name."""
+        """Return the state of a name."""
         return self._store.name(name) or NameState(name)
 
     @property

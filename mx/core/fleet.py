@@ -75,7 +75,7 @@ class Fleet:
         return [*self.tick(now), FleetEvent(EventKind.SYNCED)]
 
     def tick(self, now: float) -> list[FleetEvent]:
-        """Let time pass: what has not come back is lost."""
+        """Advance the clock: replicas that have not come back are lost."""
         if now < self._returned_s:
             return []
         self._returned_s = math.inf

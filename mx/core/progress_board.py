@@ -193,7 +193,7 @@ class ProgressBoard:
         return None
 
     def not_told(self, pull_ids: Iterable[str]) -> None:
-        """Let `next_untold` return pulls again that could not be told."""
+        """Put back pulls that could not be reported, for `next_untold` to return."""
         for pull_id in pull_ids:
             known = self._reports.get(pull_id)
             if known is not None and self._untold is not None:
@@ -234,7 +234,7 @@ class ProgressBoard:
         self._put(replace(reported, status=status, until_s=now + ENDED_S))
 
     def _put(self, report: _Report) -> None:
-        """Let this be what is known of its pull."""
+        """Replace the report of its pull by this one."""
         pull_id = report.status.pull_id
         known = self._reports.get(pull_id)
         if known is not None:

@@ -49,7 +49,7 @@ class Rates:
             self._pairs.popitem(last=False)
 
     def listed(self, now: float, source_hosts: Collection[str] = ()) -> list[Rate]:
-        """Return what was measured lately, from these hosts or from all."""
+        """Return the recent measurements, from these hosts or from all."""
         while self._pairs:
             pair, (_, at_s) = next(iter(self._pairs.items()))
             if now - at_s <= KEPT_S:

@@ -243,7 +243,8 @@ class Registry:
             self._drop(source_id, "withdrawn for now" if keeps_name else "deregistered")
 
     def tick(self, now: float) -> None:
-        """Let time pass: leases, bindings and tombstones end. Costs in proportion to what ends."""
+        """Advance the clock: leases, bindings and tombstones end. Costs in proportion to what
+        ends."""
         self._now = now = max(self._now, now)
         if self._began_s == -math.inf:
             self._began_s = now
@@ -431,7 +432,7 @@ class Registry:
             self._bindings.complete(key.name, key.revision, member.bundle)
 
     def _is_served(self, binding: Binding) -> bool:
-        """Return True if a whole source of the binding gives grants."""
+        """Return True if a whole source of the binding grants reads."""
         return any(_serves(self.source(source_id).record) for source_id in binding.sources)
 
     def _renew(self, listed: Listed, readers: int, gb_per_s: float, *, first: bool = False) -> None:

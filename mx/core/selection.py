@@ -96,7 +96,7 @@ class Subset:
         )
 
     def wanted(self, grid: ChunkGrid) -> Wanted:
-        """Return the blocks that are needed, by the chunks of a grid of `model`."""
+        """Return the blocks that are needed, by the chunks of `grid`, a grid of `model`."""
         layers: dict[int, list[tuple[int, list[BlockRange]]]] = {}
         for tensor, cut in self.members:
             layers.setdefault(tensor.layer, []).append((tensor.offset, cut.block_ranges()))
@@ -181,7 +181,7 @@ class Selection:
         return found
 
     def _ranges(self, forms: Mapping[str, Tensor | Alias]) -> dict[str, _Range]:
-        """Return what is cut out of each selected tensor that is not wanted whole."""
+        """Return the cut of each selected tensor that is not wanted whole."""
         by: dict[str, str] = {}  # tensor -> what in `slices` selects it
         for entry in sorted(self.slices, key=lambda entry: entry in forms):
             matched = _matching(entry, forms)

@@ -129,11 +129,11 @@ class Store(ABC):
 
     @abstractmethod
     def name(self, name: str) -> NameState | None:
-        """Return what is kept of a name, None if nothing is."""
+        """Return the state of a name, or None."""
 
     @abstractmethod
     def names(self) -> Iterable[NameState]:
-        """Return what is kept of all names."""
+        """Return the states of all names."""
 
     @abstractmethod
     def decide(self, state: NameState) -> None:
@@ -189,7 +189,7 @@ class Store(ABC):
 
     @abstractmethod
     def gone(self, source_id: str) -> Gone | None:
-        """Return what is known of a source that was dropped, or None."""
+        """Return the tombstone of a source that was dropped, or None."""
 
     @abstractmethod
     def bury(self, source_id: str, gone: Gone, most: int) -> None:

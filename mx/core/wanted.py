@@ -69,7 +69,7 @@ class Wanted:
         return sum((1 << each.end) - (1 << each.begin) for each in self._ranges.get(chunk, ()))
 
     def within(self, chunk: int, begin: int, end: int) -> list[BlockRange]:
-        """Return what is wanted of blocks `begin` to `end` of a chunk."""
+        """Return the wanted ones of blocks `begin` to `end` of a chunk."""
         return [
             BlockRange(max(begin, each.begin), min(end, each.end), each.aside)
             for each in self._ranges.get(chunk, ())

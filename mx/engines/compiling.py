@@ -106,7 +106,7 @@ class CompileCaches:
         )
 
     def close(self) -> None:
-        """Let the engine's caches be those of its user again. Idempotent."""
+        """Restore the engine's own caches. Idempotent."""
         with contextlib.suppress(Exception):
             self._held.close()
 

@@ -58,7 +58,7 @@ class Change:
             self.end(None)
 
     def wake(self) -> None:
-        """Have `told` return."""
+        """Make `told` return."""
         self._told.set()
 
     async def told(self, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ import threading
 
 
 def main(repository: str, revision: str, patterns: list[str]) -> dict[str, str]:
-    """Return what is printed."""
+    """Return the text to print."""
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (

@@ -179,7 +179,7 @@ class Requests:
                 return StoreError(f"{place} could not be read: {_line(error)}", peer=self.where)
 
     def listing(self) -> list[ObjectMeta]:
-        """Return what is in the folder, at most `MAX_ENTRIES` objects."""
+        """Return the objects in the folder, at most `MAX_ENTRIES`."""
         import obstore
 
         async def work() -> list[ObjectMeta]:

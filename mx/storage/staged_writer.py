@@ -161,7 +161,7 @@ class StagedWriter:
     # -- what subclasses add --------------------------------------------------------------------
 
     def _missing(self) -> str:
-        """Return what was not written, "" if nothing is missing."""
+        """Return what is missing from the output, "" for nothing."""
         return f"{len(self._side_files)} side files" if self._side_files else ""
 
     def _sync(self) -> None:

@@ -87,7 +87,7 @@ class Board:
         return row_id in self._ids.get(kind, ())
 
     def after(self, number: int, limit: int) -> Page | None:
-        """Return what has changed after a number, the oldest change first.
+        """Return the changes after a number, the oldest first.
 
         Args:
             number: 0 for everything; not less than `forgotten` otherwise.

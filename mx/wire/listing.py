@@ -52,7 +52,7 @@ def bundle_status(message: pb.Bundle) -> BundleStatus:
     missing = tuple(message.missing)
     fits = all(membership(each).bundle == key.variant for each in missing)
     if not (ranks == message.ranks >= message.missing_count >= len(missing) and fits):
-        raise PeerProtocolError(f"{key} has {ranks} ranks: what is said of them can't be")
+        raise PeerProtocolError(f"{key} has {ranks} ranks, and its status contradicts that")
     return BundleStatus(
         key.name, key.revision, key.variant, ranks, missing, message.missing_count, message.named
     )

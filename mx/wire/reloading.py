@@ -144,7 +144,8 @@ class ServerFiles:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _take(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return what is new; gRPC calls this from threads of its own, at each connection."""
+        """Return the files if they have changed; gRPC calls this on its own threads, at each
+        connection."""
         shown = self._shown  # which may change meanwhile
         if shown is self._given:
             return None

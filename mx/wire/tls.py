@@ -236,7 +236,7 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
 
 
 def _probe(address: str, tls: TlsFiles | None) -> str | None:
-    """Return what is wrong with TLS there; None if nothing is, or nothing answers. Blocks."""
+    """Return the fault of TLS there; None if there is none, or nothing answers. Blocks."""
     host, port = split_address(address)
     try:
         context = _probing(tls)

@@ -213,7 +213,7 @@ class DraftedStore(MemoryStore):
     # -- what has been kept ------------------------------------------------------------------------
 
     def _apply(self, draft: Draft) -> None:
-        """Let what is kept take effect in memory."""
+        """Apply the committed state to the memory."""
         for name, state in draft.written_names().items():
             self.decide(state or NameState(name))
         for source_id, listed in draft.written_sources().items():

@@ -49,7 +49,7 @@ class _Call:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, error: Exception | None = None) -> None:
-        """Let the caller go on."""
+        """Wake the caller."""
         self.error = error or self.error
         if not self.done.done():
             self.done.set_result(None)

@@ -265,7 +265,7 @@ class RedisStore(LeasedStore):
         return named(draft)
 
     def _take(self, number: int, token: str, commit: Commit) -> None:
-        """Let a commit take effect in memory, the next one."""
+        """Apply the next commit to the memory."""
         for kind, key, value in commit.writes:
             field = f"{kind}:{key}"
             if value:

@@ -93,7 +93,7 @@ class SharedPulls:
         board.share()
 
     async def run(self) -> None:
-        """Tell and hear, until it is cancelled."""
+        """Send and receive changes until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             try:

@@ -51,6 +51,10 @@ PROCESSED, LOADED = "processed", "loaded"
 _ASK_AGAIN_S = 0.5
 
 
+class GivenUpError(Exception):
+    """What was chosen could not be loaded: the engine's ordinary loader begins anew."""
+
+
 class Loading:
     """What one rank of an engine loaded, and lends; it stays for as long as the engine does."""
 
@@ -479,7 +483,7 @@ class Run:
 
 
 def _let_go(error: BaseException) -> None:
-    """Have an error refer to no model any more: its memory is needed."""
+    """Clear an error's references to the model, so that its memory is freed."""
     found: BaseException | None = error
     while found is not None:
         traceback.clear_frames(found.__traceback__)

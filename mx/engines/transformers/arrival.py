@@ -220,6 +220,6 @@ class _Places:
             values.changed.notify_all()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._here.clear()
         self._waiting.clear()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def configuration_of(model: Any) -> str:
-    """Return what of a model shapes its compiled code, as words "part=value"."""
+    """Return the properties of a model that shape its compiled code, as words "part=value"."""
     said = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         said.pop(name, None)
