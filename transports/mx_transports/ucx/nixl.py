@@ -13,6 +13,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import resource
 import sys
 import threading
@@ -57,6 +58,13 @@ POLL_S = 1e-3
 
 _load_lock = threading.Lock()
 _loaded = False
+# A fork waits for a load that is under way: half of UCX, and its locks, would be of no use in the
+# child, and keep it from ending.
+os.register_at_fork(
+    before=_load_lock.acquire,
+    after_in_parent=_load_lock.release,
+    after_in_child=_load_lock.release,
+)
 
 
 class Installed(NamedTuple):
