@@ -292,8 +292,10 @@ def test_an_unused_agent_is_let_go(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_an_agent_that_cannot_start_is_the_paths_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nixl.load("peer:1")  # the reader's own UCX is not what is looked at here
-    monkeypatch.setenv("UCX_TLS", "nonsense")
+    ours = ucx_exposure._environment
+    # The source's alone: the reader's own UCX is not what is looked at here.
+    theirs = {"UCX_TLS": "nonsense"}
+    monkeypatch.setattr(ucx_exposure, "_environment", lambda devices: ours(devices) | theirs)
     source = bench.source(MIB)
     with pytest.raises(SourceError, match=r"localhost:7601.*its agent"):
         bench.open(source)
@@ -380,6 +382,7 @@ import ctypes, json, secrets, sys
 sys.path[:] = json.loads(sys.argv[1])
 asked = json.loads(sys.argv[2])
 from mx_transports.ucx import nixl
+del nixl.UCX_SETTINGS["PROTOS"]  # it can write, too
 agent = nixl.TargetAgent("victim", "lo")
 agent.connect(bytes.fromhex(asked["metadata"]))
 room = ctypes.create_string_buffer(asked["fill"].encode() * 64, 4096)
