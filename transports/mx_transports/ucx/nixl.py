@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from mx import config
 from mx.errors import PathError, PeerLostError, SourceError
 from mx_transports.ucx import agent as agent_program
+from mx_transports.ucx.wire import LOOPBACK_DEVICE
 
 #: Distribution by package. The first that is there is used, but one that the process has loaded
 #: already comes before it: types of two copies would collide.
@@ -64,7 +65,7 @@ UCX_SETTINGS = {
 #: Between two looks at everything else: one of UCX's own turns is done in about 50 us.
 POLL_S = 1e-3
 
-_load_lock = threading.Lock()
+_load_lock = threading.RLock()  # a signal's handler may fork within it
 _loaded = False
 # A fork waits for a load that is under way: half of UCX, and its locks, would be of no use in the
 # child, and keep it from ending.
@@ -152,7 +153,7 @@ def _library_loaded() -> Iterator[None]:
 def load(peer: str) -> None:
     """Have UCX loaded, which takes 0.1 s the first time. Raises PathError."""
     if not _loaded:
-        TargetAgent(peer, "").close()
+        TargetAgent(peer, LOOPBACK_DEVICE).close()  # of all devices it takes longer
 
 
 class AddressRange(NamedTuple):
