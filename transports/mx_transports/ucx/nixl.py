@@ -185,7 +185,7 @@ class TargetAgent:
     def __init__(self, peer: str, device: str) -> None:
         self._peer = peer
         self._remote = ""
-        self.worked = False
+        self._worked_s = 0.0  # when UCX last had anything to do
         nixl: Any = _bindings(peer)
         self._nixl = nixl
         self._success = nixl.NIXL_SUCCESS
@@ -234,6 +234,7 @@ class TargetAgent:
                 self._nixl.NIXL_READ, self._list(local), self._list(remote), self._remote
             )
             self._agent.postXferReq(handle)
+            self._worked_s = time.perf_counter()
             return handle
 
     def _list(self, ranges: Sequence[AddressRange]) -> Any:
@@ -246,8 +247,7 @@ class TargetAgent:
         """Let UCX work while there is anything to do, for POLL_S at most.
 
         Returns:
-            True once the read has ended; its handle is invalid then. `worked` says whether there
-            was anything to do.
+            True once the read has ended; its handle is invalid then.
         """
         success, clock = self._success, time.perf_counter
         began_s = before_s = clock()
@@ -259,16 +259,24 @@ class TargetAgent:
                     continue
                 now_s = clock()
                 if now_s - before_s < agent_program.POLLS * agent_program.NOTHING_S:
-                    self.worked = before_s > began_s
+                    if before_s > began_s:
+                        self._worked_s = before_s
                     return False
                 if now_s - began_s > POLL_S:
-                    self.worked = True
+                    self._worked_s = now_s
                     return False
                 before_s = now_s
+            self._worked_s = clock()
             self._agent.releaseXferReq(handle)
             return True
         except self._failures as error:
             raise self._translate(error, "a read failed") from error
+
+    def pause(self) -> None:
+        """Pause after a look that found nothing to do: the socket's buffer goes on filling."""
+        nothing_s = time.perf_counter() - self._worked_s
+        if nothing_s > agent_program.POLLS * agent_program.NOTHING_S:
+            time.sleep(agent_program.pause_s(nothing_s))
 
     def close(self) -> bool:
         """Destroy the agent: connections, registrations, and transfers in flight.
