@@ -13,6 +13,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import resource
 import sys
 import threading
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from mx import config
 from mx.errors import PathError, PeerLostError, SourceError
 from mx_transports.ucx import agent as agent_program
+from mx_transports.ucx.wire import LOOPBACK_DEVICE
 
 #: Distribution by package. The first that is there is used, but one that the process has loaded
 #: already comes before it: types of two copies would collide.
@@ -37,10 +39,11 @@ PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
 #: `cuda`), UCX 1.23 calls cuInit in processes that use no GPU, and in others it allocates on the
 #: GPU, which ends captures of graphs; here it moves host memory only. UCX also replaces the code of
 #: libc's mmap and its like, to be told of memory that is freed, and waits 10 ms for each function:
-#: 0.4 s. Here memory is registered and deregistered by calls alone.
+#: 0.4 s. Here memory is registered and deregistered by calls alone. The modules for RDMA are of use
+#: only where the kernel has devices.
 LIBRARY_SETTINGS = {
     "UCX_MEM_MMAP_HOOK_MODE": "none",
-    "UCX_MODULES": "^cuda,gda,gdp",
+    "UCX_MODULES": "^cuda,gda,gdp" + ("" if os.path.exists("/sys/class/infiniband") else ",ib"),
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",
     "UCX_VFS_ENABLE": "n",
@@ -49,14 +52,28 @@ LIBRARY_SETTINGS = {
 #: Everything but shared memory: CMA would work only where the `shm` transport does, which checks
 #: which process it reads from; and it takes processes of two network namespaces for local ones.
 #: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (0.5
-#: against 0.1 of memcpy).
-UCX_SETTINGS = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+#: against 0.1 of memcpy). Of UCX's protocols the `get` ones, which read, and `reconfig`: for each
+#: protocol and each operation it asks the system about its interfaces, which took 9 of the 13 ms of
+#: an agent, and 16 ms on either side once a reader had connected.
+UCX_SETTINGS = {
+    "TLS": "^sm",
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    "PROTOS": "?e*",
+}
 
 #: Between two looks at everything else: one of UCX's own turns is done in about 50 us.
 POLL_S = 1e-3
 
-_load_lock = threading.Lock()
+_load_lock = threading.RLock()  # a signal's handler may fork within it
 _loaded = False
+# A fork waits for a load that is under way: half of UCX, and its locks, would be of no use in the
+# child, and keep it from ending.
+os.register_at_fork(
+    before=_load_lock.acquire,
+    after_in_parent=_load_lock.release,
+    after_in_child=_load_lock.release,
+)
 
 
 class Installed(NamedTuple):
@@ -96,6 +113,8 @@ def _bindings(peer: str) -> ModuleType:
             return importlib.import_module(name)
         with _load_lock:
             if name not in sys.modules:
+                # Linking sixty libraries takes a while: here without the interpreter lock.
+                ctypes.CDLL(None).dlopen(os.fsencode(found.bindings), os.RTLD_NOW)
                 sys.modules[name] = agent_program.load_bindings(found.bindings)
             return sys.modules[name]
     except (ImportError, OSError) as error:
@@ -134,7 +153,7 @@ def _library_loaded() -> Iterator[None]:
 def load(peer: str) -> None:
     """Have UCX loaded, which takes 0.1 s the first time. Raises PathError."""
     if not _loaded:
-        TargetAgent(peer, "").close()
+        TargetAgent(peer, LOOPBACK_DEVICE).close()  # of all devices it takes longer
 
 
 class AddressRange(NamedTuple):
@@ -166,7 +185,7 @@ class TargetAgent:
     def __init__(self, peer: str, device: str) -> None:
         self._peer = peer
         self._remote = ""
-        self.worked = False
+        self._worked_s = 0.0  # when UCX last had anything to do
         nixl: Any = _bindings(peer)
         self._nixl = nixl
         self._success = nixl.NIXL_SUCCESS
@@ -215,6 +234,7 @@ class TargetAgent:
                 self._nixl.NIXL_READ, self._list(local), self._list(remote), self._remote
             )
             self._agent.postXferReq(handle)
+            self._worked_s = time.perf_counter()
             return handle
 
     def _list(self, ranges: Sequence[AddressRange]) -> Any:
@@ -227,8 +247,7 @@ class TargetAgent:
         """Let UCX work while there is anything to do, for POLL_S at most.
 
         Returns:
-            True once the read has ended; its handle is invalid then. `worked` says whether there
-            was anything to do.
+            True once the read has ended; its handle is invalid then.
         """
         success, clock = self._success, time.perf_counter
         began_s = before_s = clock()
@@ -240,16 +259,24 @@ class TargetAgent:
                     continue
                 now_s = clock()
                 if now_s - before_s < agent_program.POLLS * agent_program.NOTHING_S:
-                    self.worked = before_s > began_s
+                    if before_s > began_s:
+                        self._worked_s = before_s
                     return False
                 if now_s - began_s > POLL_S:
-                    self.worked = True
+                    self._worked_s = now_s
                     return False
                 before_s = now_s
+            self._worked_s = clock()
             self._agent.releaseXferReq(handle)
             return True
         except self._failures as error:
             raise self._translate(error, "a read failed") from error
+
+    def pause(self) -> None:
+        """Pause after a look that found nothing to do: the socket's buffer goes on filling."""
+        nothing_s = time.perf_counter() - self._worked_s
+        if nothing_s > agent_program.POLLS * agent_program.NOTHING_S:
+            time.sleep(agent_program.pause_s(nothing_s))
 
     def close(self) -> bool:
         """Destroy the agent: connections, registrations, and transfers in flight.

@@ -32,9 +32,6 @@ STEPS = 8
 READS = 6
 #: How often a source may say of a step that it is still being copied.
 MAX_WAITING = MAX_SPANS // 1024
-#: A pause after a look that found nothing to do at all: 20 us and 100 us cost no bandwidth over
-#: loopback, as the socket's buffer goes on filling, and a fifth less of the CPU's time.
-PAUSE_S = 20e-6
 _ANSWER_TICK_S = 0.05
 #: Between two looks at whether an agent that something keeps alive is gone, the first and the
 #: longest.
@@ -209,8 +206,7 @@ class UcxSession(StreamSession):
                 peer=self.peer,
             )
         elif any(flight.landings for flight in self._flights):
-            if not self._agent.worked:
-                time.sleep(PAUSE_S)
+            self._agent.pause()
         else:
             # Not `select`: a server's descriptors may have numbers beyond its 1,024.
             waiting = select.poll()
