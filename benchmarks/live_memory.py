@@ -7,18 +7,20 @@ Needs torch, and 12 GB of memory.
 
 `scattered`: pulls that read from tensors where they are, fill tensors where they are, or both,
 against the same pull between contiguous memory. All memory is there before, and is reused: the
-contiguous destination is one allocation with pages as small as the tensors have. `place`: a pull
-into tensors, against a pull into a new arena and a copy of it into the tensors. Time runs from the
-call of `mx.pull`, which looks at every tensor, to the last layer event. `work`: what a lender's own
-computing takes while ten readers pull. `lent`: memory beyond the model.
+contiguous destination is one allocation with pages as small as the tensors have. Where each tensor
+is small, pulls into them are measured against a bare program, too, which looks at the same tensors
+and fills them (`benchmarks/references/scattered.py`). `place`: a pull into tensors, against a pull
+into a new arena and a copy of it into the tensors. Time runs from the call of `mx.pull`, which
+looks at every tensor, to the last layer event. `work`: what a lender's own computing takes while
+ten readers pull. `lent`: memory beyond the model.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
@@ -28,8 +30,11 @@ from mx.units import MIB
 
 from . import harness
 from .live_children import MODELS, STACK_BYTES, tensors_of
+from .local import filled_memfd
 from .memory import Sampler
 from .processes import Child, Cluster, pss_nbytes
+from .references.scattered import Scattered
+from .references.sockets import RawSockets
 
 TRANSPORTS = ("shm", "tcp")
 #: What the lender of `work` allows, and what a run of it is measured over.
@@ -80,6 +85,26 @@ def _copied(cluster: Cluster, transport: str, tensors: Mapping[str, torch.Tensor
         return time.perf_counter() - began_s
 
 
+#: Tensors of no more bytes cost more to look at than to move.
+SMALL_BYTES = 1 << 20
+
+
+@contextmanager
+def _bare(
+    tensors: Mapping[str, torch.Tensor], transport: str
+) -> Iterator[dict[str, Callable[[], float]]]:
+    """Give the bare programs that fill the same tensors, by name; none if they are large."""
+    every = list(tensors.values())
+    if every[0].nbytes > SMALL_BYTES:
+        yield {}
+        return
+    nbytes = sum(each.nbytes for each in every)
+    with filled_memfd(nbytes) as memfd, closing(RawSockets(memfd, nbytes)) as sockets:
+        bare = Scattered(every, memfd, sockets.port)
+        fill = bare.read if transport == "shm" else bare.receive
+        yield {f"bare, {threads} threads": partial(fill, threads) for threads in (1, 2)}
+
+
 def scattered_rows(
     cluster: Cluster, models: Sequence[str], transports: Sequence[str], rounds: int
 ) -> list[harness.Row]:
@@ -95,26 +120,27 @@ def scattered_rows(
         ).numpy()
         try:
             for transport in transports:
-                samples = harness.interleave(
-                    {
-                        "contiguous": partial(_timed, cluster, "copied", transport, into=room),
-                        "source": partial(_timed, cluster, "lent", transport, into=room),
-                        "target": partial(_timed, cluster, "copied", transport, into=tensors),
-                        "both": partial(_timed, cluster, "lent", transport, into=tensors),
-                    },
-                    rounds,
-                )
-                nbytes = sum(each.nbytes for each in tensors.values())
-                rows += [
-                    harness.ratio(
-                        f"{model}, {transport}: scattered {what}",
-                        {"mx": samples[what], "contiguous": samples["contiguous"]},
-                        "contiguous",
-                        0.9,
-                        nbytes,
+                with _bare(tensors, transport) as bare:
+                    samples = harness.interleave(
+                        {
+                            "contiguous": partial(_timed, cluster, "copied", transport, into=room),
+                            "source": partial(_timed, cluster, "lent", transport, into=room),
+                            "target": partial(_timed, cluster, "copied", transport, into=tensors),
+                            "both": partial(_timed, cluster, "lent", transport, into=tensors),
+                            **bare,
+                        },
+                        rounds,
                     )
-                    for what in ("source", "target", "both")
-                ]
+                nbytes = sum(each.nbytes for each in tensors.values())
+                for what in ("source", "target", "both"):
+                    work, own = f"{model}, {transport}: scattered {what}", {"mx": samples[what]}
+                    for against in ("contiguous", "bare") if bare else ("contiguous",):
+                        if (what, against) != ("source", "bare"):
+                            rows.append(
+                                harness.ratio(
+                                    f"{work} / {against}", samples | own, against, 0.9, nbytes
+                                )
+                            )
         finally:
             for source in sources:
                 source.close()

@@ -40,7 +40,7 @@ def payload_nbytes(cluster: Cluster) -> int:
 
 
 @contextmanager
-def _filled_memfd(nbytes: int) -> Iterator[int]:
+def filled_memfd(nbytes: int) -> Iterator[int]:
     """Yield the descriptor of a memfd of random bytes."""
     fd = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
     try:
@@ -83,7 +83,7 @@ def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
     into = mmap.mmap(-1, arena_nbytes + (2 << 20), flags=mmap.MAP_PRIVATE)
     into.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(into)[:arena_nbytes]
-    with _filled_memfd(nbytes) as fd, closing(memcpy.Reused(fd, nbytes)) as reused:
+    with filled_memfd(nbytes) as fd, closing(memcpy.Reused(fd, nbytes)) as reused:
         fresh = harness.interleave(
             {
                 "mx": lambda: _pull(cluster, attach=False, transport="shm").seconds,
@@ -115,7 +115,7 @@ def _arena_nbytes(cluster: Cluster) -> int:
 
 def tcp_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
     """Measure a verified pull by tcp against raw sockets that hash."""
-    with _filled_memfd(nbytes) as fd, closing(RawSockets(fd, nbytes)) as sockets:
+    with filled_memfd(nbytes) as fd, closing(RawSockets(fd, nbytes)) as sockets:
         contestants = {
             "mx": lambda: _pull(cluster, transport="tcp").seconds,
             **_receives(sockets, "raw"),
@@ -144,7 +144,7 @@ def tls_rows(checkpoint: Path, nbytes: int, rounds: int) -> list[harness.Row]:
                     return pulling.wait(120).seconds
 
             with (
-                _filled_memfd(nbytes) as fd,
+                filled_memfd(nbytes) as fd,
                 closing(RawSockets(fd, nbytes, tuple(files.values()))) as sockets,
             ):
                 contestants = {"mx": pull, **_receives(sockets, "ssl")}
@@ -173,7 +173,7 @@ def ucx_rows(
         return []
     from .references.nixl import BareNixl
 
-    with _filled_memfd(nbytes) as fd, closing(BareNixl(fd, nbytes)) as bare:
+    with filled_memfd(nbytes) as fd, closing(BareNixl(fd, nbytes)) as bare:
         samples = harness.interleave(
             {
                 "mx": lambda: _pull(cluster, transport="ucx").seconds,

@@ -27,6 +27,7 @@ from typing import Protocol, runtime_checkable
 from mx.core.paths import Medium, Path, Rail
 from mx.core.topology import Place
 from mx.errors import MxError, release_frames
+from mx.records import record
 from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_view, spans_of
 
 __all__ = [
@@ -70,21 +71,21 @@ MAX_CONTENT_BYTES = 64
 BLOCK_DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Viable:
     """The transport can work in this process. `detail` is for people."""
 
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Unavailable:
     """It can't; `reason` says why and, if anything can, what would change that."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TlsFiles:
     """PEM files of mutual TLS: this process's certificate and key, and the CA of its peers."""
 
@@ -93,7 +94,7 @@ class TlsFiles:
     authority: str
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ExposedRegion:
     """Memory that a source offers.
 
@@ -132,7 +133,7 @@ class Limiter(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ExposeOptions:
     """How to listen.
 
@@ -254,7 +255,7 @@ class Witness(Protocol):
         where readers fetch. Thread-safe."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Grant:
     """What `open` needs.
 
@@ -375,7 +376,7 @@ class HostHashing(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Piece:
     """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
     holes if it is scattered."""

@@ -11,7 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mx.api.broadcasting import BroadcastReport, broadcast
     from mx.api.bundles import list_bundles, wait_for_bundle, wait_for_bundle_async
+    from mx.api.caching import Cache, cache, cached
     from mx.api.listing import list_models, list_sources
     from mx.api.load_tensors import load
     from mx.api.observe import Observer, Overview
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from mx.target.report import LayerEvent, PullReport
 
 _HOMES = {
+    "BroadcastReport": "mx.api.broadcasting",
     "BundleStatus": "mx.core.answers",
+    "Cache": "mx.api.caching",
     "Estimate": "mx.core.estimates",
     "EventKind": "mx.core.replicas",
     "FleetEvent": "mx.core.replicas",
@@ -59,6 +63,9 @@ _HOMES = {
     "Subset": "mx.core.selection",
     "TopologyReport": "mx.api.survey",
     "Watch": "mx.api.router_watch",
+    "broadcast": "mx.api.broadcasting",
+    "cache": "mx.api.caching",
+    "cached": "mx.api.caching",
     "list_bundles": "mx.api.bundles",
     "list_models": "mx.api.listing",
     "list_sources": "mx.api.listing",
@@ -76,7 +83,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "BroadcastReport",
     "BundleStatus",
+    "Cache",
     "Estimate",
     "EventKind",
     "FleetEvent",
@@ -100,6 +109,9 @@ __all__ = [
     "Subset",
     "TopologyReport",
     "Watch",
+    "broadcast",
+    "cache",
+    "cached",
     "list_bundles",
     "list_models",
     "list_sources",

@@ -32,7 +32,7 @@ def live_tensors(what: Any, *, non_persistent: bool = False) -> Tensors:
 
         if is_module(what):
             return lambda: tensors_in(what, non_persistent=non_persistent)
-    if isinstance(what, Mapping) and all(isinstance(name, str) for name in what):
+    if isinstance(what, Mapping) and all(issubclass(kind, str) for kind in set(map(type, what))):
         return lambda: what
     raise ConfigError(
         f"cannot take tensors from a {type(what).__name__}",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import members_of
+from mx.records import record
 from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Listed:
     binding: int = 0  # the number of its binding
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Resolved:
     """The answer to `resolve`: the manifest to pull, and the sources that serve these weights now.
 
@@ -72,7 +73,7 @@ class ModelStatus:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class BundleStatus:
     """A bundle: the ranks of one revision that make a whole, and which of them no whole source
     serves.

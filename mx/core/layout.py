@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from operator import itemgetter
 
 from mx.core.layout_rules import RULES, newest
 from mx.core.packaging import MAX_NAME_CHARS, bad_tensor_name
@@ -21,6 +22,7 @@ from mx.core.types import (
     Tensor,
 )
 from mx.errors import ManifestError
+from mx.records import record
 from mx.text import shown
 from mx.units import align_up
 
@@ -37,7 +39,7 @@ Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 Columns = tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TensorSpec:
     """A tensor's name and form: `dtype` as safetensors spells it, `shape` and `stride` in elements.
 
@@ -277,13 +279,13 @@ def build_layout(
         ManifestError: An argument is malformed, or they contradict each other.
     """
     _check_names(layers, names, aliases)
-    if len(kind) != len(names) or sum(count for _, count in layers) != len(names):
+    if len(kind) != len(names) or sum(map(itemgetter(1), layers)) != len(names):
         raise ManifestError("the layout's columns differ in length")
     if min(kind) < 0 or max(kind) >= len(kinds):
         raise ManifestError("a tensor names a kind that is not there")
-    size_of = [kind_nbytes(k) for k in kinds]
+    size_of = list(map(kind_nbytes, kinds))
     space_of = [align_up(size, TENSOR_ALIGNMENT_BYTES) for size in size_of]
-    nbytes = [size_of[k] for k in kind]
+    nbytes = list(map(size_of.__getitem__, kind))
     places: list[int] = []
     built: list[Layer] = []
     arena_offset = first = 0
@@ -314,7 +316,7 @@ def build_layout(
 
     if aliases:
         _check_aliases(aliases, dict(zip(names, kind, strict=True)), kinds, size_of)
-    return Layout(built, tensors, aliases, version)
+    return Layout(built, tensors, aliases, version, (names, kinds, kind))
 
 
 def _check_names(

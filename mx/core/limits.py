@@ -6,8 +6,7 @@ fetch for themselves; each of them has its own bucket, filled at its share of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mx.records import record
 from mx.units import KIB, MIB
 
 #: The capacity of a bucket, in seconds of its rate: covers a sleep that lasts longer than asked.
@@ -26,7 +25,7 @@ _MOST_SLICE = 4 * MIB
 _SLICE_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Bounds:
     """The bounds that the user sets; 0 is no bound."""
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from mx.core.revisions import may_be_update
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
+from mx.records import record
 
 COMMITMENT_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -38,7 +38,7 @@ class Purpose(enum.Enum):
     UPDATE = b"update"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Receipt:
     """What a coordinator bound: a later life of it believes this if the MAC is its own.
 

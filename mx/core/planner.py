@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
+from mx.records import record
 
 #: A path that would add less than this part of the best one's bandwidth is not worth its cost.
 WORTH = 0.05
@@ -15,7 +15,7 @@ WORTH = 0.05
 MOST_SOURCES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SourcePath:
     """One path to one source, as a transport offered it; over the network, one for each rail
     (None: whatever the kernel routes)."""
@@ -44,7 +44,7 @@ class SourcePath:
         return (self.source.key, self.medium)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Spare:
     """A path that works, and is not used as long as the chosen ones work."""
 
@@ -52,7 +52,7 @@ class Spare:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Rejected:
     """A transport that does not lead to a source. `unasked`: the user named another one."""
 
@@ -65,7 +65,7 @@ class Rejected:
         return f"{self.source.endpoint}: skipped {self.transport}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Plan:
     """The paths of a pull: `chosen` are used at once, `spare` when those are lost; both best first.
     `rejected` can't be used."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from mx.core.types import Layout
+from mx.records import record
 from mx.units import count, format_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LayerProgress:
     name: str
     nbytes: int
@@ -17,7 +17,7 @@ class LayerProgress:
     ready: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Progress:
     """A snapshot. Before the manifest is known it has no layers, and counts only bytes read from
     disk. `sources` are the HOST:PORT of the sources in use; `bytes_written` counts what a pull with
@@ -64,10 +64,8 @@ def progress_of(
         layer_nbytes: The bytes to move for each layer; None: those of its tensors.
     """
     layers = []
-    for layer in layout.layers:
-        nbytes = sum(length for _, length in layer.extents)
-        if layer_nbytes is not None:
-            nbytes = layer_nbytes[layer.index]
+    sizes = layout.layer_nbytes if layer_nbytes is None else layer_nbytes
+    for layer, nbytes in zip(layout.layers, sizes, strict=True):
         ready = is_ready(layer.index)
         done = nbytes if ready else 0
         if done_nbytes is not None:

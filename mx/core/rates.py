@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from mx.records import record
 
 #: A slower measurement takes the place of a faster one that is older than this.
 FRESH_S = 60.0
@@ -18,7 +19,7 @@ KEPT_S = 600.0
 MAX_PAIRS = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Rate:
     """A measured bandwidth: from the host of a source's endpoint to a host by its own name."""
 

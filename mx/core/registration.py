@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.types import SourceRecord
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Intent:
     """What a source registers for, beside being listed.
 
@@ -22,7 +23,7 @@ class Intent:
     receipt: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Registration:
     """A source that asks to be listed.
 

@@ -12,6 +12,7 @@ from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages
 from mx.core.types import Manifest
+from mx.records import record
 from mx.views import View
 
 
@@ -26,7 +27,7 @@ class Held:
     view: View
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Copy:
     """Where the bytes of chunk `index` are: of each of its blocks, in order, a view and the offset
     in it."""

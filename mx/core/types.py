@@ -13,12 +13,14 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
 from mx.core.grid import ChunkGrid
 from mx.core.layout_rules import RULES, newest
 from mx.core.topology import Place
+from mx.records import record
 from mx.units import align_up, count, format_bytes
 
 TENSOR_ALIGNMENT_BYTES = 256
@@ -57,7 +59,7 @@ DTYPE_BITS: dict[str, int] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ModelKey:
     """The key of a registered manifest: a name, a revision and one variant of them.
 
@@ -89,7 +91,7 @@ class Tensor(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Alias:
     """A tensor without bytes of its own: a strided view of another tensor's bytes.
 
@@ -104,7 +106,7 @@ class Alias:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Layer:
     """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
     of its space.
@@ -119,6 +121,11 @@ class Layer:
     arena_offset: int
     extents: tuple[tuple[int, int], ...]
     first_tensor: int
+
+
+#: The name of each tensor, the dtypes, shapes and strides that there are, and the index into these
+#: of each tensor: there are many tensors, and few such kinds.
+Forms = tuple[Sequence[str], Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], Sequence[int]]
 
 
 class Layout:
@@ -136,7 +143,10 @@ class Layout:
         tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
         aliases: Sequence[Alias] = (),
         version: int | None = None,
+        forms: Forms | None = None,
     ) -> None:
+        if forms is not None:
+            self.forms = forms
         self.version = newest() if version is None else version
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._tensors = tensors
@@ -153,6 +163,13 @@ class Layout:
         return tuple(made)
 
     @cached_property
+    def forms(self) -> Forms:
+        """The names and forms of the tensors, in their order, for which `tensors` need not be."""
+        kinds = [(tensor.dtype, tensor.shape, tensor.stride) for tensor in self.tensors]
+        index_of = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+        return [t.name for t in self.tensors], [*index_of], [index_of[kind] for kind in kinds]
+
+    @cached_property
     def arena_nbytes(self) -> int:
         """The size of an arena that holds every layer."""
         if not self.layers:
@@ -163,7 +180,15 @@ class Layout:
     @cached_property
     def payload_nbytes(self) -> int:
         """The bytes of tensor data, without padding: the bytes that a pull moves."""
-        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents)
+        return sum(self.layer_nbytes)
+
+    @cached_property
+    def layer_nbytes(self) -> Sequence[int]:
+        """The same of each layer."""
+        found = []
+        for layer in self.layers:
+            found.append(sum(map(itemgetter(1), layer.extents)))
+        return found
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -297,7 +322,7 @@ class Manifest:
         return ChunkGrid(self.layout, rules.chunk_nbytes(self.layout.payload_nbytes))
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Region:
     """One piece of registered memory. `base` is its address in the source's process.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mx.core.topology import Gpu, GpuPeer
 from mx.errors import install_hint
 from mx.hardware import sysfs
+from mx.records import record
 
 _DRIVER_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia")
 _NO_DRIVER = "there is no NVIDIA driver on this machine"
@@ -38,7 +39,7 @@ _BLACKWELL = 10
 _SMS_OF_64 = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GpusFound:
     """The GPUs; `reason` says why there are none, or which are missing ("" if none is)."""
 
@@ -47,7 +48,7 @@ class GpusFound:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _Lanes:
     """Active NVLink lanes: to other GPUs, by PCI address, and to switches."""
 

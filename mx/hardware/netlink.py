@@ -12,7 +12,8 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from mx.records import record
 
 _TIMEOUT_S = 2.0
 _TRIES = 3
@@ -38,7 +39,7 @@ _IFA_F_UNUSABLE = 0x08 | 0x20 | 0x40
 _STATES = ("unknown", "notpresent", "down", "lowerlayerdown", "testing", "dormant", "up")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Interface:
     """A network interface. `addresses` are in CIDR form, IPv4 first, without link-local and
     unusable ones."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.topology import Place
+from mx.records import record
 from mx.transport import Unavailable, Viable
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Topology:
     """The machine as this process sees it.
 

@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mx.buffers import memory_at
@@ -82,8 +83,9 @@ class Array(NamedTuple):
     device: str
     address: int
     owner: object
-    #: Returns whether tensors have the forms and the memory of arrays; None: each is compared.
-    holds: Callable[[Sequence[Any], Sequence[Array]], bool] | None = None
+    #: Returns whether tensors have the memory of arrays, and, if asked for, their forms; None: each
+    #: is compared.
+    holds: Callable[[Sequence[Any], Sequence[Array], bool], bool] | None = None
     writable: bool = True
     #: The size of `owner` where that is a storage, which may be resized.
     owner_nbytes: int = 0
@@ -118,7 +120,7 @@ class Array(NamedTuple):
             places: As for `array_of`.
         """
         if self.holds is not None:
-            return self.holds((tensor,), (self,))
+            return self.holds((tensor,), (self,), True)
         now = array_of(name, tensor, places)
         return (self.address, self.shape, self.stride, self.dtype, self.device) == (
             (now.address, now.shape, now.stride, now.dtype, now.device)
@@ -204,17 +206,25 @@ def arrays_and_errors(
     return found, errors
 
 
-def all_are_now(arrays: Mapping[str, Array], tensors: Mapping[str, object]) -> bool:
-    """Return True if `Array.is_now` is surely true of each tensor; False if it may not be."""
+def all_are_now(
+    arrays: Mapping[str, Array], tensors: Mapping[str, object], *, forms: bool = True
+) -> bool:
+    """Return True if `Array.is_now` is surely true of each tensor; False if it may not be.
+
+    Args:
+        arrays: The tensors, as they were described.
+        tensors: The same, as they are now.
+        forms: Whether to look at their forms, and not just at their memory.
+    """
     names, every = list(arrays), list(arrays.values())
-    holds = {array.holds for array in every}
+    holds = set(map(attrgetter("holds"), every))
     check = holds.pop() if len(holds) == 1 else None
     if check is None:
         return not every
     try:
         for at in range(0, len(names), BATCH):
             now = [tensors[name] for name in names[at : at + BATCH]]
-            if not check(now, every[at : at + BATCH]):
+            if not check(now, every[at : at + BATCH], forms):
                 return False
     except (KeyError, RuntimeError):  # torch's, of a tensor that has no memory any more
         return False

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any
 
 from mx.core.layout import contiguous_strides, permuted_stride
 from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arrays import Array, all_are_now, arrays_and_errors
+from mx.memory.claims import are_apart
 from mx.memory.collector import paused
 from mx.memory.describe import describe_arrays
 from mx.memory.live import LiveMemory, Tensors, is_tied
@@ -67,10 +67,12 @@ class InPlace:
             CudaError: Work that the tensors' owner has queued on their GPU has failed.
         """
         now = self._tensors()
-        if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
-            self._arrays = _arrays(now)  # the pull may have waited long for a source
-        overlapping = self._overlapping(layout.tensors)
-        differences = [*self._differences(layout, what), *self._unlike(overlapping, what)]
+        # The pull may have waited long for a source. Forms are looked at once it has filled them.
+        if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now, forms=False):
+            self._arrays = _arrays(now)
+        found = list(map(self._arrays.get, layout.forms[0]))
+        overlapping = self._overlapping(layout, found)
+        differences = [*self._differences(layout, found, what), *self._unlike(overlapping, what)]
         if differences:
             raise ConfigError(
                 f"`into` does not fit {what}, and nothing was written: " + "; ".join(differences),
@@ -78,9 +80,9 @@ class InPlace:
                 if what == WHOLE
                 else "give just the selected tensors, with the shapes of their slices",
             )
-        names = [*(tensor.name for tensor in layout.tensors), *(a.name for a in layout.aliases)]
-        arrays = {name: self._arrays[name] for name in names}
-        layers = {tensor.layer for tensor in layout.tensors if tensor.name in overlapping}
+        arrays: dict[str, Any] = dict(zip(layout.forms[0], found, strict=True))
+        arrays.update((alias.name, self._arrays[alias.name]) for alias in layout.aliases)
+        layers = {t.layer for t in layout.tensors if t.name in overlapping} if overlapping else ()
         self._arena = LiveMemory(
             layout,
             arrays,
@@ -100,11 +102,13 @@ class InPlace:
         self._arrays.clear()
         self._tensors = _released
 
-    def _differences(self, layout: Layout, what: str) -> list[str]:
-        arrays, tensors = self._arrays, layout.tensors
+    def _differences(
+        self, layout: Layout, found_here: Sequence[Array | None], what: str
+    ) -> list[str]:
+        arrays = self._arrays
         aliases = {alias.name: alias for alias in layout.aliases}
-        fit = len(arrays) == len(tensors) + len(aliases) and self._fit(tensors)
-        wanted = {} if fit else {tensor.name: tensor for tensor in tensors}
+        fit = len(arrays) == len(found_here) + len(aliases) and _fit(layout, found_here)
+        wanted = {} if fit else {tensor.name: tensor for tensor in layout.tensors}
         names = [*wanted, *aliases]
         missing = [name for name in names if name not in arrays]
         extra: list[str] = []
@@ -134,21 +138,6 @@ class InPlace:
         found += self._ties([aliases[name] for name in here if name in aliases])
         return found
 
-    def _fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if all of these are here, with the model's forms. Models have many tensors
-        and few forms: each pair of forms is compared once."""
-        arrays = [self._arrays.get(tensor.name) for tensor in tensors]
-        if None in arrays:
-            return False
-        forms = map(attrgetter("dtype", "shape", "stride", "writable"), arrays)
-        pairs = set(zip(forms, map(attrgetter("dtype", "shape", "stride"), tensors), strict=True))
-        return all(
-            (dtype, shape) == wanted[:2]
-            and writable
-            and (0 in shape or permuted_stride(shape, stride) == wanted[2])
-            for (dtype, shape, stride, writable), wanted in pairs
-        )
-
     def _ties(self, aliases: Sequence[Alias]) -> list[str]:
         """Return what differs in which tensors are views of others."""
         found = []
@@ -164,19 +153,21 @@ class InPlace:
                 )
         return found
 
-    def _overlapping(self, tensors: Sequence[Tensor]) -> dict[str, str]:
-        """Return which of these tensors share memory, and for each another one that it does with
+    def _overlapping(self, layout: Layout, arrays: Sequence[Array | None]) -> dict[str, str]:
+        """Return which tensors of a layout share memory, and for each another one that it does with
         (the first of them: with itself)."""
-        arrays = self._arrays
-        held = [tensor for tensor in tensors if tensor.nbytes and tensor.name in arrays]
-        begins = [arrays[tensor.name].address for tensor in held]
-        ends = map(add, begins, [tensor.nbytes for tensor in held])
-        edges = sorted(zip(begins, ends, strict=True))
-        if all(end <= begin for (_, end), (begin, _) in pairwise(edges)):
+        sizes = [nbytes for layer in layout.layers for _, nbytes in layer.extents]
+        held = [
+            (array.address, array.address + nbytes)
+            for array, nbytes in zip(arrays, sizes, strict=True)
+            if nbytes and array is not None
+        ]
+        if are_apart(sorted(held)):
             return {}
         places = sorted(
-            (arrays[t.name].address, arrays[t.name].address + arrays[t.name].span_nbytes, t.name)
-            for t in held
+            (array.address, array.address + array.span_nbytes, name)
+            for name, array, nbytes in zip(layout.forms[0], arrays, sizes, strict=True)
+            if nbytes and array is not None
         )
         found: dict[str, str] = {}
         reached, last = -1, ""  # the highest end so far, and whose it is
@@ -204,6 +195,21 @@ class InPlace:
             f"{name} shares memory with {other} here, and not in the model"
             for name, other in pairs.items()
         ]
+
+
+def _fit(layout: Layout, arrays: Sequence[Array | None]) -> bool:
+    """Return True if all tensors are there, with the model's forms. Models have many tensors and
+    few forms: each pair of forms is compared once."""
+    if not all(arrays):  # an array is no empty tuple
+        return False
+    _, kinds, kind = layout.forms
+    forms = map(attrgetter("dtype", "shape", "stride", "writable"), arrays)
+    return all(
+        (dtype, shape) == kinds[wanted][:2]
+        and writable
+        and (0 in shape or permuted_stride(shape, stride) == kinds[wanted][2])
+        for (dtype, shape, stride, writable), wanted in set(zip(forms, kind, strict=True))
+    )
 
 
 def _released() -> Mapping[str, object]:

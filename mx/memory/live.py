@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from operator import add
+from itertools import compress
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from mx.buffers import memory_at
@@ -53,9 +54,10 @@ class _Place:
         """Args and Raises as those of `LiveMemory`; `before` is the place that this one is to
         replace."""
         self.arrays: dict[str, Array] = dict(arrays)
-        held = [arrays[t.name] for t in layout.tensors if t.nbytes]
-        addresses = [array.address for array in held]
-        lengths = [nbytes for layer in layout.layers for _, nbytes in layer.extents if nbytes]
+        sizes = [nbytes for layer in layout.layers for _, nbytes in layer.extents]
+        held = list(map(arrays.__getitem__, compress(layout.forms[0], sizes)))
+        addresses = list(map(attrgetter("address"), held))
+        lengths = list(filter(None, sizes))
         ends = list(map(add, addresses, lengths))
         ranges = zip(addresses, ends, strict=True)
         beside = None if before is None else before.claim
@@ -71,7 +73,7 @@ class _Place:
         self._layout = layout
         self.base: Span | None = None
         spans: Sequence[Span] = ()
-        devices = sorted({array.device for array in held}) or ["cpu"]
+        devices: list[str] = sorted(set(map(attrgetter("device"), held))) or ["cpu"]
         if len(devices) > 1:
             raise ConfigError(
                 f"the tensors are on {listed(devices)}, and not on one device",
@@ -79,7 +81,7 @@ class _Place:
             )
         (self.device,) = devices
         if self.device == "cpu":
-            owners = [array.owner for array in held]
+            owners = list(map(attrgetter("owner"), held))
             self.base = memory_at(self.address, self.nbytes, owners)
             spans = Window(self.base, self.address, self._shifts, lengths)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
-from operator import attrgetter, ge, mul
+from operator import add, attrgetter, ge, mul
 from typing import Any
 
 from mx.errors import ConfigError
@@ -88,15 +88,14 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         zip(map(_dtype, tensors), map(_shape, tensors), map(_stride, tensors), strict=True)
     )
     # Tensors of one form share its objects.
-    known = {form: (_NAMES.get(form[0]), tuple(form[1]), form[2]) for form in set(forms)}
-    if any(dtype is None or dtype == "C64" for dtype, _, _ in known.values()):
-        return None  # a complex one may be a conjugated view
-    dtypes, shapes, strides = zip(*map(known.__getitem__, forms), strict=True)
+    known = {form: _known(*form) for form in set(forms)}
+    if None in known.values():
+        return None
+    dtypes, shapes, strides, items, spans = zip(*map(known.__getitem__, forms), strict=True)
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     sizes = list(map(_nbytes, storages))
-    spans = {form: span_nbytes(*known[form]) for form in known}
-    begins = map(mul, map(_offset, tensors), map(torch.Tensor.element_size, tensors))
-    if not all(map(ge, sizes, map(_end, begins, map(spans.__getitem__, forms)))):
+    ends = map(add, map(mul, map(_offset, tensors), items), spans)
+    if not all(map(ge, sizes, ends)):
         return None  # a storage was freed, or made smaller
     fields = (
         dtypes,
@@ -110,6 +109,18 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         sizes,
     )
     return list(map(partial(tuple.__new__, Array), zip(*fields, strict=False)))
+
+
+@lru_cache(4096)
+def _known(
+    dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int] | None:
+    """Return a form as arrays have it, with the bytes of an element and of the span; None for one
+    that no checkpoint has, and for a complex one, which may be a conjugated view."""
+    name = _NAMES.get(dtype)
+    if name is None or name == "C64":
+        return None
+    return name, tuple(shape), stride, dtype.itemsize, span_nbytes(name, tuple(shape), stride)
 
 
 def _end(begin: int, nbytes: int) -> int:
@@ -134,7 +145,7 @@ def _key(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else device_of_ordinal(device.index)
 
 
-def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
+def _hold(tensors: Sequence[Any], arrays: Sequence[Array], forms: bool) -> bool:
     """See `Array.holds`. Lenders ask this of all their tensors once a second.
 
     A storage that was resized has another address or another size than the tensor had.
@@ -142,12 +153,12 @@ def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
     if not all(map(_is_tensor, set(map(type, tensors)))):
         return False
     dtypes, shapes, strides, _, addresses, storages, _, _, sizes = zip(*arrays, strict=True)
-    return bool(
-        tuple(map(_data_ptr, tensors)) == addresses
-        and tuple(map(_shape, tensors)) == shapes
+    if tuple(map(_data_ptr, tensors)) != addresses or tuple(map(_nbytes, storages)) != sizes:
+        return False
+    return not forms or bool(
+        tuple(map(_shape, tensors)) == shapes
         and tuple(map(_stride, tensors)) == strides
         and tuple(map(_NAMES.get, map(_dtype, tensors))) == dtypes
-        and tuple(map(_nbytes, storages)) == sizes
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from mx.records import record
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 DISK, HUB, OBJECTS = "disk", "hub", "objects"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Opening:
     """What opening a store may need.
 
@@ -51,7 +52,7 @@ class Store(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DiskStore:
     """A checkpoint on this machine's disk: a safetensors file, or a folder."""
 

@@ -17,9 +17,7 @@ from mx import trace
 from mx.core.connections import Connections, Entry
 from mx.core.pages import Pages
 from mx.core.progress import Progress, progress_of
-from mx.core.selection import Subset
 from mx.core.types import Layout, Manifest, SourceRecord
-from mx.core.wanted import Wanted
 from mx.errors import LocalError, MxError, NoSourceError
 from mx.memory.arena import BorrowedArena
 from mx.runtime import beside, in_thread, uncut
@@ -36,6 +34,8 @@ from mx.transport import Preparing, View
 from mx.wire.locate import Locator
 
 if TYPE_CHECKING:
+    from mx.core.selection import Subset
+    from mx.core.wanted import Wanted
     from mx.memory.live import Memory
     from mx.memory.subset import SubsetMemory
     from mx.swarm.sharing import Sharing

@@ -18,6 +18,7 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.records import record
 from mx.transport import Session
 
 #: A read's errors after which its session is given up: peer or path are at fault, not the chunk.
@@ -58,7 +59,7 @@ class ReadLease(Protocol):
         """Give the lease back; does not block. Idempotent. `lost`: a connection on it was lost."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoreSource:
     """A store in place of a source: `key` is what it is blamed by, `endpoint` what it is called."""
 
@@ -66,7 +67,7 @@ class StoreSource:
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StorePath:
     """The path to a store, as far as a transfer asks for it. Its speed is not known before."""
 

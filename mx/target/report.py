@@ -18,6 +18,7 @@ from mx.errors import (
     PeerUntrustedError,
     SourceChangedError,
 )
+from mx.records import record
 from mx.text import listed
 from mx.units import count, format_bytes, format_seconds
 
@@ -46,7 +47,7 @@ def no_tensors(layer: int) -> dict[str, torch.Tensor]:
 TensorsOf = Callable[[int], "dict[str, torch.Tensor]"]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LayerEvent:
     """A layer is ready: every byte landed and verified. `at_s` counts from the pull's start.
     `revision` is the model's: a pull that follows it reports a layer again after a change."""
@@ -76,7 +77,7 @@ class LayerEvent:
         return self.tensors_of(self.index)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PathReport:
     """What came over one path; if `attached`, `bytes` were mapped, and none was moved. `rail`
     names the pair of interfaces, where the path is one of several; `pid` the process whose memory
@@ -96,7 +97,7 @@ class PathReport:
         return self.transport == "rank"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LeftSource:
     """A source (HOST:PORT) that was not used to the end, and why."""
 
@@ -104,7 +105,7 @@ class LeftSource:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FilesReport:
     """The side files of a pull of files only. `source` is the endpoint (HOST:PORT) of the source
     that gave them, or the folder on disk."""
@@ -119,7 +120,7 @@ USED, PARTLY, FAILED = "used", "partly", "failed"
 SKIPPED, UNUSED = "skipped", "not needed"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepReport:
     """What one step of the chain came to: "attach" (memory of this host), "host" (peers on it),
     "peers" (elsewhere), "disk", "hub" or "objects".

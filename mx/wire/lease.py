@@ -13,7 +13,6 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -33,6 +32,7 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
+from mx.records import record
 from mx.tasks import set_by
 from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, translate
@@ -50,7 +50,7 @@ _MAX_RETRY_S = 30.0
 _GIVE_BACK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Granted:
     """What a source grants: a ticket for each transport, and the size of each region."""
 

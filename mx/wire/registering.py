@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from blake3 import blake3
 
@@ -23,6 +23,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.namekey import NameKey
+from mx.records import record
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, cut, translating
 from mx.wire.coordinators import Coordinators, Link
@@ -37,7 +38,7 @@ _REFUSED_BACKOFF_S = 10.0
 _NONCES = 3
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Registered:
     """The answer to `register`.
 

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -43,6 +42,7 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
+from mx.records import record
 from mx.text import plain
 from mx.transport import TlsFiles
 from mx.wire.address import host_of
@@ -87,7 +87,7 @@ class Role(enum.Enum):
     CACHE = "cache"  # its errors are those of a source
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Remote:
     """A process that mx calls: its role decides which error is raised if it does not answer, its
     address names it in messages, and `tls` are the files used for the connection."""

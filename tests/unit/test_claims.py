@@ -72,3 +72,11 @@ def test_nothing_is_left_claimed_by_what_was_refused() -> None:
         claim([(7, 100)], "other", fills=True)
     claim([(8, 100)], "other", fills=True).release()
     one.release()
+
+
+def test_ranges_that_touch_are_apart_and_merged_ones_are() -> None:
+    assert claims.are_apart([])
+    assert claims.are_apart([(0, 2), (2, 3), (5, 9)])
+    assert not claims.are_apart([(0, 3), (2, 4)])
+    assert claims.merged([(5, 9), (0, 2), (2, 3)]) == [(0, 2), (2, 3), (5, 9)]
+    assert claims.merged([(5, 9), (0, 4), (3, 3), (3, 6)]) == [(0, 9)]

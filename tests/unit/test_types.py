@@ -29,6 +29,18 @@ def test_tensors_are_made_once_and_when_asked_for() -> None:
     assert layout != Layout(LAYERS, [])
 
 
+def test_the_forms_of_tensors_need_no_tensors() -> None:
+    specs = [TensorSpec("b", "F32", (2, 3), (1, 2)), TensorSpec("a", "U8", (5,))]
+    layout = plan_layout([*specs, TensorSpec("c", "U8", (5,))])
+    made = Layout(layout.layers, layout.tensors)
+    for each in (layout, made):
+        names, kinds, kind = each.forms
+        assert [(name, *kinds[k]) for name, k in zip(names, kind, strict=True)] == [
+            (t.name, t.dtype, t.shape, t.stride) for t in layout.tensors
+        ]
+        assert len(kinds) == 2
+
+
 def test_a_manifest_is_shown_on_one_line() -> None:
     layout = Layout(LAYERS, [Tensor("a", "U8", (1,), 0, 0, 1)])
     shown = repr(Manifest(REF, layout, Packaging(), (b"r" * 32,), {b"d" * 32: b"document" * 1000}))
