@@ -116,7 +116,8 @@ def _manifest() -> Manifest:
     )
 
 
-def _microseconds_per_read() -> float:
+def microseconds_per_read() -> float:
+    """Return the processor time that a read takes."""
     manifest = _manifest()
     arena = memoryview(bytearray(manifest.layout.arena_nbytes))
     listener = _Listener()
@@ -133,6 +134,6 @@ def _microseconds_per_read() -> float:
 
 def rows(rounds: int) -> list[harness.Row]:
     """Return the row."""
-    samples = harness.interleave({"mx": _microseconds_per_read}, rounds)
+    samples = harness.interleave({"mx": microseconds_per_read}, rounds)
     value = harness.median(samples, "mx")
     return [harness.at_most("control cost in the target, per read", value, "us", 50, "", samples)]

@@ -376,7 +376,7 @@ class HostHashing(Protocol):
         """
 
 
-@record(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
     holes if it is scattered."""
@@ -399,7 +399,9 @@ class Read:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(len(piece.view) for piece in self.pieces)
+        self.nbytes = 0
+        for piece in self.pieces:
+            self.nbytes += len(piece.view)
 
 
 def slices(read: Read, nbytes: int | Iterable[int]) -> Iterator[tuple[list[Piece], int]]:

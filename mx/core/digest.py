@@ -91,7 +91,7 @@ def document_digest(data: bytes | memoryview) -> bytes:
 class BlockHasher:
     """Hashes blocks while they land, front to back. Not thread-safe."""
 
-    __slots__ = ("_views", "_ends", "_digests", "_digest_of")
+    __slots__ = ("_views", "_hashed_nbytes", "_digests", "_digest_of")
 
     def __init__(
         self,
@@ -105,11 +105,7 @@ class BlockHasher:
         """
         self._views = views
         self._digest_of = digest_of
-        self._ends: list[int] = []  # payload bytes up to the end of each block
-        end = 0
-        for view in views:
-            end += len(view)
-            self._ends.append(end)
+        self._hashed_nbytes = 0
         self._digests: list[bytes] = []
 
     def landed(self, payload_nbytes: int) -> None:
@@ -117,15 +113,20 @@ class BlockHasher:
 
         Hashing them at once finds them in the cache.
         """
-        digests, ends = self._digests, self._ends
-        while len(digests) < len(ends) and ends[len(digests)] <= payload_nbytes:
-            digests.append(self._digest_of(self._views[len(digests)]))
+        views, digests = self._views, self._digests
+        while len(digests) < len(views):
+            view = views[len(digests)]
+            end = self._hashed_nbytes + len(view)
+            if end > payload_nbytes:
+                break
+            digests.append(self._digest_of(view))
+            self._hashed_nbytes = end
 
     def block_digests(self) -> bytes:
         """Return the digests of all blocks, one after the other.
 
         Hashes the blocks that `landed` has not announced, too.
         """
-        if self._ends:
-            self.landed(self._ends[-1])
+        if len(self._digests) < len(self._views):
+            self.landed(sum(map(len, self._views)))
         return b"".join(self._digests)

@@ -9,7 +9,7 @@ takes blocks for as long as its payload stays within the chunk size.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,15 +49,6 @@ class Range:
     layer: int
     begin: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A gap-free piece of a range. `offset` is in layer space, `arena_offset` in an arena."""
-
-    offset: int
-    arena_offset: int
-    nbytes: int
 
 
 class ChunkGrid:
@@ -150,12 +141,7 @@ class ChunkGrid:
         """Return the blocks of a chunk, as (offset in layer space, nbytes), ascending."""
         found = self._blocks.get(index)
         if found is None:
-            place = self.chunk(index)
-            found = tuple(
-                (at, min(BLOCK_BYTES, end - at))
-                for begin, end in self._extents(place)
-                for at in range(begin, end, BLOCK_BYTES)
-            )
+            found = tuple(self._cut_blocks(index))
             if len(self._blocks) >= _KEPT:
                 self._blocks.clear()
             self._blocks[index] = found
@@ -178,29 +164,33 @@ class ChunkGrid:
             return self.sizes[index]
         return sum(nbytes for _, nbytes in self.blocks(index)[begin:end])
 
-    def segments(self, place: Range) -> list[Segment]:
-        """Return a range's bytes without padding, ascending, in as few pieces as possible."""
-        base = self.layout.layers[place.layer].arena_offset
-        found: list[Segment] = []
-        start = until = -1
-        for begin, end in self._extents(place):
-            if begin != until:
-                if start < until:
-                    found.append(Segment(start, base + start, until - start))
-                start = begin
-            until = end
-        if start < until:
-            found.append(Segment(start, base + start, until - start))
+    def _cut_blocks(self, index: int) -> list[tuple[int, int]]:
+        begin, end = self._begins[index], self._ends[index]
+        extents = self.layout.layers[self.layer_of[index]].extents
+        found = []
+        for at in range(bisect_right(extents, (begin, 1 << 62)) - 1, len(extents)):
+            offset, nbytes = extents[at]
+            if offset >= end:
+                break
+            low, high = max(offset, begin), min(offset + nbytes, end)
+            while high - low > BLOCK_BYTES:
+                found.append((low, BLOCK_BYTES))
+                low += BLOCK_BYTES
+            if low < high:
+                found.append((low, high - low))
         return found
 
-    def _extents(self, place: Range) -> Iterator[tuple[int, int]]:
-        """Yield the parts of tensors in a range, as [begin, end) in layer space."""
-        extents = self.layout.layers[place.layer].extents
-        first = max(0, bisect_right(extents, (place.begin, 1 << 62)) - 1)
-        for at in range(first, len(extents)):
-            offset, nbytes = extents[at]
-            if offset >= place.end:
-                return
-            low, high = max(offset, place.begin), min(offset + nbytes, place.end)
-            if low < high:
-                yield low, high
+
+def runs_of(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the bytes of ascending blocks, as (offset, nbytes), in as few pieces as possible."""
+    found: list[tuple[int, int]] = []
+    start = until = -1
+    for offset, nbytes in blocks:
+        if offset != until:
+            if start < until:
+                found.append((start, until - start))
+            start = offset
+        until = offset + nbytes
+    if start < until:
+        found.append((start, until - start))
+    return found

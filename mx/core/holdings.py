@@ -68,11 +68,6 @@ class Holdings:
     def whole(self) -> bool:
         return self.bits == self._all
 
-    @property
-    def left(self) -> int:
-        """How many chunks are not verified yet."""
-        return (self._all & ~self.bits).bit_count()
-
     def has(self, chunk: int) -> bool:
         return bool(self.bits >> chunk & 1)
 
@@ -98,7 +93,7 @@ class Holdings:
         self.bits |= 1 << chunk
         for listener in self._listeners:
             listener.chunk_verified(chunk)
-        return self.has_layer(self._grid.layer_of[chunk])
+        return not self._layers[self._grid.layer_of[chunk]] & ~self.bits
 
     def corrupt(self, chunk: int, source: str) -> None:
         """Report that this source sent the chunk, or a part of it, with wrong bytes."""

@@ -4,6 +4,7 @@ Pure."""
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Iterator
 
 from mx.core.grid import ChunkGrid
@@ -23,12 +24,12 @@ class Missing:
         self._grid = grid
         self._wanted = wanted
         self._sizes = grid.sizes
-        self._chunks = list(range(len(grid)))
+        self._chunks = deque(range(len(grid)))
         self._pieces: dict[int, list[Part]] = {}  # the missing pieces of a chunk, if not all
         self.nbytes = sum(grid.sizes)
         first = wanted if first is None else first
         if first is not None:
-            self._chunks, self.nbytes = first.chunks, first.nbytes
+            self._chunks, self.nbytes = deque(first.chunks), first.nbytes
             for chunk in first.chunks:
                 pieces = first.parts(chunk)
                 if pieces != [Part(chunk, 0, self.blocks(chunk))]:
@@ -77,7 +78,7 @@ class Missing:
 
     def remove(self, chunk: int) -> None:
         """Remove a chunk all of which is missing."""
-        self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
+        self._remove(chunk)
         self.nbytes -= self._sizes[chunk]
 
     def give_back(self, part: Part) -> None:
@@ -91,35 +92,42 @@ class Missing:
             self._pieces[part.chunk].append(part)
         self.nbytes += self.nbytes_of(part)
 
-    def cut(self, chunk: int, nbytes: int | None) -> Part:
+    def cut(self, chunk: int, nbytes: int) -> Part:
         """Remove and return a part at the front of a missing chunk.
 
         Args:
             chunk: The chunk.
-            nbytes: At most so many bytes, in whole blocks, but one block at least; None: a whole
-                piece.
+            nbytes: At most so many bytes, in whole blocks, but one block at least.
         """
-        pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self.blocks(chunk))]
-        pieces.sort(key=lambda piece: piece.begin, reverse=True)
-        part = pieces.pop()
+        pieces = self._pieces.pop(chunk, None)
+        if pieces:
+            pieces.sort(key=lambda piece: piece.begin, reverse=True)
+            part = pieces.pop()
+        else:
+            pieces, part = [], Part(chunk, 0, self._grid.block_count(chunk))
         if self._wanted is not None and self._wanted.is_aside(part):
-            nbytes = min(ASIDE_BYTES, ASIDE_BYTES if nbytes is None else nbytes)
-        end = part.end if nbytes is None else self._fitting(part, nbytes)
-        if end < part.end:
+            nbytes = min(ASIDE_BYTES, nbytes)
+        size = self._grid.part_nbytes(*part)
+        if size > nbytes and (end := self._fitting(part, nbytes)) < part.end:
             pieces.append(Part(chunk, end, part.end))
             part = Part(chunk, part.begin, end)
+            size = self._grid.part_nbytes(*part)
         if pieces:
             self._pieces[chunk] = pieces
         else:
-            self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
-        self.nbytes -= self.nbytes_of(part)
+            self._remove(chunk)
+        self.nbytes -= size
         return part
 
+    def _remove(self, chunk: int) -> None:
+        if self._chunks[0] == chunk:  # mostly
+            self._chunks.popleft()
+        else:
+            del self._chunks[bisect.bisect_left(self._chunks, chunk)]
+
     def _fitting(self, part: Part, nbytes: int) -> int:
-        """Return the end of the blocks at the part's front that have at most `nbytes`; one at
-        least."""
-        if self.nbytes_of(part) <= nbytes:
-            return part.end
+        """Return the end of the blocks at the front of a larger part that have at most `nbytes`;
+        one at least."""
         blocks = self._grid.blocks(part.chunk)
         end = part.begin + 1
         left = nbytes - blocks[part.begin][1]

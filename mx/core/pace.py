@@ -21,7 +21,7 @@ class Pace:
     when it decayed while the other parts completed, four streams looked 22% faster than one.
     """
 
-    __slots__ = ("_nbytes", "_seconds", "_since_s", "_together", "measured_nbytes")
+    __slots__ = ("_nbytes", "_seconds", "_since_s", "_together", "bytes_per_s", "measured_nbytes")
 
     def __init__(self, estimate_bytes_per_s: float, weight_nbytes: int) -> None:
         """The estimate counts as much as `weight_nbytes` of measured transfer."""
@@ -31,6 +31,8 @@ class Pace:
         self._since_s = 0.0
         self._together = 1  # parts of the present burst
         self.measured_nbytes = 0
+        #: The average over the parts that have completed.
+        self.bytes_per_s = self._nbytes / self._seconds
 
     def busy_from(self, now_s: float) -> None:
         """Start the clock: the connection was idle, and has a read from now on."""
@@ -39,7 +41,7 @@ class Pace:
     def completed(self, nbytes: int, now_s: float) -> None:
         """Count a part of `nbytes` that has landed."""
         elapsed_s = max(now_s - self._since_s, 0.0)
-        together = elapsed_s * self.bytes_per_s() < nbytes * _TOGETHER
+        together = elapsed_s * self.bytes_per_s < nbytes * _TOGETHER
         if together and self._together < _MOST_TOGETHER:
             self._together += 1
         else:
@@ -51,6 +53,7 @@ class Pace:
         self._seconds += elapsed_s
         self._since_s = now_s
         self.measured_nbytes += nbytes
+        self.bytes_per_s = self._nbytes / max(self._seconds, 1e-9)
 
     def doubt(self, asked_nbytes: int, now_s: float) -> None:
         """Lower the estimate if by it all of `asked_nbytes`, the reads in flight, would have landed
@@ -58,13 +61,10 @@ class Pace:
         elapsed_s = now_s - self._since_s
         if not self.measured_nbytes and asked_nbytes > 0:
             self._seconds = max(self._seconds, self._nbytes * elapsed_s / asked_nbytes)
-
-    def bytes_per_s(self) -> float:
-        """Return the average over the parts that have completed."""
-        return self._nbytes / max(self._seconds, 1e-9)
+            self.bytes_per_s = self._nbytes / max(self._seconds, 1e-9)
 
     def now_bytes_per_s(self, now_s: float, landed_nbytes: int) -> float:
         """Return the pace of a busy connection: the average, with the bytes of incomplete parts
         that have landed since. It falls as long as nothing lands."""
         seconds = self._seconds * _KEPT + max(now_s - self._since_s, 0.0)
-        return min(self.bytes_per_s(), (self._nbytes * _KEPT + landed_nbytes) / max(seconds, 1e-9))
+        return min(self.bytes_per_s, (self._nbytes * _KEPT + landed_nbytes) / max(seconds, 1e-9))

@@ -17,21 +17,18 @@ class ReadRights:
         self._default = self._all = (1 << chunk_count) - 1
         self._allowed: dict[str, int] = {}  # source -> chunks, where it is not the default
         self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
-
-    @property
-    def coordinated(self) -> bool:
-        """Return True while sources allow nothing by default."""
-        return not self._default
+        #: True while sources allow nothing by default.
+        self.coordinated = False
 
     def coordinate(self) -> None:
         """From now on a source allows nothing by default."""
-        if self._default:
-            self._default = 0
+        if not self.coordinated:
+            self.coordinated, self._default = True, 0
             self._allowed.clear()
 
     def read_freely(self) -> None:
         """From now on every source allows everything."""
-        self._default = self._all
+        self.coordinated, self._default = False, self._all
         self._allowed.clear()
 
     def allow(self, source: str, chunk: int) -> None:
@@ -59,6 +56,8 @@ class ReadRights:
     def may_read(self, source: str, chunk: int, sources: Callable[[], Iterable[str]]) -> bool:
         """Return True if the chunk may be read from this source now; `sources` returns those of all
         open connections."""
+        if not (self.coordinated or self._refused):
+            return True
         if not self.allowed(source) >> chunk & 1:
             return False
         refused = self._refused.get(chunk)

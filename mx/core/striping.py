@@ -91,11 +91,11 @@ def wants_more(load: ConnectionLoad, chunk_nbytes: int) -> bool:
     reads, always = len(load.in_flight), -(-load.depth // 2)
     if reads < always:
         return True
-    measured_nbytes, rate = load.pace.measured_nbytes, load.pace.bytes_per_s()
+    measured_nbytes, rate = load.pace.measured_nbytes, load.pace.bytes_per_s
     fast = load.nbytes + chunk_nbytes <= rate * AHEAD_S and measured_nbytes >= chunk_nbytes
     if fast and reads < load.depth:
         return True
-    if reads >= load.most or not measured_nbytes:
+    if reads >= load.most or not measured_nbytes or not load.round_trip_s:
         return False
     way, part = way_nbytes(rate, load.round_trip_s), part_nbytes(load, chunk_nbytes)
     return part * WORTH <= way and load.nbytes < always * part + way
@@ -105,19 +105,20 @@ def part_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
     """Return the most bytes that a part for this connection has, by its measured speed."""
     if not load.pace.measured_nbytes:
         return chunk_nbytes
-    return min(max(int(load.pace.bytes_per_s() * PART_S), BLOCK_BYTES), chunk_nbytes)
+    nbytes = int(load.pace.bytes_per_s * PART_S)
+    return chunk_nbytes if nbytes >= chunk_nbytes else max(nbytes, BLOCK_BYTES)
 
 
 def piece_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
     """Return the fewest bytes that are worth a read of their own on this connection."""
-    blocks = int(load.pace.bytes_per_s() * PIECE_S) // BLOCK_BYTES
+    blocks = int(load.pace.bytes_per_s * PIECE_S) // BLOCK_BYTES
     return min(max(1, blocks) * BLOCK_BYTES, chunk_nbytes)
 
 
 def through_s(load: ConnectionLoad, chunk_nbytes: int) -> float:
     """Return the seconds until the connection would be done with one more piece, whose first byte
     comes after a round trip at the earliest."""
-    rate = load.pace.bytes_per_s()
+    rate = load.pace.bytes_per_s
     return max(load.nbytes / rate, load.round_trip_s) + piece_nbytes(load, chunk_nbytes) / rate
 
 
@@ -133,19 +134,19 @@ def budget(
     load: ConnectionLoad, connections: Collection[ConnectionLoad], left_nbytes: int
 ) -> float:
     """Return how many bytes more the connection may take for all to end together."""
-    total = sum(each.pace.bytes_per_s() for each in connections)
+    total = sum(each.pace.bytes_per_s for each in connections)
     work = left_nbytes + sum(each.nbytes for each in connections)
-    return work * load.pace.bytes_per_s() / total - load.nbytes
+    return work * load.pace.bytes_per_s / total - load.nbytes
 
 
 def rank(load: ConnectionLoad, connections: Collection[ConnectionLoad], chunk_nbytes: int) -> int:
     """Return how many chunks the other connections will have taken by the time that this one is
     done with its next."""
-    own_s = (load.nbytes + chunk_nbytes) / load.pace.bytes_per_s()
+    own_s = (load.nbytes + chunk_nbytes) / load.pace.bytes_per_s
     found = 0
     for other in connections:
         if other is not load:
-            chunks = (other.pace.bytes_per_s() * own_s - other.nbytes) / chunk_nbytes
+            chunks = (other.pace.bytes_per_s * own_s - other.nbytes) / chunk_nbytes
             found += max(0, -int(-chunks // 1) - 1)
     return found
 
@@ -174,12 +175,12 @@ def is_late(
 
     def rate(each: ConnectionLoad) -> float:
         if not each.in_flight:
-            return each.pace.bytes_per_s()
+            return each.pace.bytes_per_s
         return max(each.pace.now_bytes_per_s(now_s, landed_nbytes(each)), 1.0)
 
     work = left_nbytes + load.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
     own_rate = rate(load)
-    if load.pace.measured_nbytes and own_rate < SLOWED * load.pace.bytes_per_s():
+    if load.pace.measured_nbytes and own_rate < SLOWED * load.pace.bytes_per_s:
         work = load.nbytes
     # A block at least: else the last bytes of a stopped connection would always seem near.
     own_s = max(load.nbytes - landed_nbytes(load), BLOCK_BYTES) / own_rate

@@ -25,27 +25,19 @@ class Suspects:
     def __init__(self) -> None:
         self._wrong: dict[str, int] = {}  # source -> how many parts were
         #: Sources that are asked -> until when, and the error to give if they lie.
-        self._asked: dict[str, tuple[float, MxError]] = {}
-
-    def __bool__(self) -> bool:
-        """Return True while some source is asked."""
-        return bool(self._asked)
-
-    def asked(self, source: str) -> bool:
-        """Return True while the source is asked."""
-        return source in self._asked
+        self.asked: dict[str, tuple[float, MxError]] = {}
 
     def wrong(self, source: str, error: MxError, now_s: float) -> bool:
         """Record that the source has sent a wrong part. Returns True if it is to be asked."""
         self._wrong[source] = self._wrong.get(source, 0) + 1
-        until_s, _ = self._asked.get(source, (0.0, None))
-        self._asked[source] = until_s or now_s + ANSWER_S, error
+        until_s, _ = self.asked.get(source, (0.0, None))
+        self.asked[source] = until_s or now_s + ANSWER_S, error
         return not until_s
 
     def answered(self, source: str) -> MxError | None:
         """End the question: what the source has sent counts. Returns the error of the last wrong
         part; None if the source was not asked."""
-        _, error = self._asked.pop(source, (0.0, None))
+        _, error = self.asked.pop(source, (0.0, None))
         return error
 
     def lies(self, source: str) -> bool:
@@ -55,8 +47,8 @@ class Suspects:
     @property
     def due_s(self) -> float:
         """When the next source will be overdue."""
-        return min((until_s for until_s, _ in self._asked.values()), default=math.inf)
+        return min((until_s for until_s, _ in self.asked.values()), default=math.inf)
 
     def overdue(self, now_s: float) -> list[str]:
         """Return the sources that have not answered in time."""
-        return [source for source, (until_s, _) in self._asked.items() if now_s >= until_s]
+        return [source for source, (until_s, _) in self.asked.items() if now_s >= until_s]

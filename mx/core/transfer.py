@@ -30,7 +30,7 @@ reported that no further connection will come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from mx.core import striping
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
@@ -110,7 +110,7 @@ class TransferMachine:
     def start(self) -> list[Command]:
         """Return the commands for layers without bytes, which are ready at once. A model without
         bytes ends with this."""
-        self._ended = not self.holdings.left
+        self._ended = self.holdings.whole
         return self._verification.start()
 
     def already_landed(self, chunks: Iterable[int]) -> tuple[list[int], list[Command]]:
@@ -201,19 +201,20 @@ class TransferMachine:
             round_trip_s: How long the connection's first bytes take to come, as last seen; 0: not
                 known.
         """
-        load = self._take_back(connection, part)
+        nbytes = self._grid.part_nbytes(*part)
+        load = self._take_back(connection, part, nbytes)
         if load is None:
             return []
         # In coordinated reading who reads what is agreed upon: nothing is taken early.
         load.round_trip_s = 0.0 if self._rights.coordinated else round_trip_s
-        load.pace.completed(self._missing.nbytes_of(part), now_s)
-        self._verification.landed(part, load, block_digests)
+        load.pace.completed(nbytes, now_s)
+        right = self._verification.landed(part, nbytes, load, block_digests)
         commands = self._assign(now_s)  # the next reads are issued first
-        if block_digests is None:
-            commands += self._right(part, load, now_s)
-        else:
-            commands += self._judge(self._grid.layer_of[part.chunk], now_s)
-        return commands + self._check_hopeless()
+        if right:
+            commands += self._right(part, nbytes, load, now_s)
+        elif right is not None:
+            commands += self._wrong(part, load, now_s)
+        return commands if self._expecting else commands + self._check_hopeless()
 
     def page_known(self, layer: int, now_s: float) -> list[Command]:
         """Verify what has landed of a layer whose page is known from now on."""
@@ -252,7 +253,7 @@ class TransferMachine:
 
     def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
         """Record that the read of a part failed; its session may still work."""
-        if self._take_back(connection, part) is None:
+        if self._take_back(connection, part, self._grid.part_nbytes(*part)) is None:
             return []
         self.retries += 1
         self._missing.give_back(part)
@@ -335,11 +336,11 @@ class TransferMachine:
 
     # -- parts that ended -----------------------------------------------------------------------
 
-    def _take_back(self, connection: int, part: Part) -> ConnectionLoad | None:
+    def _take_back(self, connection: int, part: Part, nbytes: int) -> ConnectionLoad | None:
         load = self._connections.get(connection)
         if load is None or self._ended or load.in_flight.pop(part, None) is None:
             return None
-        load.nbytes -= self._missing.nbytes_of(part)
+        load.nbytes -= nbytes
         return load
 
     def _judge(self, layer: int, now_s: float) -> list[Command]:
@@ -348,20 +349,23 @@ class TransferMachine:
         if self._ended:
             return commands
         for part, load, right in self._verification.judge(layer):
-            act = self._right if right else self._wrong
-            commands += act(part, load, now_s)
+            if right:
+                commands += self._right(part, self._grid.part_nbytes(*part), load, now_s)
+            else:
+                commands += self._wrong(part, load, now_s)
         return commands
 
-    def _right(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
-        load.verified_nbytes += self._missing.nbytes_of(part)
+    def _right(self, part: Part, nbytes: int, load: ConnectionLoad, now_s: float) -> list[Command]:
+        load.verified_nbytes += nbytes
         load.verified_at_s = now_s
         return self._settled(part.chunk, self._verification.right(part))
 
     def _settled(self, chunk: int, commands: list[Command]) -> list[Command]:
         """Return the commands, after noting whether the chunk is verified now."""
-        if self.holdings.has(chunk):
+        if self._rights.coordinated and self.holdings.has(chunk):
             self._rights.verified(chunk)
-            self._ended = not self.holdings.left
+        if commands:  # as where a layer is ready
+            self._ended = self.holdings.whole
         return commands
 
     def _wrong(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
@@ -432,9 +436,10 @@ class TransferMachine:
 
     def _usable(self) -> dict[int, ConnectionLoad]:
         """Return the open connections to sources that are not being asked."""
-        if not self._suspects:
+        asked = self._suspects.asked
+        if not asked:
             return self._open
-        return {n: x for n, x in self._open.items() if not self._suspects.asked(x.source)}
+        return {n: x for n, x in self._open.items() if x.source not in asked}
 
     def _open_sources(self) -> set[str]:
         return {load.source for load in self._open.values()}
@@ -444,32 +449,36 @@ class TransferMachine:
         if self._ended:
             return []
         given: dict[int, list[Part]] = {}
-        chunk_nbytes = self._grid.chunk_nbytes
-        for load in self._open.values():
-            if load.in_flight:
+        missing, chunk_nbytes = self._missing, self._grid.chunk_nbytes
+        usable = self._usable()
+        able: dict[int, ConnectionLoad] = {}
+        for number, load in self._open.items():
+            if load.in_flight and not load.pace.measured_nbytes:
                 load.pace.doubt(load.nbytes, now_s)
-        able = {n: x for n, x in self._usable().items() if striping.wants_more(x, chunk_nbytes)}
-        while able and self._missing:
+            if number in usable and striping.wants_more(load, chunk_nbytes):
+                able[number] = load
+        while able and (left_nbytes := missing.nbytes):
             number = next(iter(able))
             if len(able) > 1:
                 number = min(able, key=lambda n: (striping.through_s(able[n], chunk_nbytes), n))
             load = able[number]
-            part = self._next(load)
+            part = self._next(load, usable)
             if part is None:
                 del able[number]
                 continue
             if not load.in_flight:
                 load.pace.busy_from(now_s)
             load.in_flight[part] = now_s
-            load.nbytes += self._missing.nbytes_of(part)
+            load.nbytes += left_nbytes - missing.nbytes
             given.setdefault(number, []).append(part)
             if not striping.wants_more(load, chunk_nbytes):
                 del able[number]
         return [Assign(connection, tuple(parts)) for connection, parts in given.items()]
 
-    def _next(self, load: ConnectionLoad) -> Part | None:
+    def _next(self, load: ConnectionLoad, usable: dict[int, ConnectionLoad]) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
-        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(self._usable().values())
+        chunk_nbytes = self._grid.chunk_nbytes
+        rivals: Collection[ConnectionLoad] = usable.values()
         among: int | None = None  # the chunks that it may read; None: all
         if self._rights.coordinated:
             # Only those that may read some of the same chunks share the work.
@@ -492,7 +501,7 @@ class TransferMachine:
         return self._missing.cut(chunk, nbytes)
 
     def _choose(
-        self, load: ConnectionLoad, among: int | None, rivals: list[ConnectionLoad]
+        self, load: ConnectionLoad, among: int | None, rivals: Collection[ConnectionLoad]
     ) -> int | None:
         """Return the chunk that the connection should read next: the lowest missing one that it may
         read, after as many as the others will have read by the time that it is done."""
@@ -500,11 +509,12 @@ class TransferMachine:
         if len(rivals) > 1:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
         chosen, wanted, can_judge = None, self._wanted, self._verification.can_judge
+        may_read, source, sources = self._rights.may_read, load.source, self._open_sources
         for chunk in self._missing.chunks(among):
             aside = wanted is not None and wanted.needs_aside(chunk)
             if aside and not can_judge(self._grid.layer_of[chunk]):
                 continue
-            if self._may_read(load, chunk):
+            if may_read(source, chunk, sources):
                 chosen = chunk
                 if rank <= 0:
                     break
@@ -524,7 +534,7 @@ class TransferMachine:
         """True if nothing is in flight, and no open connection can read what is missing."""
         if self._ended or any(load.in_flight for load in self._connections.values()):
             return False
-        if self._suspects:  # a source that is asked may be read from again
+        if self._suspects.asked:  # a source that is asked may be read from again
             return False
         # Nothing is in flight, so all that could be assigned has been. Chunks are left over.
         if self._missing:

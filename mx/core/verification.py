@@ -54,6 +54,7 @@ class Verification:
         self._page_of = page_of
         self._wanted = wanted
         self._shares = shares
+        self._needed = grid.block_count if wanted is None else wanted.block_count
         # Layer -> parts that wait for its page, with the digests of their blocks.
         self._waiting: dict[int, dict[Part, tuple[ConnectionLoad, bytes]]] = {}
         self._unsettled: set[Part] = set()  # right, but not in their place, or not handed out
@@ -76,15 +77,21 @@ class Verification:
         self.landed_nbytes[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
         return self._verified(chunk)
 
-    def landed(self, part: Part, load: ConnectionLoad, block_digests: bytes | None) -> None:
-        """Record that all bytes of a part are there: `judge` says whether they are right, unless
-        the shortcut has found them so (None): then `right` is to be called."""
+    def landed(
+        self, part: Part, nbytes: int, load: ConnectionLoad, block_digests: bytes | None
+    ) -> bool | None:
+        """Record that all bytes of a part, `nbytes`, are there. Returns whether they are right;
+        None: the page of its layer is not known, and `judge` says it once it is."""
         layer = self._grid.layer_of[part.chunk]
-        self._count(part, 1)
-        if block_digests is None:
+        self.landed_nbytes[layer] += nbytes
+        if block_digests is None:  # the shortcut has found them right
             self._shortcuts.add(layer)
-        else:
+            return True
+        page = self._page_of(layer)
+        if page is None:
             self._waiting.setdefault(layer, {})[part] = (load, block_digests)
+            return None
+        return self._is_right(part, page, block_digests)
 
     def can_judge(self, layer: int) -> bool:
         """Return True if the layer's page is known."""
@@ -93,17 +100,22 @@ class Verification:
     def judge(self, layer: int) -> list[Verdict]:
         """Compare the parts that wait for a layer's page, if it is known."""
         page = self._page_of(layer)
-        verdicts: list[Verdict] = []
         if page is None:
-            return verdicts
-        for part, (load, digests) in self._waiting.pop(layer, {}).items():
-            first = DIGEST_BYTES * (self._grid.first_block[part.chunk] + part.begin)
-            found = page[first : first + DIGEST_BYTES * (part.end - part.begin)]
-            verdicts.append(Verdict(part, load, found == digests))
-        return verdicts
+            return []
+        return [
+            Verdict(part, load, self._is_right(part, page, digests))
+            for part, (load, digests) in self._waiting.pop(layer, {}).items()
+        ]
+
+    def _is_right(self, part: Part, page: bytes, block_digests: bytes) -> bool:
+        chunk, begin, end = part
+        first = self._grid.first_block[chunk]
+        return page[DIGEST_BYTES * (first + begin) : DIGEST_BYTES * (first + end)] == block_digests
 
     def right(self, part: Part) -> list[Command]:
         """Record that a part is right: it is settled, unless the commands are to settle it."""
+        if self._wanted is None and self._shares is None:
+            return self._settle(part)
         shared = self._shares is not None and self._shares.pieces(part)
         commands: list[Command] = [HandOut(part)] if shared else []
         if self._reads_aside(part):
@@ -144,11 +156,11 @@ class Verification:
         return self._wanted is not None and self._wanted.is_aside(part)
 
     def _settle(self, part: Part) -> list[Command]:
-        blocks = self._settled_blocks.pop(part.chunk, 0) + part.end - part.begin
-        needed = self._grid.block_count if self._wanted is None else self._wanted.block_count
-        if blocks == needed(part.chunk):
-            return self._verified(part.chunk)
-        self._settled_blocks[part.chunk] = blocks
+        chunk, begin, end = part
+        blocks = self._settled_blocks.pop(chunk, 0) + end - begin
+        if blocks == self._needed(chunk):
+            return self._verified(chunk)
+        self._settled_blocks[chunk] = blocks
         return []
 
     def _verified(self, chunk: int) -> list[Command]:

@@ -47,7 +47,7 @@ MakeHasher = Callable[[Sequence[Span]], Hasher]
 
 def host_hasher(blocks: Sequence[Span]) -> BlockHasher:
     """Return a hasher for blocks that land in these views of host memory."""
-    return BlockHasher([host_view(block) for block in blocks])
+    return BlockHasher(list(map(host_view, blocks)))
 
 
 class _HostMemory:

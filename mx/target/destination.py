@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mx.core.grid import ChunkGrid
+from mx.core.grid import ChunkGrid, runs_of
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, Wanted
 from mx.memory.subset import SubsetMemory
-from mx.transport import Piece, Span, View, contiguous
+from mx.transport import Piece, ScatteredView, Span, View, contiguous
 from mx.views import cut
 
 
@@ -52,25 +52,25 @@ class Destination:
 
     def land(self, part: Part) -> Landing:
         """Return the memory in which a part is to land."""
-        grid = self._grid
-        segments = grid.segments(grid.part(part.chunk, part.begin, part.end))
-        buffer = self._buffer(part)
-        blocks: Sequence[Span]
+        base, places = self._places(part)
+        runs = places if len(places) == 1 else runs_of(places)
+        buffer = None if self._wanted is None else self._buffer(part)
         views: Sequence[View]
-        if buffer is None:
-            blocks = self.blocks(part)
-            views = cut(self.arena, [(at.arena_offset, at.nbytes) for at in segments])
+        if buffer is not None:
+            blocks = _one_after_another(buffer, places)
+            views = _one_after_another(buffer, runs)
         else:
-            blocks = self._blocks_in(buffer, part)
-            views = _one_after_another(buffer, (at.nbytes for at in segments))
+            blocks = self._spans(base, places)
+            views = blocks if len(runs) == len(places) else cut(self.arena, runs, base)
         # The source's region is laid out as this arena is.
-        pieces = [Piece(0, at.arena_offset, view) for at, view in zip(segments, views, strict=True)]
+        pieces: list[Piece] = []
+        for view in views:
+            pieces.append(Piece(0, base + runs[len(pieces)][0], view))
         return Landing(part, blocks, pieces, buffer)
 
     def blocks(self, part: Part) -> list[Span]:
         """Return the blocks of a part in their place."""
-        base, places = self._places(part)
-        return [contiguous(block) for block in cut(self.arena, places, base)]
+        return self._spans(*self._places(part))
 
     def copy_out(self, landing: Landing) -> None:
         """Copy what is wanted of a part that was read aside to its place."""
@@ -107,12 +107,18 @@ class Destination:
 
     def _places(self, part: Part) -> tuple[int, Sequence[tuple[int, int]]]:
         """Return where the part's layer begins in the arena, and its blocks in layer space."""
-        grid = self._grid
-        base = grid.layout.layers[grid.layer_of[part.chunk]].arena_offset
-        return base, grid.blocks(part.chunk)[part.begin : part.end]
+        chunk, begin, end = part
+        base = self._grid.layout.layers[self._grid.layer_of[chunk]].arena_offset
+        return base, self._grid.blocks(chunk)[begin:end]
+
+    def _spans(self, base: int, places: Sequence[tuple[int, int]]) -> list[Span]:
+        arena = self.arena
+        if isinstance(arena, ScatteredView):
+            return list(map(contiguous, arena.cut(places, base)))
+        return [arena[base + offset : base + offset + nbytes] for offset, nbytes in places]
 
     def _blocks_in(self, data: Span, part: Part) -> list[Span]:
-        return _one_after_another(data, (nbytes for _, nbytes in self._places(part)[1]))
+        return _one_after_another(data, self._places(part)[1])
 
     def _write(self, part: Part, blocks: Iterable[Span]) -> None:
         assert self._subset is not None
@@ -121,11 +127,11 @@ class Destination:
             self._subset.write(base + offset, block)
 
 
-def _one_after_another(data: Span, sizes: Iterable[int]) -> list[Span]:
-    """Return views of these sizes, from the start of some bytes."""
+def _one_after_another(data: Span, places: Iterable[tuple[int, int]]) -> list[Span]:
+    """Return views as long as these (offset, nbytes), from the start of some bytes."""
     at = 0
     found = []
-    for nbytes in sizes:
+    for _, nbytes in places:
         found.append(data[at : at + nbytes])
         at += nbytes
     return found

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -255,7 +256,8 @@ class FromSources(Attempt):
                 return self._deliver_attached(manifest, *mapped, delivery)
 
         for name in (*_FOR_TRANSFERS, *options.host_modules):
-            await in_thread(importlib.import_module, name)  # the loop goes on meanwhile
+            if name not in sys.modules:
+                await in_thread(importlib.import_module, name)  # the loop goes on meanwhile
         from mx.memory.live import LiveMemory
         from mx.target.connections import ConnectionPool
         from mx.target.pages import PageFetcher

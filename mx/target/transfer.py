@@ -23,7 +23,6 @@ from mx.core.transfer_commands import (
     Command,
     CopyOut,
     DropConnection,
-    Fail,
     HandOut,
     LayerReady,
 )
@@ -429,49 +428,51 @@ class Transfer:
     def _run(self, commands: Sequence[Command], sink: PartSink | None = None) -> None:
         """Carry out commands; `sink` has what has landed just now."""
         for command in commands:
-            match command:
-                case Assign(connection, parts):
-                    self._assign(connection, parts)
-                case Ask(connection, chunk):
-                    asked = self._connections[connection]
-                    answered = functools.partial(self._answered, asked.path.source.key)
-                    asked.lease.ask(chunk, answered)
-                case CopyOut():
-                    assert sink is not None  # it is judged when it lands
-                    self._copy_out(sink)
-                case HandOut(part):
-                    self._hand_out(part, sink)
-                case LayerReady(layer, shortcut, given):
-                    by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
-                    by = VerifiedBy.RANK if given else by
-                    self._listener.layer_ready(layer, self._destination.arena, by)
-                case DropConnection(connection, reason):
-                    self.connection_lost(connection, reason)
-                case Fail(causes):
-                    self._listener.failed(causes)
+            # By frequency, and without `match`, which takes ten times as long.
+            if isinstance(command, Assign):
+                self._assign(command.connection, command.parts)
+            elif isinstance(command, LayerReady):
+                by = VerifiedBy.SHORTCUT if command.shortcut else VerifiedBy.DIGEST
+                by = VerifiedBy.RANK if command.given else by
+                self._listener.layer_ready(command.layer, self._destination.arena, by)
+            elif isinstance(command, Ask):
+                asked = self._connections[command.connection]
+                answered = functools.partial(self._answered, asked.path.source.key)
+                asked.lease.ask(command.chunk, answered)
+            elif isinstance(command, CopyOut):
+                assert sink is not None  # it is judged when it lands
+                self._copy_out(sink)
+            elif isinstance(command, HandOut):
+                self._hand_out(command.part, sink)
+            elif isinstance(command, DropConnection):
+                self.connection_lost(command.connection, command.reason)
+            else:
+                self._listener.failed(command.causes)
 
     def _answered(self, source: str) -> None:
         self.react(lambda machine: machine.answered(source, time.monotonic()))
 
     def _assign(self, connection: int, parts: Sequence[Part]) -> None:
-        sinks, reads = zip(*(self._read(connection, part) for part in parts), strict=True)
+        through = self._connections[connection]
+        sinks: dict[Part, PartSink] = {}
+        reads: list[Read] = []
+        for part in parts:
+            landing = self._destination.land(part)
+            vouched = vouched_of(through.vouched, self._grid, part) if self._shortcut else None
+            staged = through.path.staged
+            sink = PartSink(self, connection, landing, self._make_hasher, vouched, staged)
+            sinks[part] = sink
+            reads.append(Read(f"chunk {part.chunk}", landing.pieces, sink))
+        with self._lock:
+            self._in_flight.update(sinks)
         try:
-            self._connections[connection].session.read(reads)
+            through.session.read(reads)
         except MxError as error:
             # Its traceback refers to the reads, and they to the arena.
             refused = error.with_traceback(None)
             self.connection_lost(connection, refused)
-            for sink in sinks:
+            for sink in sinks.values():
                 self.part_failed(sink, refused)
-
-    def _read(self, connection: int, part: Part) -> tuple[PartSink, Read]:
-        landing, through = self._destination.land(part), self._connections[connection]
-        vouched = vouched_of(through.vouched, self._grid, part) if self._shortcut else None
-        staged = through.path.staged
-        sink = PartSink(self, connection, landing, self._make_hasher, vouched, staged)
-        with self._lock:
-            self._in_flight[part] = sink
-        return sink, Read(f"chunk {part.chunk}", landing.pieces, sink)
 
     def _copy_out(self, sink: PartSink) -> None:
         self._destination.copy_out(sink.landing)

@@ -13,9 +13,9 @@ from mx.core.grid import (
     BLOCK_BYTES,
     ChunkGrid,
     Range,
-    Segment,
     block_count,
     chunk_nbytes_of,
+    runs_of,
 )
 from mx.core.layout import build_layout
 from mx.core.types import Layout
@@ -116,10 +116,7 @@ def test_parts_and_segments(
     place = grid.part(index, begin, end)
     assert place == Range(grid.layer_of[index], blocks[0][0], sum(blocks[-1]))
     assert grid.part_nbytes(index, begin, end) == naive.payload(blocks)
-    base = layout.layers[place.layer].arena_offset
-    assert grid.segments(place) == [
-        Segment(offset, base + offset, nbytes) for offset, nbytes in joined(blocks)
-    ]
+    assert runs_of(blocks) == joined(blocks)
     assert grid.part(index, 0, grid.block_count(index)) == grid.chunk(index)
     assert grid.part_nbytes(index, 0, grid.block_count(index)) == grid.sizes[index]
 
@@ -130,13 +127,17 @@ def test_the_segments_of_all_chunks_are_the_tensors(
 ) -> None:
     layout = layout_of(layers)
     grid = ChunkGrid(layout, chunk_nbytes)
-    segments = [each for i in range(len(grid)) for each in grid.segments(grid.chunk(i))]
+    segments = [
+        (layout.layers[grid.layer_of[i]].arena_offset + offset, nbytes)
+        for i in range(len(grid))
+        for offset, nbytes in runs_of(grid.blocks(i))
+    ]
     tensors = [
         (layout.layers[t.layer].arena_offset + t.offset, t.nbytes)
         for t in layout.tensors
         if t.nbytes
     ]
-    assert joined([(s.arena_offset, s.nbytes) for s in segments]) == joined(tensors)
+    assert joined(segments) == joined(tensors)
 
 
 @given(LAYERS, CHUNK_SIZES, st.data())
@@ -206,5 +207,5 @@ def test_a_grid_needs_no_tensor_objects() -> None:
 
     grid = ChunkGrid(Layout(made.layers, refuse), MIB)
     for index in range(len(grid)):
-        assert grid.segments(grid.part(index, 0, 1)) and grid.blocks(index)
+        assert grid.part(index, 0, 1) and grid.blocks(index)
     assert grid.chunks_of(1, 0, 3) == range(2, 3)

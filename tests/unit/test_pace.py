@@ -37,7 +37,7 @@ def test_parts_that_come_in_bursts_make_a_path_no_faster(streams: int, jitter: f
         pace.completed(PART, at_s)
         if next_s - at_s > PART / SPEED / 2 and at_s > times[-1] / 2:
             # Until the next burst this is what all connections' shares go by.
-            assert pace.bytes_per_s() == pytest.approx(SPEED, rel=0.06)
+            assert pace.bytes_per_s == pytest.approx(SPEED, rel=0.06)
 
 
 @given(st.sampled_from((1, 2, 4)), st.floats(0.05, 20), st.sampled_from((1, 4, 16)))
@@ -52,4 +52,4 @@ def test_a_path_that_changes_is_known_after_some_parts(
     pause_s = 1.0
     for at_s in bursts(streams, 0.0, 64 // streams):
         pace.completed(PART, times[-1] + pause_s + at_s / factor)
-    assert pace.bytes_per_s() == pytest.approx(SPEED * factor, rel=0.1)
+    assert pace.bytes_per_s == pytest.approx(SPEED * factor, rel=0.1)

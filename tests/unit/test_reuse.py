@@ -158,8 +158,9 @@ def test_what_is_held_is_copied_and_the_rest_left_alone() -> None:
         for index in range(len(new.manifest.grid)):
             grid, layers = new.manifest.grid, new.manifest.layout.layers
             source = untouched if index in left else new.arena
-            for segment in grid.segments(grid.chunk(index)):
-                there = slice(segment.arena_offset, segment.arena_offset + segment.nbytes)
+            base = layers[grid.layer_of[index]].arena_offset
+            for offset, nbytes in grid.blocks(index):
+                there = slice(base + offset, base + offset + nbytes)
                 assert filling.arena[there] == source[there], layers[grid.layer_of[index]].name
 
 
