@@ -35,7 +35,7 @@ from mx import codec
 from mx.core.holdings import members, ranges_of
 from mx.core.registration import Registration
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
-from mx.target.connections import ORDINARY_S, SOURCES_PER_S
+from mx.target.connections import ORDINARY_S, ordinary_pause_s
 from mx.target.progress import FIRST_S, INTERVAL_S
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.client import CoordinatorClient
@@ -99,7 +99,7 @@ class Host:
         self._channel = dial(fleet.address)
         remote = Remote(Role.COORDINATOR, fleet.address)
         self._stub = Stub(self._channel, pb.DESCRIPTOR.services_by_name["Coordinator"], remote)
-        self._listed = 0
+        self._source_count = 0
         base = record_of(node.number * MODELS)  # of the one model
         table = replace(base.table, held=())
         self._record = replace(
@@ -133,12 +133,12 @@ class Host:
     async def look(self) -> None:
         """Look the model up."""
         answer = await self._call("Resolve", pb.ResolveRequest(name=NAME))
-        self._listed = len(answer.sources)
+        self._source_count = answer.source_count
         self._fleet.listed[self.id] = [each.source_id for each in answer.sources]
 
     async def _look_again(self) -> None:
         while not self._whole:
-            await self._fleet.sleep(max(ORDINARY_S, self._listed / SOURCES_PER_S))
+            await self._fleet.sleep(ordinary_pause_s(self._source_count))
             await self.look()
             self._fleet.looked(self._node)
 

@@ -356,7 +356,9 @@ class CoordinatorServicer(ListingServicer):
             lambda registry: registry.resolve(request.name, request.revision, request.variant)
         )
         response = pb.ResolveResponse(
-            model=codec.key_to_wire(found.model), manifest=codec.ref_to_wire(found.ref)
+            model=codec.key_to_wire(found.model),
+            manifest=codec.ref_to_wire(found.ref),
+            source_count=len(found.sources),
         )
         response.sources.extend(self._sources_that_fit(found.sources))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:

@@ -28,8 +28,15 @@ from mx.wire.locate import Located, Locator
 
 #: Pause between look-ups while there is a source to read from,
 ORDINARY_S = 1.0
-#: longer where many are listed: each of them that still pulls looks all of them up.
+#: longer where there are many: each of them that still pulls looks them up.
 SOURCES_PER_S = 50.0
+#: ... and no longer than this: a coordinator says how many there are.
+LONGEST_ORDINARY_S = 60.0
+
+
+def ordinary_pause_s(source_count: int) -> float:
+    """Return how long to pause between look-ups of a model with so many sources."""
+    return min(max(ORDINARY_S, source_count / SOURCES_PER_S), LONGEST_ORDINARY_S)
 
 
 class ConnectionPool:
@@ -198,33 +205,32 @@ class ConnectionPool:
 
     async def look(self) -> None:
         """Look for sources until cancelled, more often while there is none."""
-        pause_s, listed = ORDINARY_S, 0
+        pause_s = ORDINARY_S
         while True:
             hurried = await set_by(self._hurry, time.monotonic() + pause_s)
             self._hurry.clear()
             idle = self._connections.idle
             # A peer that the user named lists no other sources while it is read from.
             if idle or self._locator.asks_coordinator:
-                listed = await self._look() or listed
+                await self._look()
             if not idle:
-                pause_s = max(ORDINARY_S, listed / SOURCES_PER_S)
+                pause_s = ordinary_pause_s(self._locator.source_count)
             elif hurried:
                 pause_s = FIRST_S
             else:
                 pause_s = min(2 * pause_s, LONGEST_S)
 
-    async def _look(self) -> int:
-        """Add the paths to new sources. Returns how many sources there are; 0 if it failed."""
+    async def _look(self) -> None:
+        """Add the paths to new sources."""
         try:
             sources = await self._locator.again(self._located)
         except MxError:  # `look` does so again, and running reads don't depend on it
-            return 0
+            return
         new = [each for each in sources if each.whole and self._connections.wants(each.key)]
         if new:
             self._connections.add(self._plan(new).paths)
         self._sharing.met(sources)
         self._edition.changed.set()
-        return len(sources)
 
     # -- connections ------------------------------------------------------------------------------
 

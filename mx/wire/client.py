@@ -33,13 +33,14 @@ class Resolution:
     """The manifest to pull, and its sources, origins first; a known model may have none now.
 
     `documents` are the verified documents that came with the answer: all of a small manifest, none
-    of a large one.
+    of a large one. Of many sources an answer names some: `source_count` is how many there are.
     """
 
     model: ModelKey
     ref: ManifestRef
     sources: list[SourceRecord]
     documents: dict[bytes, bytes]
+    source_count: int
 
 
 class CoordinatorClient(SourceCalls):
@@ -123,6 +124,8 @@ class CoordinatorClient(SourceCalls):
                 ref,
                 self._lists.read("source", answer.sources, codec.source_from_wire),
                 inlined.documents,
+                # Coordinators before this field name no more than they list.
+                max(answer.source_count, len(answer.sources)),
             )
 
         return await self._coordinators.ask(question)

@@ -72,6 +72,8 @@ class Locator:
     def __init__(self, where: Where) -> None:
         self._where = where
         self._client: CoordinatorClient | None = None
+        #: How many sources there were when `again` was called last.
+        self.source_count = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     @property
@@ -121,12 +123,14 @@ class Locator:
         `locate`."""
         if self._where.peer is not None:
             sources = (await self._describe(self._where.peer)).sources
+            self.source_count = len(sources)
         else:
             key, pin = located.key, located.ref.identity.hex()
             client = self._coordinator()
             # In all revisions: the revision's name may stand for other weights by now.
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
             sources = tuple(found.sources)
+            self.source_count = found.source_count
         return [source for source in sources if source.ref.same_weights(located.ref)]
 
     def _coordinator(self) -> CoordinatorClient:

@@ -348,7 +348,9 @@ async def test_a_bad_entry_is_skipped_by_every_client() -> None:
         assert len(await client.list_sources()) == 2
         assert len(await client.list_pulls()) == 1
         assert [str(each) for each in await client.list_bundles()] == ["llama[tp=*/2]"]
-        assert len((await client.resolve("llama")).sources) == 2
+        found = await client.resolve("llama")
+        assert len(found.sources) == 2
+        assert found.source_count == 3  # of a coordinator that does not say how many there are
         watch = client.watch()
         kinds = [(await anext(watch)).kind.name for _ in range(3)]
         assert kinds == ["UP", "UP", "SNAPSHOT_END"]

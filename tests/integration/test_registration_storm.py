@@ -117,6 +117,7 @@ async def test_of_more_sources_than_an_answer_has_each_answer_names_others() -> 
             answers = [await client.resolve(record.model.name) for _ in range(12)]
             named = [{source.source_id for source in answer.sources} for answer in answers]
             assert {len(each) for each in named} == {256}
+            assert {answer.source_count for answer in answers} == {300}
             assert len(set.union(*named)) == 300
         finally:
             await client.close()

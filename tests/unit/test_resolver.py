@@ -99,7 +99,7 @@ class FakeLocator:
 
     def __init__(self) -> None:
         self.sources: Sequence[SourceRecord] | MxError = ()
-        self.looked_up = 0
+        self.looked_up = self.source_count = 0
 
     async def again(self, located: Located) -> list[SourceRecord]:
         self.looked_up += 1
@@ -181,6 +181,17 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     assert [A.source_id, B.source_id] in stage.reported
     assert not stage.pool_waits()
     assert stage.causes == []
+
+
+async def test_the_pause_between_look_ups_grows_with_all_sources_and_has_a_bound() -> None:
+    assert connections.ordinary_pause_s(1000) == 20.0
+    assert connections.ordinary_pause_s((1 << 32) - 1) == 60.0
+    stage = Stage(0)
+    stage.locator.sources, stage.locator.source_count = [A, B], 1000
+    await stage.until_looked_up(1)
+    await asyncio.sleep(0.1)
+    await stage.close()
+    assert stage.locator.looked_up == 1
 
 
 async def test_a_named_peer_is_not_looked_up_while_it_is_read_from() -> None:

@@ -200,16 +200,18 @@ class ResolveRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
-    __slots__ = ("model", "manifest", "sources", "documents")
+    __slots__ = ("model", "manifest", "sources", "documents", "source_count")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_COUNT_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     documents: _containers.RepeatedCompositeFieldContainer[_common_pb2.Page]
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ...) -> None: ...
+    source_count: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ..., source_count: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("name", "revision", "batches")
