@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from mx.cli import options, outcome
 from mx.cli.words import in_flags
@@ -66,7 +66,8 @@ def _show(found: Examination, *, quiet: bool) -> None:
     told = found.findings
     if quiet:
         told = tuple(each for each in told if each.level.value in ("warning", "failure"))
-    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
+    texts = Column(overflow="fold")  # a long path is cut nowhere
+    table = Table("", "", texts, box=None, pad_edge=False, show_header=False)
     for each in told:
         table.add_row(each.level.value, each.check, in_flags(each.text))
         if each.fix:

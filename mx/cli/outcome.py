@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import json
+import shutil
 import signal
 import sys
 import time
@@ -128,8 +129,13 @@ def emit(result: Mapping[str, object]) -> None:
 
 
 def write(text: str) -> None:
-    """Write a result to standard output as it is."""
-    print(plain_lines(text), flush=True)
+    """Write a result to standard output; lines that are too long for a terminal are broken."""
+    text = plain_lines(text)
+    if sys.stdout.isatty():
+        from mx.cli.printing import fitted
+
+        text = fitted(text, shutil.get_terminal_size().columns)
+    print(text, flush=True)
 
 
 def summarise(text: str) -> None:

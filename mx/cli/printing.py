@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,16 @@ class Column:
         """The cells that it takes at least."""
         widths = [cell_len(str(cell)) for cell in (self.name, *self.cells)]
         return min(self.folds or max(widths), max(widths))
+
+
+def fitted(text: str, width: int) -> str:
+    """Return a text whose lines are broken at spaces where they are longer than `width`; a word
+    that is longer, such as a pin, is not broken."""
+    broken = textwrap.TextWrapper(
+        width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = text.split("\n")
+    return "\n".join(line if cell_len(line) <= width else broken.fill(line) for line in lines)
 
 
 def table_of(columns: Sequence[Column], width: int) -> Table:

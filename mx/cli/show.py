@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from mx import config
 from mx.cli import options, outcome
 from mx.cli.commands import Command, Group
+from mx.cli.printing import Column, table_of
 from mx.cli.words import in_flags
 from mx.config_values import without_password
+
+#: Wider lines are hard to read, in a file too.
+_MOST_COLUMNS = 120
 
 app = typer.Typer(
     name="config", cls=Group, help="Settings and where they come from.", no_args_is_help=True
@@ -47,9 +53,17 @@ def show(
     if as_json:
         outcome.emit({n: {"value": shown(n), "origin": settings.origin(n)} for n in names})
         return
-    table = Table("setting", "value", "from", "meaning", box=None, pad_edge=False)
-    for name, about in names.items():
-        style = "bold" if settings.is_set(name) else ""
-        value = config.format_value(shown(name))
-        table.add_row(name, value, settings.origin(name), in_flags(about.text), style=style)
-    outcome.show(table)
+    styles = ["bold" if settings.is_set(name) else "" for name in names]
+
+    def styled(texts: Iterable[str]) -> list[Text]:
+        return [Text(text, style) for text, style in zip(texts, styles, strict=True)]
+
+    page = outcome.page()
+    columns = [
+        Column("setting", styled(names)),
+        Column("value", styled(config.format_value(shown(name)) for name in names), folds=16),
+        Column("from", styled(map(settings.origin, names)), folds=12),
+        Column("meaning", styled(in_flags(about.text) for about in names.values()), folds=24),
+    ]
+    page.width = min(page.width, _MOST_COLUMNS)
+    outcome.show(table_of(columns, page.width), page)

@@ -17,7 +17,7 @@ from mx.core.digest import block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.cuda import blake3
 from mx.cuda.blake3 import CHAINS_BYTES, CHUNK_BYTES, DIGEST_BYTES, PROGRAM_CHUNKS, UNIT_BYTES
-from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
+from mx.cuda.device import Device, DeviceMemory, Event, PinnedMemory, Stream
 from mx.cuda.driver import DeviceAttribute
 from mx.cuda.errors import GONE_CODES, CudaError
 from mx.cuda.ring import PinnedRing
@@ -124,7 +124,7 @@ class BlockDigester:
             self._host = own(PinnedMemory(device, nbytes))
             self._lists = own(DeviceMemory(device, nbytes))
             self._chains = own(DeviceMemory(device, _BATCH_BLOCKS * CHAINS_BYTES))
-            self._stream = own(Stream(device))
+            self._stream, self._hashed = own(Stream(device)), own(Event(device))
             self._view = self._host.view()
             self._try()
             undo.pop_all()
@@ -202,7 +202,8 @@ class BlockDigester:
             function = self._functions[kernel.name]
             driver.launch(function, grid, kernel.threads, kernel.shared_nbytes, stream, parameters)
         driver.copy_dtoh(self._host.address + _LIST_BYTES, digests, DIGEST_BYTES * count, stream)
-        driver.stream_synchronize(stream)
+        driver.event_record(self._hashed.handle, stream)
+        driver.event_synchronize(self._hashed.handle)  # asleep, as no wait for a stream is
         found = self._view[_LIST_BYTES : _LIST_BYTES + DIGEST_BYTES * count]
         return [bytes(found[at : at + DIGEST_BYTES]) for at in range(0, len(found), DIGEST_BYTES)]
 

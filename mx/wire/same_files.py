@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -72,6 +73,7 @@ class FilesListing:
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         path = (self._folder or default_folder()) / f"{_PREFIX}{name}{_SUFFIX}"
         make_folder(path)
+        _sweep(path.parent)
         unfinished = path.with_name(f".{name}")
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -135,8 +137,19 @@ def _sockets(folder: Path) -> Iterator[Path]:
             names = [each.name for each in entries if each.name.startswith(_PREFIX)]
     except (MxError, OSError):
         return
-    for name in sorted(names)[:_MAX_SOURCES]:
-        yield folder / name
+    yield from filter(Path.is_socket, [folder / name for name in sorted(names)[:_MAX_SOURCES]])
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets of processes that were killed: nothing listens at them."""
+    for path in _sockets(folder):
+        with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
+            try:
+                os.kill(int(path.name.removeprefix(_PREFIX).partition("-")[0]), 0)
+            except ProcessLookupError:  # or it is a container's, which shares the folder
+                sock.setblocking(False)
+                if sock.connect_ex(str(path)) == errno.ECONNREFUSED:
+                    path.unlink()
 
 
 def _asked(path: Path) -> list[Listed]:

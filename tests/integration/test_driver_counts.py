@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mx.units import GIB, MIB
+from mx_transports.ucx import nixl
 from tests.support.driver.build import MAJORS, why_not
 from tests.support.driver.logs import calls, kept, parsed
 from tests.support.driver.programs import passes, program
@@ -77,6 +78,7 @@ def test_no_thread_polls(tmp_path: Path) -> None:
     """Every operation is late, so that there is something to wait for; whoever waits sleeps, in mx
     and in the driver (CU_EVENT_BLOCKING_SYNC)."""
     targets = ["cuda:1 cuda_ipc", "cuda:1 pcie_p2p", "cpu pcie_p2p", "cuda:1 tcp"]
+    targets += ["cuda:1 ucx"] if nixl.find() else []
     found = pulls(tmp_path / "m", 64, targets, LATE_US=5_000)
     assert [paths for _, paths in found.values()] == [[target.split()[1]] for target in targets]
     logs = [log.read_text() for log in (tmp_path / "m/log").iterdir()]
@@ -85,6 +87,18 @@ def test_no_thread_polls(tmp_path: Path) -> None:
         assert "cuEventSynchronize(" in log
         assert not re.search("cu(Stream|Event)Query", log)
         assert set(re.findall(r"cuEventCreate\((\w+)", log)) == {"0x3"}
+        # A wait for a stream may spin: so end streams, and no copy or hash.
+        assert log.count("cuStreamSynchronize(") < 32 < log.count("cuMemcpy")
+        # What needs all of a context, or the driver's allocator, is done once, whatever the size.
+        for once in (
+            "cuModuleLoad",
+            "cuMemAlloc",
+            "cuMemHostAlloc",
+            "cuMemCreate",
+            "cuStreamCreate",
+        ):
+            assert log.count(f"{once}(") <= 16, once
+        assert "cuCtxSynchronize(" not in log[: log.rfind("cuMemcpy")]
 
 
 def test_an_attach_calls_no_more_for_a_larger_model(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def answer(asked):
 _LENDER = (
     _ARRAYS
     + """
-held = arrays(["malloc", "vmm", "segment"])
+held = arrays(KINDS)
 for name, array in held.items():
     array.set(WANTED[1][name])
 lent = held | {name: DlpackArray(held[name]) for name in ("model.layers.0.w", "lm_head.weight")}
@@ -294,6 +294,7 @@ if DEVICE:
     wait_for_owners({name: Array("F32", (3,), (1,), key, 1, None) for name in named}, named)
 """
 
+_KINDS = '["malloc", "vmm", "segment"]'
 _SET_BYTES = 4 * (3 * (1001 * 700 + 701) + 300 * 700)
 _ODD_BYTES = 4 * 300 * 700
 
@@ -313,7 +314,7 @@ def counted_bytes(log: Path, call: str) -> int:
 @each_major
 def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) -> None:
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
-    lending = lending.replace("FROZEN", "False")
+    lending = lending.replace("FROZEN", "False").replace("KINDS", _KINDS)
     settings = {"LOG": tmp_path, "KERNELS": True}
     with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
@@ -340,9 +341,27 @@ def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) 
 
 
 @other_major
+def test_memory_that_no_process_can_map(major: int, tmp_path: Path, coordinator: str) -> None:
+    """It is lent by tcp, through the lender's pinned ring: one copy of each byte on each side."""
+    lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
+    lending = lending.replace("FROZEN", "False").replace("KINDS", '["pool"] * 3')
+    settings = {"LOG": tmp_path, "KERNELS": True}
+    with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
+        assert (lender.read(), one.read()) == ("lent", "ready")
+        before = copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync")
+        assert one.ask('pull("cpu")') == "['tcp']"
+        sent = copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") - before
+        assert _SET_BYTES <= sent <= 1.05 * _SET_BYTES
+        assert one.ask("fill(1)") == "['tcp']"
+        assert copied_bytes(tmp_path, one, "cuMemcpyHtoDAsync") <= 1.05 * _SET_BYTES
+        assert lender.ask("change()") == "m:main.2"
+        assert one.ask('pull("cuda:0", 2)') == "['tcp']"
+
+
+@other_major
 def test_frozen_is_attached(major: int, tmp_path: Path, coordinator: str) -> None:
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
-    lending = lending.replace("FROZEN", "True")
+    lending = lending.replace("FROZEN", "True").replace("KINDS", _KINDS)
     settings = {"LOG": tmp_path, "KERNELS": True}
     with program(major, lending, **settings) as lender, program(major, reading, **settings) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
@@ -370,7 +389,7 @@ def test_frozen_is_attached(major: int, tmp_path: Path, coordinator: str) -> Non
 @one_major
 def test_slices_files_and_giving(major: int, tmp_path: Path, coordinator: str) -> None:
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
-    lending = lending.replace("FROZEN", "False")
+    lending = lending.replace("FROZEN", "False").replace("KINDS", _KINDS)
     saved = tmp_path / "saved"
     saved.mkdir()
     with (
@@ -407,7 +426,7 @@ def test_pulls_from_a_slow_source(major: int, tmp_path: Path, coordinator: str) 
     """One that was stopped is gone on with from `out`, in live memory. Those that have given
     meanwhile go on as the sources that they were, in a GPU's memory too."""
     lending, reading = (code.replace("ADDRESS", coordinator) for code in (_LENDER, _READER))
-    lending = lending.replace("FROZEN", "False, max_bandwidth='6MB/s'")
+    lending = lending.replace("FROZEN", "False, max_bandwidth='6MB/s'").replace("KINDS", _KINDS)
     with program(major, lending, KERNELS=True) as lender, program(major, reading) as one:
         assert (lender.read(), one.read()) == ("lent", "ready")
         out = str(tmp_path / "out")

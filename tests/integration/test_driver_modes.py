@@ -158,3 +158,41 @@ def test_an_exporter_that_is_killed_while_mapped(major: int, tmp_path: Path, vmm
     read, closed = passes(major, code, KERNELS=True, **settings)
     assert read == ("True" if vmm else "CudaError")
     assert closed == "closed"
+
+
+#: Attaches, queues an engine's work on what it has attached, and lets go before that has begun.
+_LETS_GO = """
+import gc
+import mx
+from benchmarks.processes import Cluster
+from mx.cuda.device import Device, DeviceMemory, Stream
+from mx.cuda.driver import load
+cluster = Cluster()
+try:
+    cluster.serve({checkpoint!r}, "m", "--device", "cuda:0")
+    os.environ["MX_STANDIN_LATE_US"] = "300000"
+    with Device(load(), 0) as device, Stream(device) as engine, DeviceMemory(device, 64) as own:
+        pull = mx.pull("m", coordinator=cluster.coordinator, device="cuda:0")
+        view = pull.device_buffer()
+        with device.current():
+            device.driver.copy_dtod(own.address, view.address, 64, engine.handle)
+        del view
+        pull.close()
+        gc.collect()
+        engine.synchronize()
+    print("whole")
+finally:
+    cluster.close()
+"""
+
+
+@pytest.mark.parametrize("settings", [{}, {"NO_VMM": True}], ids=["vmm", "legacy"])
+def test_attached_memory_is_closed_after_its_last_work(
+    major: int, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    code = _LETS_GO.format(checkpoint=str(write(tmp_path / "checkpoint")))
+    (tmp_path / "log").mkdir()
+    assert passes(major, code, KERNELS=True, LOG=tmp_path / "log", **settings) == ["whole"]
+    found = logs(tmp_path)
+    assert kept(parsed(found.splitlines())) == []
+    assert "is broken" not in found

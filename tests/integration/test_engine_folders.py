@@ -5,6 +5,7 @@ A small engine stands for vLLM and SGLang; what it decides with is theirs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import mmap
@@ -191,7 +192,8 @@ def test_the_files_that_a_source_has_read(
             assert run.loading.loads == {"checkpoint": 1}, caplog.text
             assert run.loading.identity == source.identity_hex
         taken = [line for line in caplog.messages if line.startswith("engine.taken ")]
-        assert [source.identity_hex in line for line in taken] == [True] * 3
+        pin = source.pinned.rpartition("@")[2]
+        assert [f" pin={pin} " in line for line in taken] == [True] * 3
         (tmp_path / "copied").mkdir()
         for file in folder.iterdir():
             shutil.copy2(file, tmp_path / "copied")
@@ -374,6 +376,60 @@ def test_another_users_source_is_not_asked(tmp_path: Path, user: str) -> None:
             found = sources_of([stamp], folder)
             process.kill()
     assert bool(found) == (user == "own")
+
+
+_LISTS = """
+import asyncio, sys
+from pathlib import Path
+from mx.wire.same_files import FilesListing
+async def main():
+    listing = FilesListing(lambda: [], Path(sys.argv[1]))
+    await listing.start()
+    print("listens", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await listing.close()
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """Give a folder whose path leaves room for a socket's name."""
+    with tempfile.TemporaryDirectory(prefix="mx-") as folder:
+        yield Path(folder)
+
+
+def test_sockets_of_killed_processes_are_swept(sockets: Path) -> None:
+    """By the next process that listens; what listens, or is no socket, stays."""
+    folder = sockets
+
+    def listening(ends: contextlib.ExitStack) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _LISTS, str(folder)]
+        pipe = subprocess.PIPE
+        process = ends.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        ends.callback(process.kill)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    def pids() -> set[int]:
+        return {int(path.name.split("-")[1]) for path in folder.glob("files-*.sock")}
+
+    with contextlib.ExitStack() as ends:
+        killed, stays = listening(ends), listening(ends)
+        killed.kill()
+        killed.wait()
+        # A container's process, which shares the folder: its number is nobody's here.
+        elsewhere = folder / f"files-{killed.pid}-0.sock"
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(elsewhere))
+            sock.listen()
+            (folder / f"files-{killed.pid}-1.sock").write_text("no socket")
+            last = listening(ends)
+            assert elsewhere.exists()
+            assert pids() == {stays.pid, last.pid, killed.pid}
+            assert len([*folder.glob(f"files-{killed.pid}-*")]) == 2
+        assert sources_of([(1, 2, 3, 4, 5)], folder) == []
+        assert not elsewhere.exists()
 
 
 def test_what_is_no_list_is_ignored(tmp_path: Path) -> None:

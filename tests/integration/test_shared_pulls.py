@@ -233,11 +233,15 @@ async def test_what_is_told_is_bounded_and_principals_take_turns(
         while (await client.xlen(key)) < MAX_ENTRIES:
             report_all()
             await asyncio.sleep(0.02)
-        for _ in range(10):
-            entries = await client.xrange(key)
+        looks = 0
+        while looks < 10:
+            report_all()
+            entries, left_ms = await client.xrange(key), await client.pttl(key)
             assert len(entries) <= MAX_ENTRIES
-            most = max(most, *(sum(map(len, fields.values())) for _, fields in entries))
-            assert 0 < await client.pttl(key) <= 5000, "it ends with the last pull"
+            assert left_ms != -1 and left_ms <= 5000, "it ends with the last pull"
+            if entries and left_ms != -2:  # it has not ended while other programs had the CPU
+                most = max(most, *(sum(map(len, fields.values())) for _, fields in entries))
+                looks += 1
             await asyncio.sleep(0.02)
         assert ENTRY_BYTES < most < ENTRY_BYTES + (32 << 10)
 

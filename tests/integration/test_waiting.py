@@ -83,13 +83,13 @@ def test_errors_that_no_waiting_would_mend_end_the_pull_at_once(coordinator: str
 
 def test_closing_a_pull_that_waits(coordinator: str) -> None:
     with api.pull("m", coordinator=coordinator, wait_s=600) as pull:
-        time.sleep(0.3)
+        until(lambda: pull.progress().phase == "waiting for a source", "a pull that waits")
     assert pull.report is None
 
 
 def test_ctrl_c_at_a_pull_that_waits(run: Run, coordinator: str) -> None:
     command = run("pull", "m", "--coordinator", coordinator, "--wait", "600")
-    time.sleep(3)  # it prints nothing to wait for
+    command.until(lambda: "waiting for a source" in command.err, "a pull that waits")
     command.signal(signal.SIGINT)
     assert command.wait() == EXIT_INTERRUPTED
     assert "Traceback" not in command.err

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +198,47 @@ def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> 
     assert shown["listen"]["origin"] == "default"
     table = run_mx(*arguments, MX_PEER_STREAMS="6").stdout
     assert "environment MX_PEER_STREAMS" in table
+
+
+def in_terminal(code: str, *arguments: str, **more: str) -> list[str]:
+    """Run a program in a terminal of 80 columns, and return the lines that it writes."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env=kept | {"TERM": "xterm", "LANG": "C.UTF-8"} | more,
+    ):
+        os.close(theirs)
+        text = b""
+        with contextlib.suppress(OSError):  # the end, as Linux says it
+            while data := os.read(ours, 1 << 16):
+                text += data
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.decode()).splitlines()
+
+
+@pytest.mark.parametrize("verb", ["config show", "doctor --only keys"])
+def test_tables_are_as_wide_as_a_terminal_and_nothing_is_cut(verb: str, tmp_path: Path) -> None:
+    file, key = tmp_path / f"{'settings-' * 9}.toml", tmp_path / ("long-name-" * 12)
+    file.write_text(f'name_key = "{key}"\n')
+    code = "from mx.cli import main; main()"
+    lines = in_terminal(code, *verb.split(), "--config", str(file))
+    assert lines and max(map(len, lines)) <= 80, lines
+    shown = "".join("".join(lines).split())
+    assert "…" not in shown and (str(key) in shown or verb == "config show"), lines
+
+
+def test_a_result_is_broken_at_spaces_in_a_terminal() -> None:
+    code = "from mx.cli import outcome; import sys; outcome.write(sys.argv[1])"
+    pin = "m@" + "0123456789abcdef" * 8
+    said = "m: 16.1 GB in 12.3 s (1.31 GB/s), 33 layers, the first after 30 ms, verified by digest"
+    lines = in_terminal(code, f"{said}\n  tcp from a\n  pin {pin}")
+    first, rest = said.removesuffix(" digest"), "    digest"
+    assert lines == [first, rest, "  tcp from a", "  pin", f"    {pin}"]
 
 
 def test_an_unexpected_error_is_one_line_and_asks_for_a_report(tmp_path: Path) -> None:

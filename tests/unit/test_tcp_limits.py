@@ -56,7 +56,7 @@ class LimitedHarness(Harness):
     """Sources on the bench are limited; those in processes of their own are not."""
 
     def __init__(self, limiter: Limiter) -> None:
-        super().__init__("mx_transports.tcp:TcpTransport", stall_timeout_s=0.5)
+        super().__init__("mx_transports.tcp:TcpTransport", stall_timeout_s=10.0)
         self.limiter = limiter
 
     def transport(self) -> Transport:

@@ -70,7 +70,7 @@ def test_what_was_loaded_is_in_the_metrics_of_the_server(
             assert source.endpoint in labels["source"]
             assert seconds > 0
             assert "vllm:" in metrics  # beside its own
-            assert f"identity={source.identity_hex}" in log.read_text()
+            assert f" pin={source.pinned.rpartition('@')[2]} " in log.read_text()
             assert list(Path(folder).glob("mx-engine-*"))
         finally:
             server.terminate()

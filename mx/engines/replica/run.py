@@ -340,7 +340,7 @@ class Run:
             model=self.name,
             revision=self.choice.revision,
             state=self.choice.state,
-            identity=identity,
+            pin=self._taken.ref.pin.hex(),
             rank=str(self.ranks),
             why=self.meant.how,
         )

@@ -237,7 +237,7 @@ class Load:
             "from_pretrained.taken",
             model=name,
             revision=self.served.key.revision,
-            identity=self.served.identity,
+            pin=self.served.pinned.rpartition("@")[2],
         )
         served(
             name,

@@ -35,6 +35,14 @@ class _GivenUpError(Exception):
     """What was chosen could not be loaded: the ordinary loader begins anew."""
 
 
+def prepare_for_connector(vllm_config: Any) -> None:
+    """Keep UCX whole if vLLM has a connector for KV caches, which may move GPU memory by NIXL with
+    the UCX that a pull loads before."""
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        config.set_default("UCX_MODULES", "*")
+        config.set_default("UCX_MEM_MMAP_HOOK_MODE", "bistro")
+
+
 class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads a rank's weights from other replicas or from a peer that holds the checkpoint.
 
@@ -132,10 +140,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             Path(model.model),
         )
         watch(run.loading, vllm_config)
-        if getattr(vllm_config, "kv_transfer_config", None) is not None:
-            # Its connector may move GPU memory by NIXL, with the UCX that a pull loads before.
-            config.set_default("UCX_MODULES", "*")
-            config.set_default("UCX_MEM_MMAP_HOOK_MODE", "bistro")
+        prepare_for_connector(vllm_config)
         return run
 
     def _begin_caches(self, run: Run, vllm_config: Any) -> None:

@@ -6,12 +6,15 @@ import ctypes
 from typing import Any
 
 import numpy as np
+from cuda.bindings import driver as cuda
 
 from mx.cuda.device import Device, DeviceMemory
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
+from mx.units import align_up
 
+_GRANULE = 2 << 20
 _TYPES = {"f": 2, "i": 0, "u": 1}
 
 
@@ -112,7 +115,8 @@ def empty(
         shapes: Their shapes.
         kind: "malloc": each has an allocation of its own; "vmm": so it has, of virtual memory
             management; "segment": all are in one range of several allocations, as torch's
-            expandable segments are, and some lie across two of them.
+            expandable segments are, and some lie across two of them; "pool": as "vmm", and no
+            other process can map it, as with vLLM's memory that sleeps (cumem).
         ordinal: The GPU.
         dtype: Their dtype.
     """
@@ -120,14 +124,13 @@ def empty(
     item = np.dtype(dtype).itemsize
     sizes = {name: max(1, item * int(np.prod(shape))) for name, shape in shapes.items()}
     if kind == "segment":
-        granule = 2 << 20
         places, end = {}, 0
         for name, nbytes in sizes.items():
             places[name], end = end, end + (nbytes + 511) // 512 * 512
-        pieces = -(-end // granule)
+        pieces = -(-end // _GRANULE)
         with device.current():
-            handles = [device.driver.vmm_create(ordinal, granule) for _ in range(pieces)]
-        memory = VmmMemory(device, handles, [granule] * pieces)
+            handles = [device.driver.vmm_create(ordinal, _GRANULE) for _ in range(pieces)]
+        memory = VmmMemory(device, handles, [_GRANULE] * pieces)
         return {
             name: DeviceArray(shape, dtype, memory.address + places[name], memory, device)
             for name, shape in shapes.items()
@@ -137,10 +140,25 @@ def empty(
         owner: Any
         if kind == "vmm":
             owner = VmmMemory.allocate(device, sizes[name])
+        elif kind == "pool":
+            owner = _private(device, sizes[name])
         else:
             owner = DeviceMemory(device, sizes[name])
         found[name] = DeviceArray(shape, dtype, owner.address, owner, device)
     return found
+
+
+def _private(device: Device, nbytes: int) -> VmmMemory:
+    """Return memory that was made without a handle to export it by."""
+    nbytes = align_up(nbytes, _GRANULE)
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device.ordinal
+    with device.current():
+        result, handle = cuda.cuMemCreate(nbytes, properties, 0)
+        assert not int(result), result
+    return VmmMemory(device, [int(handle)], [nbytes])
 
 
 def values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray[Any, Any]]:
