@@ -234,7 +234,7 @@ class Settings:
     )
     max_bandwidth: int = _setting(
         0, values.rate,
-        "What is given at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per second.",
+        "What is served at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per second.",
         _SERVE_PULL, "RATE", unset="no limit",
     )
     drain_grace_s: float = _setting(

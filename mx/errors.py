@@ -247,7 +247,7 @@ class StaleGenerationError(SourceError):
 
 
 class SourceChangedError(StaleGenerationError):
-    """The source's own process has written to the memory that it gives, and gives it no more."""
+    """The source's own process has written to the memory that it serves, and serves it no more."""
 
 
 class StoreError(SourceError):

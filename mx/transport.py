@@ -96,16 +96,16 @@ class TlsFiles:
 
 @record(frozen=True, slots=True)
 class ExposedRegion:
-    """Memory that a source offers.
+    """Memory that a source serves.
 
     `view` is a read-only byte view of it, or its place on a device, valid until the exposure was
     joined; `address` its first byte's address in this process. `memfd` is the descriptor of a
     sealed memfd that holds exactly this region from its offset 0, or None; the exposure may send
     duplicates of it but never closes it.
 
-    A scattered view is memory that somebody else laid out, and may change (`address` is 0 and there
-    is no memfd). Readers name places by their offsets in the view all the same. A transport that
-    can't gather bytes from several places refuses such a region.
+    A scattered view is memory that another program laid out, and may change (`address` is 0 and
+    there is no memfd). Readers name places by their offsets in the view all the same. A transport
+    that can't gather bytes from several places refuses such a region.
     """
 
     index: int
@@ -511,7 +511,7 @@ class Vouching(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """A way to move bytes. `name` is what sources offer it as. Methods are thread-safe."""
+    """A way to move bytes. `name` is what sources list it as. Methods are thread-safe."""
 
     name: str
 
@@ -530,7 +530,7 @@ class Transport(Protocol):
 
         Raises:
             NotAllowedError: What the options lack `trusted_fabric` for.
-            LocalError: These regions can't be offered, or a host can't be listened on.
+            LocalError: These regions can't be served, or a host can't be listened on.
             ConfigError: A TLS file can't be used.
         """
 
@@ -538,7 +538,7 @@ class Transport(Protocol):
         """Connect to an exposure, and check the ticket. Blocks, up to the stall timeout.
 
         Raises:
-            SourceError: That fails, or the source offers other weights than `Grant.content`, where
+            SourceError: That fails, or the source serves other weights than `Grant.content`, where
                 the path attaches or the session vouches; the error names the peer.
             NotAllowedError: What the grant lacks `trusted_fabric` for.
             ConfigError: A TLS file can't be used.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: The version of what ranks tell each other.
+#: The version of the ranks' messages.
 PROTOCOL = 1
 _NOT_BEGUN = "nothing was broadcast, and no tensor was written to"
 _FAILED = "the broadcast failed, and no rank has taken over the weights"
@@ -254,7 +254,7 @@ def _read(sizes: Sequence[int], data: bytes) -> tuple[Manifest, list[bytes]]:
 
 
 def _memory(manifest: Manifest, side: object, ends: ExitStack) -> Memory:
-    """Return this rank's memory of the weights, which nobody else uses.
+    """Return this rank's memory of the weights, which is not used elsewhere.
 
     Raises:
         ConfigError: The tensors don't fit; the error has all differences.

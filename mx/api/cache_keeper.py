@@ -50,7 +50,7 @@ _DRAIN_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Id:
     """What the cache holds once: these weights and files under this name, and whether a process
-    of this host offered them."""
+    of this host lent them."""
 
     model: ModelKey
     pin: bytes
@@ -155,7 +155,7 @@ class Keeper:
                 and self._table.use(each, time.monotonic())
             ):
                 return kept.held
-        raise UnknownModelError(f"no process has offered {wanted.name}[{wanted.variant}]")
+        raise UnknownModelError(f"no process has lent {wanted.name}[{wanted.variant}]")
 
     async def _find(self, wanted: Wanted) -> _Found:
         offered = bool(wanted.offered_at)

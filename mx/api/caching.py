@@ -73,7 +73,14 @@ class Cache(Closable):
         return self._loop.run(self._keeper.status())
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the cache is closed; return False if `timeout_s` seconds pass first."""
+        """Block until the cache is closed.
+
+        Args:
+            timeout_s: Seconds to wait at most; None for no limit.
+
+        Returns:
+            False if `timeout_s` passed first.
+        """
         return self._closed.wait(timeout_s)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which stores a pull reads what its sources do not give, and which steps it does not have."""
+"""Which stores a pull reads what its sources do not serve, and which steps it does not have."""
 
 from __future__ import annotations
 

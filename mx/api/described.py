@@ -48,7 +48,7 @@ class Described:
         return self._state.wait_manifest(timeout_s)
 
     async def wait_manifest_async(self) -> Manifest:
-        """Wait as `wait_manifest` does, without a limit, in the caller's own event loop.
+        """Return what `wait_manifest` returns, without a limit, in the caller's own event loop.
 
         Raises:
             MxError: As `wait_manifest`.
@@ -92,7 +92,7 @@ class Described:
             raise TimeoutError("the side files have not come yet") from None
 
     async def files_async(self) -> dict[str, bytes]:
-        """Get what `files` gets, without a limit of time, in the caller's own event loop.
+        """Return what `files` returns, without a limit of time, in the caller's own event loop.
 
         Raises:
             MxError: As `files`.

@@ -1,4 +1,4 @@
-"""Gives what a pull has brought to others: to readers as a source, and to routers as a replica."""
+"""Serves what a pull has received: to readers as a source, and to routers as a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers tensors to this host's cache, under a name of the host's own, and asks for them."""
+"""Lends tensors to this host's cache, under a name of the host's own, and asks for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TRANSPORTS = ("shm", "tcp")
 def offer(
     tensors: Mapping[str, Any], made_from: ModelKey, key: ProcessingKey, settings: config.Settings
 ) -> HeldAt | None:
-    """Let this host's cache copy tensors, for other processes to attach to. Blocks until it has.
+    """Lend tensors to this host's cache until it has copied them, for other processes to attach to.
 
     No coordinator knows them: they are of this host and user alone. The tensors must not change
     meanwhile.
@@ -77,7 +77,7 @@ def offer(
 def ask_offered(
     made_from: ModelKey, key: ProcessingKey, settings: config.Settings
 ) -> HeldAt | None:
-    """Return where this host's cache holds what a process offered; None if it does not.
+    """Return where this host's cache holds what a process lent to it; None if it does not.
 
     Args:
         made_from: The model that it was made from.
@@ -99,8 +99,8 @@ def ask_offered(
 
 
 def pull_offered(held: HeldAt, settings: config.Settings) -> Pull:
-    """Begin to pull, from this host's cache, what a process offered; by its pin, so that no other
-    process can answer in the cache's place.
+    """Begin to pull, from this host's cache, what a process lent to it; by its pin, so that no
+    other process can answer in the cache's place.
 
     Args:
         held: Where the cache holds it.

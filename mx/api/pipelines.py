@@ -54,7 +54,14 @@ class Pipeline:
         return self.sources[-1].model
 
     def drain(self, grace_s: float = 10.0) -> bool:
-        """Stop giving grants, and wait for the current readers; see `Source.drain`."""
+        """Stop granting reads, and wait for the current readers; see `Source.drain`.
+
+        Args:
+            grace_s: Seconds to wait at most.
+
+        Returns:
+            True if all readers finished in time.
+        """
         return all([source.drain(grace_s) for source in self.sources])
 
     def close(self) -> None:

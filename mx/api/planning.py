@@ -40,7 +40,11 @@ class PlannedPull:
     memories: tuple[SourceMemory, ...] = ()
 
     def devices_of(self, source: SourceRecord) -> tuple[str, ...]:
-        """Return the devices of a source's memory, by its table: "cpu" or "cuda:UUID"."""
+        """Return the devices of a source's memory, by its table: "cpu" or "cuda:UUID".
+
+        Args:
+            source: One of the plan's sources.
+        """
         found = (m for m in self.memories if m.record.source_id == source.source_id)
         return next((each.devices for each in found), ())
 

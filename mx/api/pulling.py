@@ -31,7 +31,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             of the weights holds for them. The report has `steps`.
         peer: HOST:PORT of the one source to read from, without a coordinator.
         path: A checkpoint on disk to read, instead of sources.
-        fallback: A checkpoint on disk to read what sources do not give. Without `source="auto"` it
+        fallback: A checkpoint on disk to read what sources do not serve. Without `source="auto"` it
             is taken as it is, whatever the name means elsewhere, if no layer has been delivered.
         revision: The revision, where `model` names none.
         variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or

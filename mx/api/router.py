@@ -104,7 +104,14 @@ class Router(Closable):
         return self._ask(self._sources(_reference(model)))
 
     async def sources_async(self, model: str = "") -> list[SourceStatus]:
-        """Return what `sources` returns, without blocking the caller's event loop."""
+        """Return what `sources` returns, without blocking the caller's event loop.
+
+        Args:
+            model: As for `sources`.
+
+        Raises:
+            MxError: As `sources`.
+        """
         return await self._asking(self._sources(_reference(model)))
 
     def replicas(self, model: str = "") -> list[Replica]:
@@ -119,7 +126,14 @@ class Router(Closable):
         return self._ask(self._replicas(_reference(model)))
 
     async def replicas_async(self, model: str = "") -> list[Replica]:
-        """Return what `replicas` returns, without blocking the caller's event loop."""
+        """Return what `replicas` returns, without blocking the caller's event loop.
+
+        Args:
+            model: As for `replicas`.
+
+        Raises:
+            MxError: As `replicas`.
+        """
         return await self._asking(self._replicas(_reference(model)))
 
     def watch(self, model: str = "") -> Watch:
@@ -159,7 +173,7 @@ class Router(Closable):
         """Return how long a pull would take somewhere, by which paths, and at what cost.
 
         Bandwidths are those that pulls between the two hosts have measured lately, else those that
-        the interfaces declare, less what the sources give to others now. No weight is moved.
+        the interfaces declare, less what the sources serve to others now. No weight is moved.
 
         Args:
             model: NAME, NAME:REVISION or NAME@PIN.
@@ -187,7 +201,17 @@ class Router(Closable):
         variant: str | ProcessingKey = "",
         attach: bool = True,
     ) -> Estimate:
-        """Return what `estimate` returns, without blocking the caller's event loop."""
+        """Return what `estimate` returns, without blocking the caller's event loop.
+
+        Args:
+            model: As for `estimate`, as are the others.
+            at: The place.
+            variant: The variant.
+            attach: False leaves out sharing memory.
+
+        Raises:
+            MxError: As `estimate`.
+        """
         return (await self._asking(self._estimates(_named(model, variant), [at], attach)))[0]
 
     def place(
@@ -224,7 +248,17 @@ class Router(Closable):
         variant: str | ProcessingKey = "",
         attach: bool = True,
     ) -> list[Estimate]:
-        """Return what `place` returns, without blocking the caller's event loop."""
+        """Return what `place` returns, without blocking the caller's event loop.
+
+        Args:
+            model: As for `place`, as are the others.
+            hosts: The places.
+            variant: The variant.
+            attach: False leaves out sharing memory.
+
+        Raises:
+            MxError: As `place`.
+        """
         found = await self._asking(self._estimates(_named(model, variant), hosts, attach))
         return in_order_of_readiness(found)
 

@@ -72,7 +72,7 @@ def source_options(
     Args:
         settings: The settings of the process.
         coordinator: HOST:PORT of the coordinator to register with, if any.
-        live: Whether it gives an engine's memory.
+        live: Whether it lends an engine's memory.
         name_key: What it owns names with; None: it binds none, as a pull.
     """
     tls = tls_of(settings)
@@ -363,6 +363,10 @@ async def _ended(
 
 async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:
     """Start a source that holds no model yet and return it; runs on the loop.
+
+    Args:
+        options: The source's options.
+        transports: Those that may serve, by name.
 
     Raises:
         ConfigError, LocalError: As `serve`.

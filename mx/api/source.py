@@ -181,11 +181,18 @@ class Source(Closable):
         self._loop.submit(self._server.accept_requests(port))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the source is closed; return False if `timeout_s` seconds pass first."""
+        """Block until the source is closed.
+
+        Args:
+            timeout_s: Seconds to wait at most; None for no limit.
+
+        Returns:
+            False if `timeout_s` passed first.
+        """
         return self._closed.wait(timeout_s)
 
     def drain(self, grace_s: float = 10.0) -> bool:
-        """Stop giving grants and wait for the current readers, before `close`.
+        """Stop granting reads and wait for the current readers, before `close`.
 
         Args:
             grace_s: Seconds to wait at most.
@@ -352,8 +359,14 @@ class Source(Closable):
                 self._server.retirement.require_let_go(lending.held.key)
 
     def keep(self, owner: Closable) -> bool:
-        """Take over the owner of the memory that is served, to close it at the end; False if this
-        source is closed already."""
+        """Take over the owner of the memory that is served, to close it at the end.
+
+        Args:
+            owner: What owns the memory, such as a pull.
+
+        Returns:
+            False if this source is closed already.
+        """
         if self._steps is not None:
             return False
         self._kept = owner

@@ -109,7 +109,7 @@ def list_tables(
         ConfigError: An argument is wrong.
         UnknownModelError: The coordinator knows no such model.
         CoordinatorError: The coordinator does not answer.
-        SourceError: No source gives the model's layout.
+        SourceError: No source sends the model's layout.
     """
     settings = settings or config.load()
     options = pull_options(model, settings, {"coordinator": coordinator or settings.coordinator})

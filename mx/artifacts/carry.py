@@ -69,7 +69,7 @@ def serve(
     settings: config.Settings | None = None,
     embed: bool = True,
 ) -> Source:
-    """Give a set to others, until the source is closed.
+    """Serve a set until the source is closed.
 
     Args:
         path: The set, as `publish` made it. All of its bytes are checked first, its signer is not:
@@ -192,8 +192,8 @@ def fetched(
     coordinator: str | None = None,
     settings: config.Settings | None = None,
 ) -> Iterator[Package]:
-    """Give a set that is fetched: from all of its sources, and where an earlier run was cut off,
-    from there on.
+    """Fetch a set from all of its sources, and yield it. It goes on where an earlier run was cut
+    off.
 
     Args:
         found: Its document, whose signer has been checked.

@@ -58,7 +58,7 @@ class ArtifactFile:
 
 @dataclass(frozen=True)
 class Document:
-    """What a set is for, and what is in it.
+    """The document of a set: its purpose and its files.
 
     `environment` has the fields that a target's environment must agree with. `created_s` is the
     time of its making, in seconds since 1970. `pin` is that of the weights which CUDA graphs are

@@ -1,4 +1,4 @@
-"""Who may give artefacts to whom: the publisher's key, and the target's trust file.
+"""The publisher's key and the target's trust file, which decide whose artefacts a target uses.
 
 Artefacts are code. A target takes a set only if its trust file names the key that signed it, for
 the model that the set is for and that was asked for:

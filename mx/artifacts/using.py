@@ -73,6 +73,9 @@ def obtain(
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
+    Returns:
+        The set, and where it is; without one, why.
+
     Raises:
         ConfigError: An argument is wrong, the trust file is malformed, or others may write to it
             or to `root`.
@@ -128,7 +131,7 @@ def _lay_out(search: Search, found: Fetched, place: Path) -> None:
 
 @contextlib.contextmanager
 def staging(place: Path, set_id: str) -> Iterator[Path]:
-    """Give a path for a set that arrives, for this run alone: a later one goes on from what it
+    """Yield a path for a set that arrives, for this run alone: a later one goes on from what it
     leaves. A process that is stopped keeps none waiting, and none leaves more than one can use.
 
     Raises:
@@ -195,9 +198,19 @@ def use(
     """Let the engine that starts in the block, here or in child processes, use compile caches that
     were shipped for a model.
 
-    The arguments, and what they raise, are those of `obtain`. The environment variables of the
-    caches are set in the block, and restored at its end. What the engine compiles anew is added to
-    the same folder, for the next start on this host.
+    The environment variables of the caches are set in the block, and restored at its end. What the
+    engine compiles anew is added to the same folder, for the next start on this host.
+
+    Args:
+        model: As for `obtain`, as are all others.
+        trust: The trust file.
+        root: A folder for sets.
+        fields: Fields of the environment.
+        coordinator: HOST:PORT.
+        settings: Settings to use.
+
+    Raises:
+        ConfigError: As `obtain`.
 
     Yields:
         What is used. Its `report` says at any time whether the engine did use it.

@@ -176,7 +176,7 @@ def artifacts_publish(
     outcome.say(
         f"published the set {signed.set_id} for {model}: "
         f"{count(len(signed.document.files), 'file')}, {format_bytes(signed.document.nbytes)}\n"
-        f"  give it to others: mx serve --artifacts {shlex.quote(out)}"
+        f"  serve it: mx serve --artifacts {shlex.quote(out)}"
     )
 
 

@@ -8,7 +8,7 @@ import typer
 
 #: How long a shell waits for the coordinator, unless `connect_timeout_s` is set.
 TIMEOUT_S = 0.5
-#: The shell's script may evaluate what it gets, and a coordinator lists what anybody registers.
+#: The shell's script may evaluate what it gets, and a coordinator lists what any process registers.
 _HARMLESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*", re.ASCII)
 
 

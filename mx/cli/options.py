@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Titles of the groups of settings in the help.
 _PANELS = {
     config.CONNECTION: "Coordinator and security",
-    config.STORES: "What peers don't give (--from auto)",
+    config.STORES: "What peers don't serve (--from auto)",
     config.COMMON: "Common",
 }
 _COMMON = _PANELS[config.COMMON]

@@ -240,7 +240,7 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool
         came = any(path.transport not in _STORES for path in report.paths)
         why = "no source could be used;"
         if came:
-            why = "sources did not give everything: the rest was"
+            why = "sources did not serve everything: the rest was"
         lines.append(f"  {why} taken from {report.fallback}")
     lines += _steps(report.steps, shows_all=all_steps)
     if out is not None:

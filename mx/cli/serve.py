@@ -82,7 +82,7 @@ def serve(
     artifacts: Annotated[
         list[str] | None,
         typer.Option(
-            help="A set that `mx artifacts publish` made, to give to others, too, or alone; may be "
+            help="A set that `mx artifacts publish` made, to serve, too, or alone; may be "
             "repeated.",
             metavar="SET",
         ),

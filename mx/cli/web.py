@@ -16,7 +16,7 @@ from mx.errors import ConfigError, install_hint
 def web(context: typer.Context, *, as_json: bool) -> None:
     """Show models, sources and running pulls in a browser, until Ctrl-C.
 
-    Each pull with its layers as they fill up, each source with what it gives, and who
+    Each pull with its layers as they fill up, each source with what it serves, and who
     reads from whom. The page can only be read. Beyond this machine it requires mutual
     TLS, which a browser has to have a certificate for, or `--insecure`.
 

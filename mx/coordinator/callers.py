@@ -49,7 +49,7 @@ def check_places(context: Any, record: SourceRecord) -> None:
             )
         if _is_loopback(host) and not _is_on_this_machine(address):
             raise NotAllowedError(
-                f"the source says that it is at {host}, which is another machine for whoever reads "
+                f"the source says that it is at {host}, which is another machine for a reader "
                 f"it elsewhere, and {address} is not the coordinator's",
                 hint="listen at an address that others reach",
             )

@@ -20,7 +20,7 @@ def summaries(state: NameState, is_served: Callable[[Binding], bool]) -> Iterato
 
     Args:
         state: What is bound under the name.
-        is_served: Returns True if a whole source of a binding gives grants.
+        is_served: Returns True if a whole source of a binding grants reads.
     """
     served: dict[tuple[str, str], set[str]] = {}  # the variants, by revision and bundle
     meant: dict[str, tuple[bool, int, str]] = {}  # by variant, for those that are alone

@@ -123,17 +123,17 @@ class CacheTable(Generic[Id]):
         return tuple(evicted)
 
     def arrived(self, model: Id, now_s: float = 0.0) -> None:
-        """A model that was reserved is held from now on, and used at `now_s`."""
+        """Mark a reserved model as held, and as used at `now_s`."""
         entry = self._entries[model]
         entry.held, entry.used_s = True, now_s
         self._entries.move_to_end(model)
 
     def remove(self, model: Id) -> None:
-        """A model did not arrive, or its memory was let go. Idempotent."""
+        """Remove a model that did not arrive, or whose memory was let go. Idempotent."""
         self._entries.pop(model, None)
 
     def linger(self, memory: int, nbytes: int) -> None:
-        """The memory of a model that was evicted is still mapped: it counts until it is `gone`.
+        """Go on counting an evicted model's memory until it is `gone`: it is still mapped.
 
         Args:
             memory: The number of its memory file, which is another each time that a model arrives.

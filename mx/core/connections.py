@@ -198,12 +198,12 @@ class Connections:
         return [entry for entry in self.in_use if entry.key == key]
 
     def coordinate(self) -> None:
-        """From now on use neighbours only; the sources in use become neighbours."""
+        """Use only neighbours from now on; the sources in use become neighbours."""
         self.coordinated = True
         self._neighbours.update(entry.key for entry in self.in_use)
 
     def read_freely(self) -> None:
-        """From now on use every source again."""
+        """Use every source again from now on."""
         self.coordinated = False
         self._neighbours.clear()
 

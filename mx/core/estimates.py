@@ -1,8 +1,8 @@
 """How long a pull would take at some place, from whom, and what that costs the sources. Pure.
 
 The planner says which paths a pull would use and how fast they are by what interfaces declare. What
-pulls have measured between the two hosts lately counts more, and what sources give to others at the
-moment is not there for one more.
+pulls have measured between the two hosts lately counts more, and what sources serve to others at
+the moment is not there for one more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATTACH_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a source gives at the moment: to how many readers, and how much."""
+    """What a source serves at the moment: to how many readers, and how much."""
 
     readers: int = 0
     gb_per_s: float = 0.0
@@ -39,7 +39,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class SourceCost:
-    """What one pull costs a source: the bytes that it gives, at which rate, and how many times
+    """What one pull costs a source: the bytes that it serves, at which rate, and how many times
     slower those that read there now would become (1.0: not at all)."""
 
     endpoint: str
@@ -82,7 +82,7 @@ class Estimate:
         return "" if self.plan.chosen else self.plan.why_none() or "no source is listed"
 
     def __str__(self) -> str:
-        """Return one line: where, when, from whom."""
+        """Return one line: the place, the time, the sources."""
         if self.seconds_to_ready is None or self.seconds_to_first_layer is None:
             return f"{self.model} at {self.host}: {self.why_none}"
         basis = "measured" if self.measured else "declared"
@@ -116,7 +116,7 @@ def estimate(
         size: What is moved.
         plan: The paths from the sources to the target.
         measured: The GB/s that pulls on that host have read lately, by the host of the source.
-        loads: What the sources give now, by source id.
+        loads: What the sources serve now, by source id.
         arriving_s: Of sources that still receive: the seconds until they hold everything.
     """
     if not plan.chosen:
@@ -190,7 +190,9 @@ def _slowdown(capacity: float, load: Load, rate: float) -> float:
     left = max(capacity, load.gb_per_s) - rate
     if not load.readers or load.gb_per_s <= left:
         return 1.0
-    return load.gb_per_s / max(left, load.gb_per_s / (load.readers + 1))
+    if load.gb_per_s >= left * (load.readers + 1):
+        return load.readers + 1.0
+    return load.gb_per_s / left
 
 
 def in_order_of_readiness(estimates: Iterable[Estimate]) -> list[Estimate]:

@@ -63,7 +63,7 @@ class ExtentMap:
 
     @classmethod
     def of_rows(cls, layout: Layout, rows: Iterable[TableRow]) -> ExtentMap:
-        """Return the map of memory that somebody else laid out.
+        """Return the map of memory that another program laid out.
 
         Args:
             layout: The layout.

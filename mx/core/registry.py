@@ -431,7 +431,7 @@ class Registry:
             self._bindings.complete(key.name, key.revision, member.bundle)
 
     def _is_served(self, binding: Binding) -> bool:
-        """Return True if a whole source of the binding gives grants."""
+        """Return True if a whole source of the binding grants reads."""
         return any(_serves(self.source(source_id).record) for source_id in binding.sources)
 
     def _renew(self, listed: Listed, readers: int, gb_per_s: float, *, first: bool = False) -> None:

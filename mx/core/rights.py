@@ -2,7 +2,7 @@
 
 A chunk is read only from a source that allows it: each source allows everything by default, and
 nothing by default once reading is coordinated. A chunk that came wrong is not read from the same
-source again while another may give it.
+source again while another may serve it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class ReadRights:
         self.coordinated = False
 
     def coordinate(self) -> None:
-        """From now on a source allows nothing by default."""
+        """Have sources allow nothing by default from now on."""
         if not self.coordinated:
             self.coordinated, self._default = True, 0
             self._allowed.clear()
 
     def read_freely(self) -> None:
-        """From now on every source allows everything."""
+        """Have every source allow everything from now on."""
         self.coordinated, self._default = False, self._all
         self._allowed.clear()
 

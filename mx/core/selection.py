@@ -96,7 +96,7 @@ class Subset:
         )
 
     def wanted(self, grid: ChunkGrid) -> Wanted:
-        """Return the blocks that are needed, by the chunks of a grid of `model`."""
+        """Return the blocks that are needed, by the chunks of `grid`, a grid of `model`."""
         layers: dict[int, list[tuple[int, list[BlockRange]]]] = {}
         for tensor, cut in self.members:
             layers.setdefault(tensor.layer, []).append((tensor.offset, cut.block_ranges()))

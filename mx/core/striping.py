@@ -7,7 +7,7 @@ self-scheduling (Polychronopoulos and Kuck, 1987) does for loops on processors; 
 share at once, as factoring (Hummel, Schonberg and Flynn, 1992) does, since speeds vary. A slow
 connection reads as many chunks ahead as the fast ones will have read when it is done (`rank`).
 
-A source waits for nobody while the requests that it has keep it busy until the next one comes: for
+A source is not idle while the requests that it has keep it busy until the next one comes: for
 a round trip. What is requested for that (`way_nbytes`) follows the measured speed and round trip.
 Nearby it is next to nothing, and a connection has no more under way than its depth.
 """

@@ -1,7 +1,7 @@
 """Which sources have sent wrong bytes, and which of them are asked whether they lie. Events in,
 answers out; no IO, and time is an argument.
 
-The process of a source may have written to what it gives. So a source that sends a wrong part is
+The process of a source may have written to what it serves. So a source that sends a wrong part is
 *asked*: it hashes the chunk again in its memory. If the chunk is not right there the source ends
 all reads, and has not lied. While a source is asked nothing more is read from it. If it answers
 that the chunk is right there, or answers nothing in time, the part counts, and a source of which

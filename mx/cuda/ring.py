@@ -50,7 +50,7 @@ class SharedPinned:
             undo.callback(os.close, self.memfd)
             os.ftruncate(self.memfd, nbytes)
             self._view = memoryview(mmap.mmap(self.memfd, nbytes))
-            # From now on nobody gets another map that can be written to, from this process either.
+            # From now on no process gets another writable map, this one included.
             seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
             seal(self.memfd, seals)
             self.address = address_of(self._view)

@@ -208,7 +208,7 @@ def _show(example: models.Example, folder: Path, coordinator: str, console: Cons
 def _show_first_token(
     example: models.Example, folder: Path, coordinator: str, console: Console
 ) -> None:
-    """Serve a model as over a link, and show when it gives its first token.
+    """Serve a model as over a link, and show when it makes its first token.
 
     Raises:
         IntegrityError: It gives another token while it arrives than afterwards.

@@ -58,7 +58,7 @@ def _names_code(found: object) -> bool:
 
 
 def check_covered(model: str, pin: str, ref: ManifestRef, do_this: str) -> None:
-    """Refuse side files that a pin does not cover: anybody may have written them.
+    """Refuse side files that a pin does not cover: any process may have written them.
 
     Args:
         model: The model as the user wrote it.
@@ -72,7 +72,7 @@ def check_covered(model: str, pin: str, ref: ManifestRef, do_this: str) -> None:
     if not pin or not ref.weights_alone(pin):
         return
     raise ConfigError(
-        f"{model} pins weights alone: its configuration and tokenizer could be anybody's",
+        f"{model} pins weights alone: its configuration and tokenizer could come from any process",
         hint="write NAME@PIN with the pin that covers the files (`mx serve` prints it), "
         f"or {do_this}",
     )

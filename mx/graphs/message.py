@@ -92,6 +92,9 @@ def encode(graph: Graph) -> bytes:
 def decode(data: bytes) -> Graph:
     """Return the graph of a message, with all its bounds checked.
 
+    Args:
+        data: The message, as `encode` made it.
+
     Raises:
         GraphError: It is too large, no such message, or says something out of bounds.
     """

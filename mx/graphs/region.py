@@ -90,9 +90,12 @@ class Region:
         return RegionSpec(self.base, self.nbytes)
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of the next `nbytes`, aligned to 512; nothing gives them back.
+        """Return the address of the next `nbytes`, aligned to 512; they are never freed.
 
         The same calls in the same order give the same offsets in every process.
+
+        Args:
+            nbytes: The size, in bytes.
 
         Raises:
             CapacityError: The region is full.
@@ -108,11 +111,11 @@ class Region:
         return self.base + begin
 
     def has(self, address: int, nbytes: int) -> bool:
-        """Return True if all these bytes are in the region."""
+        """Return True if `nbytes` bytes from `address` on are all in the region."""
         return 0 <= address - self.base <= self.nbytes - nbytes
 
     def tensor(self, place: Place) -> RegionTensor:
-        """Return a view of a place."""
+        """Return a view of `place`."""
         return RegionTensor(place, self.base + place.offset, self.device.ordinal, self._memory)
 
     def tensors(self, package: Graph, index: int = 0) -> dict[str, RegionTensor]:
@@ -126,22 +129,34 @@ class Region:
         return {place.name: self.tensor(place) for place in places}
 
     def read(self, place: Place) -> bytes:
-        """Return the bytes of a place; the caller has waited for what writes them. Raises
-        CudaError."""
+        """Return the bytes of `place`; the caller has waited for what writes them.
+
+        Raises:
+            CudaError: They can't be read.
+        """
         found = bytearray(place.nbytes)
         if found:
             self._ring.download(self.base + place.offset, memoryview(found))
         return bytes(found)
 
     def write(self, place: Place, value: bytes | memoryview) -> None:
-        """Set the bytes of a place; they are there when this returns. Raises CudaError."""
+        """Set the bytes of `place` to `value`; they are there when this returns.
+
+        Raises:
+            ConfigError: `value` has another size.
+            CudaError: They can't be written.
+        """
         if len(value) != place.nbytes:
             raise ConfigError(f"{place.name} has {place.nbytes} bytes, not {len(value)}")
         if len(value):
             self._ring.upload(self.base + place.offset, memoryview(value))
 
     def clear(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Set spans of (offset, nbytes) to zero, and wait. Raises CudaError."""
+        """Set `spans` of (offset, nbytes) to zero, and wait.
+
+        Raises:
+            CudaError: They can't be written.
+        """
         driver = self.device.driver
         with self.device.current():
             for offset, nbytes in spans:

@@ -68,7 +68,14 @@ class Published:
     images: Mapping[str, bytes] = field(repr=False)
 
     def image(self, digest: str) -> bytes:
-        """Return an image by its blake3 in hexadecimal. Raises KeyError."""
+        """Return an image.
+
+        Args:
+            digest: Its blake3 in hexadecimal.
+
+        Raises:
+            KeyError: There is no such image.
+        """
         return self.images[digest]
 
 
@@ -110,6 +117,9 @@ def find(
         fields: Fields of the environment that the caller knows.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
+
+    Returns:
+        The graphs by name; without any, why in `reasons`.
 
     Raises:
         ConfigError: An argument is wrong. What is wrong with sets is in `reasons`.

@@ -28,7 +28,7 @@ _MOST_OF_ADDRESS = 8
 
 
 class Doubts:
-    """The complaints about what one process gives; on the loop."""
+    """The complaints about what one process serves; on the loop."""
 
     def __init__(self, is_right: Callable[[Served, int], Awaitable[bool]]) -> None:
         """
@@ -40,8 +40,8 @@ class Doubts:
         self._some = asyncio.Event()
 
     def add(self, address: str, served: Served, chunk: int, right: Callable[[], None]) -> None:
-        """Have a chunk hashed again, unless the source does not give it, or readers at this address
-        wait for many already.
+        """Have a chunk hashed again, unless the source does not serve it, or readers at this
+        address wait for many already.
 
         Args:
             address: Where the reader is that found it wrong.

@@ -23,10 +23,10 @@ def expose(
         options: Passed to each transport.
 
     Returns:
-        The exposures by transport; transports that cannot offer the model are left out.
+        The exposures by transport; transports that cannot serve the model are left out.
 
     Raises:
-        LocalError: No transport can offer the model.
+        LocalError: No transport can serve the model.
     """
     exposures: dict[str, Exposure] = {}
     reasons: list[str] = []
@@ -46,12 +46,12 @@ def expose(
             usual = held.growing or held.live or others or expected
             level = logging.INFO if usual else logging.WARNING
             # As text: a kept log record would keep the regions through the error's traceback.
-            log.log(level, "%s is not offered: %s", name, str(error))
+            log.log(level, "%s does not serve the model: %s", name, str(error))
             continue
         exposure.set_generation(held.generation)
         exposures[name] = exposure
     if not exposures:
-        raise LocalError("no transport can offer the model: " + "; ".join(reasons))
+        raise LocalError("no transport can serve the model: " + "; ".join(reasons))
     return exposures
 
 

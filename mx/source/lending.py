@@ -133,7 +133,7 @@ class Lending:
         return self.lends and self.held is held
 
     async def _withdraw(self, why: str, *, written: bool = False) -> None:
-        """Give the memory to no reader any more. `written`: readers are told that it changed."""
+        """Stop serving the memory. `written`: readers are told that it changed."""
         self._say_withdrawn(why)
         async with self._busy:
             await uncut(

@@ -103,7 +103,7 @@ class Relay:
         while not whole:
             self._landed.clear()
             whole, held = holdings.whole, holdings.layers()
-            if whole:  # a source that is listed as whole gives the side files too
+            if whole:  # a source that is listed as whole serves the side files too
                 await self._get_side_files(sources())
             try:
                 self._held.layers = held
@@ -141,7 +141,7 @@ class Relay:
             except MxError as error:
                 log.info("side files can't be passed on: %s", str(error))
             else:
-                manifest.documents.update(documents)  # the server gives these to readers
+                manifest.documents.update(documents)  # the server sends these to readers
                 return
             finally:
                 await channel.close(None)

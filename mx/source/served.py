@@ -56,7 +56,7 @@ class Participant(Protocol):
         """Return True if readers may have the chunk from here."""
 
     def withdrawn(self) -> None:
-        """Give nothing any more. A pull that has yet to receive goes on with that. Idempotent."""
+        """Stop serving. A pull that has yet to receive goes on with that. Idempotent."""
 
     def end(self) -> None:
         """End all streams: the source is no longer served. Idempotent."""

@@ -229,7 +229,7 @@ class SourceServer:
             participant: Its part in a swarm; None for that of an origin.
 
         Raises:
-            LocalError: No transport can offer the model.
+            LocalError: No transport can serve the model.
         """
         # To its end, else what a thread has exposed by then would belong to nothing.
         await uncut(self._offer(held, participant))
@@ -352,7 +352,7 @@ class SourceServer:
         """Serve a model under another source id. Readers of the source that it was may finish.
 
         Raises:
-            LocalError: No transport can offer it. Then nothing has changed.
+            LocalError: No transport can serve it. Then nothing has changed.
         """
         before = self._servicer.models[held.source_id]
         was = before.held = replace(held)
@@ -387,7 +387,7 @@ class SourceServer:
 
         Raises:
             ConfigError: The source is not registered.
-            LocalError: No transport can offer the model.
+            LocalError: No transport can serve the model.
             CoordinatorError: The coordinator does not answer, or refuses.
             BindingError: The name belongs to another owner, or another source has updated it.
 
@@ -461,7 +461,7 @@ class SourceServer:
         await uncut(exposed())
 
     def record(self, held: HeldModel) -> SourceRecord:
-        """Return the record of a model that was offered; once withdrawn it has no transports."""
+        """Return the record of a model that was served; once withdrawn it has no transports."""
         served = self._servicer.models.get(held.source_id)
         transports = () if served is None or served.newer else served.transports
         # What NVML says is known since the model was exposed.
@@ -479,7 +479,7 @@ class SourceServer:
             self.registrar.tell()
 
     async def drain(self, grace_s: float) -> bool:
-        """Give no new grants, and wait until all readers have finished and all streams have ended.
+        """Grant no more reads, and wait until all readers have finished and all streams have ended.
 
         Returns:
             False if `grace_s` passed first.

@@ -118,7 +118,7 @@ class PeerServicer:
         request_iterator: AsyncIterator[peer_pb2.OpenRequest],
         context: Any,
     ) -> None:
-        """Give a grant, and keep its lease until the reader ends the stream."""
+        """Grant a read, and keep its lease until the reader ends the stream."""
         request = await first_message(request_iterator)
         if request is None:
             return
@@ -199,7 +199,7 @@ class PeerServicer:
         """Record that another source of this process replaces this one.
 
         Args:
-            source_id: The source that is replaced. It gives no new grants.
+            source_id: The source that is replaced. It grants no more reads.
             generation: The generation of the one that replaces it.
             grace_s: How long its readers have to finish; each gets an event.
         """

@@ -1,4 +1,4 @@
-"""The weights in a folder of this machine, for comparison with what a peer gives."""
+"""The weights in a folder of this machine, for comparison with what a peer serves."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Staging:
             owner = os.stat(folder).st_uid
             if owner not in (0, os.geteuid()):
                 log.warning(
-                    "%s belongs to %s, who may rename or replace what is in it: name an `out` in a "
+                    "%s belongs to %s, who may rename or replace its files: name an `out` in a "
                     "folder of yours",
                     folder,
                     _user(owner),
@@ -322,7 +322,7 @@ class Staging:
         if status is None or not stat.S_ISDIR(status.st_mode):
             what = "is where the output is first written, and is not a folder"
         elif status.st_uid != os.geteuid():
-            what = f"belongs to {_user(status.st_uid)}, who may change what is in it"
+            what = f"belongs to {_user(status.st_uid)}, who may change its files"
         else:
             what = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
         raise OutputError(
@@ -370,5 +370,5 @@ def _check_free(out: Path) -> None:
     if holds:
         raise ConfigError(
             f"{out} is not empty, and a checkpoint is written into a new or empty folder",
-            hint="name another `out`, or first move away what is in it",
+            hint="name another `out`, or first move its files away",
         )

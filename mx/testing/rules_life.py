@@ -1,4 +1,4 @@
-"""Conformance rules about a transport's life: what it offers, ends, and leaves behind."""
+"""Conformance rules about a transport's life: what it serves, ends, and leaves behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Follows a coordinator for all browsers: one watch of sources, one of pulls, and lists of what no
-watch tells, while somebody looks."""
+watch tells, while a browser shows it."""
 
 from __future__ import annotations
 

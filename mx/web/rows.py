@@ -55,7 +55,7 @@ def source_row(record: SourceRecord) -> Row:
 
 
 def load_row(readers: int, gb_per_s: float, lease_left_s: float, lease_s: float) -> Row:
-    """Return the row of what a source gives now.
+    """Return the row of what a source serves now.
 
     Args:
         readers: How many read from it.

@@ -295,11 +295,11 @@ class Lease:
     def _stale(
         self, event: peer_pb2.Stale, updated: str, *, hint: str = ""
     ) -> StaleGenerationError:
-        """Return the error for a source that gives these weights no more."""
+        """Return the error for a source that serves these weights no more."""
         if event.changed:
             return SourceChangedError(
-                f"the process at {self.peer} gives these weights no more: they have changed in its "
-                "memory, or can't be read there, as on a lost GPU",
+                f"the process at {self.peer} serves these weights no more: they have changed in "
+                "its memory, or can't be read there, as on a lost GPU",
                 peer=self.peer,
                 hint="start another source of them",
             )

@@ -203,7 +203,7 @@ class Locator:
     async def _from_anywhere(
         self, refs: Sequence[tuple[bytes, int]], sources: Sequence[SourceRecord], what: str
     ) -> dict[bytes, bytes]:
-        """Return documents, from the coordinator, else from the first of these sources that gives
+        """Return documents, from the coordinator, else from the first of these sources that has
         all of them."""
         if not refs:
             return {}
@@ -243,7 +243,7 @@ class Locator:
         sources: Sequence[SourceRecord],
         causes: list[MxError],
     ) -> dict[bytes, bytes] | None:
-        """Return the documents, from the first source that gives all of them. None does: return
+        """Return the documents, from the first source that has all of them. None does: return
         None; the causes say why."""
         for source in sources:
             remote = Remote(Role.SOURCE, source.endpoint)
@@ -268,8 +268,8 @@ class Locator:
             sources: Sources of these weights. Those that hold all layers are asked first: others
                 may not have fetched the files yet.
             write: Takes the pages, on a thread. It gets a document from the start again where
-                another source has to give it.
-            on_failure: Called with the endpoint of a source that did not give them, and why.
+                another source has to send it.
+            on_failure: Called with the endpoint of a source that did not send them, and why.
 
         Returns:
             The endpoint of the source that gave them; "" if they were among the documents.

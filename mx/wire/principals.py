@@ -206,8 +206,8 @@ class Access:
                 )
             return caller_of(context)
         except NotAllowedError as error:
-            nobody = Caller(None, address_of_peer(context.peer()))
-            self.refused(nobody, error)
+            unknown = Caller(None, address_of_peer(context.peer()))
+            self.refused(unknown, error)
             raise self._kind(error.message, hint=error.hint) from None
 
     def allows(self, caller: Caller, rights: tuple[Right, ...], model: str | None = None) -> bool:

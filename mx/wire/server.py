@@ -85,7 +85,7 @@ IDLE_S = 30.0
 #: A call whose first message does not come within this time is refused.
 FIRST_MESSAGE_S = 15.0
 
-#: What an error calls the process that offers a service.
+#: What an error calls the process that provides a service.
 _NAMES = {"Cache": "cache", "Coordinator": "coordinator", "Peer": "source"}
 
 _DRAIN_TIMEOUT_S = 2.0

@@ -143,7 +143,7 @@ class Round:
                 return False
         hurt = {fault.who for fault in self.faults} | {wire.peer for wire in pull.wires}
         if pull.transport == "ucx":
-            hurt.add("f")  # it can't offer shm: its memory is not sealed
+            hurt.add("f")  # it can't serve over shm: its memory is not sealed
         return COORDINATOR not in {wire.peer for wire in pull.wires} and any(
             source not in hurt for source in MODELS[self.model]
         )

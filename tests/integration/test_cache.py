@@ -277,7 +277,7 @@ def test_hostile_clients_get_errors_and_the_cache_lives(caching: Caching) -> Non
         (Wanted("one", coordinator="10.0.0.1:7600"), "asks the coordinator at"),
         (Wanted("one", offered_at="10.0.0.1:7601"), "not on this host"),
         (Wanted("one", offered_at="127.0.0.1:1"), ""),
-        (Wanted("one", variant="x=1", only_if_held=True), "no process has offered"),
+        (Wanted("one", variant="x=1", only_if_held=True), "no process has lent"),
     ):
         answer = ask(caching, wanted)
         assert isinstance(answer, str) and words in answer

@@ -51,7 +51,7 @@ def run(
     ended = finish(major, code, **settings)
     assert ended.returncode == 0, ended.stderr
     # cuda_ipc is not for the host's memory: that is no news.
-    assert "is not offered" not in ended.stderr
+    assert "does not serve the model" not in ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Processes that write to what they have pulled while they give it to others: no reader gets other
+"""Processes that write to what they have pulled while they serve it: no reader gets other
 bytes, and no writer is taken for a liar. Every holder is a process of its own."""
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mx.core.estimates import (
@@ -91,6 +91,7 @@ def test_sources_that_still_receive_give_no_sooner_than_they_have_it() -> None:
     assert not whole.partial and whole.seconds_to_ready == pytest.approx(SETUP_S + 1.0)
 
 
+@example(declared=1.0, measured=1e8, readers=201, gives=5e-324, nbytes=384)
 @given(
     declared=st.floats(1e-6, 1e3),
     measured=st.none() | st.floats(0, 1e9),

@@ -285,7 +285,7 @@ class SlowHost(FakeHost):
         await asyncio.sleep(0.05)
         self.steps.append("started")
         if self.fails:
-            raise LocalError("no transport can offer it")
+            raise LocalError("no transport can serve it")
 
     async def close(self) -> None:
         self.steps.append("closed")

@@ -189,7 +189,7 @@ async def _call(
 
 
 def coordinators(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
-    """Whether each coordinator answers, understands this mx, and is quick."""
+    """Yield whether each coordinator answers, understands this mx, and is quick."""
     for each in fleet.answers:
         if each.error is None:
             text = (
@@ -215,7 +215,7 @@ def coordinators(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
 
 
 def models(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
-    """What can be pulled."""
+    """Yield what can be pulled."""
     if fleet.answering is None:
         return
     found = fleet.answering.models
@@ -236,7 +236,7 @@ def models(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
 
 
 def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
-    """Whether the sources answer from here."""
+    """Yield whether the sources answer from here."""
     failed = {endpoint: error for endpoint, error in fleet.called.items() if error is not None}
     answering = len(fleet.called) - len(failed)
     if answering:
@@ -257,7 +257,7 @@ def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
 
 
 def paths(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
-    """Whether a transport leads from each source to this host."""
+    """Yield whether a transport leads from each source to this host."""
     if fleet.answering is None or not fleet.sources:
         return
     at = fleet.answering.address

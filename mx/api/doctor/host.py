@@ -52,7 +52,7 @@ def _pair(version: str) -> tuple[int, int]:
 
 
 def python(subject: Subject) -> Iterator[Finding]:
-    """Python, grpc, the optional packages."""
+    """Yield the findings on Python, grpc and the optional packages."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in _PYTHONS:
         yield ok(f"Python {version}")
@@ -78,7 +78,7 @@ def grpc_finding(version: str) -> Finding:
 
 
 def kernel(subject: Subject) -> Iterator[Finding]:
-    """The kernel's features."""
+    """Yield the findings on the kernel's features."""
     release = subject.text("proc/sys/kernel/osrelease") or os.uname().release
     if _pair(release) < _PIDFD:
         yield failure(
@@ -98,7 +98,7 @@ def kernel(subject: Subject) -> Iterator[Finding]:
 
 
 def descriptors(subject: Subject) -> Iterator[Finding]:
-    """The limit of open files."""
+    """Yield the finding on the limit of open files."""
     yield descriptors_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -117,7 +117,7 @@ def descriptors_finding(soft: int, hard: int) -> Finding:
 
 
 def memory(subject: Subject) -> Iterator[Finding]:
-    """Free memory, and /dev/shm."""
+    """Yield the findings on free memory and /dev/shm."""
     free = available_nbytes(subject.root / "proc", subject.root)
     text = f"{format_bytes(free)} of memory are free for models"
     more = "a source and a pull hold the whole model: raise the container's limit, or free some"
@@ -135,7 +135,7 @@ def memory(subject: Subject) -> Iterator[Finding]:
 
 
 def processes(subject: Subject) -> Iterator[Finding]:
-    """Whether a process may read another one's memory, for lent weights."""
+    """Yield whether a process may read another one's memory, for lent weights."""
     scope = subject.text("proc/sys/kernel/yama/ptrace_scope")
     status = re.search(r"CapEff:\s*([0-9a-f]+)", subject.text("proc/self/status"))
     may_all = bool(status and int(status[1], 16) >> _CAP_SYS_PTRACE & 1)
@@ -150,7 +150,7 @@ def processes(subject: Subject) -> Iterator[Finding]:
 
 
 def clock(subject: Subject) -> Iterator[Finding]:
-    """Whether the clock is kept right. Only certificates depend on it."""
+    """Yield whether the clock is synchronised. Only certificates depend on it."""
     buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
     if ctypes.CDLL(None).adjtimex(buffer) < 0:
         yield note("the kernel does not say whether the clock is synchronised")
@@ -171,7 +171,7 @@ def clock_finding(status: int, *, tls: bool) -> Finding:
 
 
 def keys(subject: Subject) -> Iterator[Finding]:
-    """The name key, by which this user owns names."""
+    """Yield the finding on the name key, by which this user owns names."""
     path = subject.settings.name_key
     lasting = "set `name_key` to a file in a folder that lasts, or mount one there"
     if not path:
@@ -197,7 +197,7 @@ def keys(subject: Subject) -> Iterator[Finding]:
 
 
 def cache(subject: Subject) -> Iterator[Finding]:
-    """This host's cache."""
+    """Yield the finding on this host's cache."""
     if subject.settings.cache_socket == "off":
         yield note("no cache is asked: `cache_socket=off`")
         return

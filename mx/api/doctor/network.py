@@ -30,7 +30,7 @@ _FILES = "give `tls_cert`, `tls_key` and `tls_ca`"
 
 
 def transports(subject: Subject) -> Iterator[Finding]:
-    """Which transports work here."""
+    """Yield which transports work here."""
     for name, answer in subject.topology.transports.items():
         if not isinstance(answer, Unavailable):
             yield ok(f"{name} works: {answer.detail}")
@@ -42,7 +42,7 @@ def transports(subject: Subject) -> Iterator[Finding]:
 
 
 def gpus(subject: Subject) -> Iterator[Finding]:
-    """The GPUs, as NVML shows them; CUDA is not started."""
+    """Yield the findings on the GPUs, as NVML shows them; CUDA is not started."""
     found, missing = subject.topology.place.gpus, subject.topology.missing.get("gpus", "")
     if not found:
         has_driver = any((subject.root / each).exists() for each in _DRIVER)
@@ -62,7 +62,7 @@ def gpus(subject: Subject) -> Iterator[Finding]:
 
 
 def rdma(subject: Subject) -> Iterator[Finding]:
-    """RDMA devices, and what ucx needs for them."""
+    """Yield the findings on RDMA devices, and what ucx needs for them."""
     devices = [nic.rdma_device for nic in subject.topology.place.nics if nic.rdma_device]
     can = f"{listed(devices)} can do RDMA, and"
     if not devices:
@@ -95,7 +95,7 @@ def rdma(subject: Subject) -> Iterator[Finding]:
 
 
 def interfaces(subject: Subject) -> Iterator[Finding]:
-    """The network interfaces that carry weights."""
+    """Yield the findings on the network interfaces that carry weights."""
     missing = subject.topology.missing.get("nics", "")
     if missing:
         yield warning(missing)
@@ -114,7 +114,7 @@ def interfaces(subject: Subject) -> Iterator[Finding]:
 
 
 def address(subject: Subject) -> Iterator[Finding]:
-    """What this host would register as the address at which others dial it."""
+    """Yield the address that this host would register, at which others dial it."""
     settings = subject.settings
     try:
         for each in subject.coordinators:
@@ -135,7 +135,7 @@ def address(subject: Subject) -> Iterator[Finding]:
 
 
 def certificates(subject: Subject) -> Iterator[Finding]:
-    """The certificates, or what it means that there are none."""
+    """Yield the findings on the certificates, or what it means that there are none."""
     tls = subject.tls
     if tls is not None:
         yield from _files(subject, tls)

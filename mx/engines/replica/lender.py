@@ -253,7 +253,7 @@ class Lender:
         return self._past or (source.withdrawn if source is not None else "") or self._why
 
     def withdraw(self, reason: str) -> None:
-        """Give the tensors to no reader from now on, since the engine is about to change them.
+        """Serve the tensors to no reader from now on, since the engine is about to change them.
 
         Blocks until no reader has a lease on them, two seconds at most, and until they are hashed
         if they have just begun to be lent.

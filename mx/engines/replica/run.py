@@ -51,6 +51,10 @@ PROCESSED, LOADED = "processed", "loaded"
 _ASK_AGAIN_S = 0.5
 
 
+class GivenUpError(Exception):
+    """What was chosen could not be loaded: the engine's ordinary loader begins anew."""
+
+
 class Loading:
     """What one rank of an engine loaded, and lends; it stays for as long as the engine does."""
 

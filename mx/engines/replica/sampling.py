@@ -1,4 +1,4 @@
-"""Compares what a peer gives with the weights that the engine's folder has: a few bytes of each
+"""Compares what a peer serves with the weights in the engine's folder: a few bytes of each
 tensor. A sample may refuse, never admit."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sampler:
         """Yield tensors, each after it was compared.
 
         Args:
-            tensors: What a peer gives, by name.
+            tensors: What a peer serves, by name.
             checkpoint: Whether they are the checkpoint's own. Others, of which an engine has made
                 its state, are compared only if name, dtype and shape are the checkpoint's.
             processed: Whether the engine may have put their elements in another order. Then only

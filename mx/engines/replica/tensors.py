@@ -24,13 +24,13 @@ class Slot:
     parameter: bool
 
     def get(self) -> torch.Tensor | None:
-        """Return what is in it."""
+        """Return the parameter or buffer, or None."""
         inside = self.module._parameters if self.parameter else self.module._buffers
         found: torch.Tensor | None = inside.get(self.leaf)
         return found
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put a tensor into it, in place of what is in it. A buffer stays persistent or not."""
+        """Put a tensor in place of the parameter or buffer. A buffer stays persistent or not."""
         if self.parameter:
             self.module._parameters[self.leaf] = _as_parameter(tensor)
         else:

@@ -18,7 +18,7 @@ from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.registries import undone_unless_kept
-from mx.engines.replica.run import LOADED, Loading, Run
+from mx.engines.replica.run import LOADED, GivenUpError, Loading, Run
 from mx.engines.replica.tensors import slots_of
 from mx.errors import ConfigError
 
@@ -28,10 +28,6 @@ log = logging.getLogger(__name__)
 KNOWN = ("0.5",)
 
 _loadings: list[Loading] = []
-
-
-class _GivenUpError(Exception):
-    """What was chosen could not be loaded: the ordinary loader begins anew."""
 
 
 class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -82,7 +78,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         try:
             model = None
             if run.choice.state:
-                with contextlib.suppress(_GivenUpError), undone_unless_kept("sglang") as keep:
+                with contextlib.suppress(GivenUpError), undone_unless_kept("sglang") as keep:
                     model = super().load_model(**given)
                     keep()
             if model is None:
@@ -145,7 +141,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
                 run.error = error
             if not run.agreed(filled):
-                raise _GivenUpError
+                raise GivenUpError
         else:
             DefaultModelLoader.load_weights_only(model, weights, target_device)
         run.lend_loaded(slots_of(model, non_persistent=False))
@@ -169,7 +165,7 @@ def status() -> list[dict[str, object]]:
 
 
 def withdraw(reason: str) -> None:
-    """Give what this process lends to no reader any more.
+    """Stop serving what this process lends.
 
     Args:
         reason: A word.

@@ -91,7 +91,7 @@ def _digest_of(given: Any) -> str:
 
 
 def why_not(model: Any, info: Mapping[str, Any], memory: range) -> str:
-    """Return why a model's tensors are not offered to other processes; "" if they are.
+    """Return why a model's tensors are not lent to other processes; "" if they are.
 
     Args:
         model: The model.

@@ -256,7 +256,7 @@ class Load:
         return "cache" if any(path.source == at for path in report.paths) else "host"
 
     def _share(self, model: Any, info: Mapping[str, Any], weights: Weights) -> None:
-        """Offer to the cache what was converted, and use the cache's copy from now on."""
+        """Lend to the cache what was converted, and use the cache's copy from now on."""
         assert self.key is not None
         why_not = converted.why_not(model, info, weights.memory())
         if why_not:

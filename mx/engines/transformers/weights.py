@@ -120,18 +120,18 @@ class WeightsFile:
             self._finished()
 
     def keys(self) -> list[str]:
-        """The tensors' names."""
+        """Return the tensors' names."""
         return list(self._weights.kinds)
 
     def offset_keys(self) -> list[str]:
-        """The tensors' names in the order of their layers."""
+        """Return the tensors' names in the order of their layers."""
         return self.keys()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def metadata(self) -> dict[str, str]:
-        """What a file says of itself."""
+        """Return a file's metadata."""
         return {"format": "pt"}
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -143,7 +143,7 @@ class WeightsFile:
         return {name: self._weights.tensor(name) for name in self._weights.kinds}
 
     def get_slice(self, name: str) -> WeightsSlice:
-        """Return a tensor that is waited for when it is indexed."""
+        """Return a tensor's slices, which wait for the tensor when they are taken."""
         return WeightsSlice(self._weights, name)
 
 
@@ -155,11 +155,11 @@ class WeightsSlice:
         self._name = name
 
     def get_shape(self) -> list[int]:
-        """The tensor's shape."""
+        """Return the tensor's shape."""
         return list(self._weights.kinds[self._name][1])
 
     def get_dtype(self) -> str:
-        """The tensor's dtype, as safetensors names it."""
+        """Return the tensor's dtype, as safetensors names it."""
         return self._weights.kinds[self._name][0]
 
     def __getitem__(self, index: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
-from mx.engines.replica.run import LOADED, PROCESSED, Run
+from mx.engines.replica.run import LOADED, PROCESSED, GivenUpError, Run
 from mx.engines.replica.tensors import device_of, slots_of
 from mx.engines.vllm import processed
 from mx.engines.vllm.compiled import configuration_of
@@ -29,10 +29,6 @@ from mx.engines.vllm.key import engine_version, is_known, key_of
 from mx.engines.vllm.worker import watch
 
 log = logger_of("vLLM")
-
-
-class _GivenUpError(Exception):
-    """What was chosen could not be loaded: the ordinary loader begins anew."""
 
 
 def prepare_for_connector(vllm_config: Any) -> None:
@@ -169,7 +165,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         with processed.plain_linears(plain):
             if run.choice.state:
                 with (
-                    contextlib.suppress(_GivenUpError),
+                    contextlib.suppress(GivenUpError),
                     processed.undone_unless_kept(vllm_config, self._target(vllm_config)) as keep,
                 ):
                     model = super().load_model(*given)
@@ -226,7 +222,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
                 run.error = error
             if not run.agreed(loaded):
-                raise _GivenUpError
+                raise GivenUpError
         else:
             super().load_weights(model, model_config)
         run.lend_loaded(slots_of(model, non_persistent=False))

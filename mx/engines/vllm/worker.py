@@ -26,7 +26,7 @@ class _Watched:
         self.blocks, self.failed = 0, False
 
     def withdraw(self, reason: str) -> None:
-        """Give the weights to no reader while `reason` lasts."""
+        """Serve the weights to no reader while `reason` lasts."""
         if self.loading.lender is not None:
             self.loading.lender.withdraw(reason)
 
@@ -36,7 +36,7 @@ class _Watched:
             self.loading.lender.restore(reason, failed=failed)
 
     def written(self, what: str) -> None:
-        """Give the weights to no reader until an update writes them again."""
+        """Serve the weights to no reader until an update writes them again."""
         if self.loading.lender is not None:
             self.loading.lender.written(what)
 
@@ -58,7 +58,7 @@ def status(worker: Any) -> dict[str, object]:
     Returns:
         `model`, `loads` (how often from which state, or by the ordinary loader), `refused` (how
         often another key, or none, was refused), `lending` (the state of lending), `revision`,
-        `identity`, `source` (who gave what was taken), and `why` if nothing is lent.
+        `identity`, `source` (who served what was taken), and `why` if nothing is lent.
     """
     watched = _watched_of(worker)
     if watched is None:
