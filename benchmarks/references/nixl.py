@@ -29,7 +29,7 @@ from mx_transports.ucx.agent import load_rdma_core
 _MIB = 1 << 20
 _HUGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
-_CONFIG = "TLS=^sm,NET_DEVICES=lo,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+_CONFIG = "TLS=^sm,NET_DEVICES=lo,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,PROTOS=?e*"
 
 
 def _agent() -> tuple[Any, Any, list[int]]:

@@ -95,6 +95,35 @@ def test_a_pull_whose_source_died_in_the_middle_ends_with_6(
     assert "Traceback" not in pull.err
 
 
+FORKING = """
+import os, signal, sys, time
+import mx
+from mx.errors import ForkError
+
+children = []
+with mx.pull("m", coordinator=sys.argv[1], transport="ucx", attach=False) as pull:
+    while pull.progress().bytes_done == 0 and len(children) < 12:
+        child = os.fork()
+        if not child:
+            signal.alarm(30)  # a child that hangs is killed
+            try:
+                mx.list_models(coordinator=sys.argv[1])
+            except ForkError:
+                sys.exit(5)
+        children.append(child)
+        time.sleep(0.02)
+    print(pull.wait(60).layers)
+print({os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children})
+"""
+
+
+@pytest.mark.timeout(180)
+def test_forks_while_ucx_starts_hang_nowhere(run: Run, coordinator: str, checkpoint: Path) -> None:
+    serve(run, checkpoint, "m", coordinator)
+    done = ended([sys.executable, "-c", FORKING, coordinator])
+    assert (done.returncode, done.stdout.split()) == (0, ["10", "{5}"]), done.stderr
+
+
 #: argv: when the signal comes, then the command's arguments. Its load takes longer than all else.
 WHILE_LOADING = """
 import os, signal, sys, threading, time

@@ -292,8 +292,10 @@ def test_an_unused_agent_is_let_go(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_an_agent_that_cannot_start_is_the_paths_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nixl.load("peer:1")  # the reader's own UCX is not what is looked at here
-    monkeypatch.setenv("UCX_TLS", "nonsense")
+    ours = ucx_exposure._environment
+    # The source's alone: the reader's own UCX is not what is looked at here.
+    theirs = {"UCX_TLS": "nonsense"}
+    monkeypatch.setattr(ucx_exposure, "_environment", lambda devices: ours(devices) | theirs)
     source = bench.source(MIB)
     with pytest.raises(SourceError, match=r"localhost:7601.*its agent"):
         bench.open(source)
@@ -380,6 +382,7 @@ import ctypes, json, secrets, sys
 sys.path[:] = json.loads(sys.argv[1])
 asked = json.loads(sys.argv[2])
 from mx_transports.ucx import nixl
+del nixl.UCX_SETTINGS["PROTOS"]  # it can write, too
 agent = nixl.TargetAgent("victim", "lo")
 agent.connect(bytes.fromhex(asked["metadata"]))
 room = ctypes.create_string_buffer(asked["fill"].encode() * 64, 4096)
@@ -510,3 +513,45 @@ def test_loading_ucx_patches_no_function_and_imports_no_numpy() -> None:
     loaded, same = done.stdout.splitlines()
     assert json.loads(loaded) == [True, True, False]
     assert same == "True"  # one copy of its types
+
+
+#: Processes that load UCX on a thread, and fork meanwhile, each at another moment of it.
+_FORKING = """
+import json, os, signal, sys, threading, time
+sys.path[:] = json.loads(sys.argv[1])
+from mx_transports.ucx import UcxTransport, nixl, opening
+
+def load():
+    UcxTransport().prepare()
+    return nixl.TargetAgent("peer", "lo").close()
+
+def child_while_loading(delay_s):
+    thread = threading.Thread(target=load)
+    thread.start()
+    time.sleep(delay_s)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # a child that hangs is killed
+        sys.exit(5 if load() else 6)
+    thread.join()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for delay_s in (0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2):
+    parent = os.fork()
+    if not parent:
+        os._exit(child_while_loading(delay_s) & 255)
+    print(os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]))
+"""
+
+
+@installed
+@pytest.mark.integration
+def test_a_child_forked_while_ucx_loads_can_use_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKING, json.dumps(sys.path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert done.stdout.split() == ["5"] * 7, done.stderr

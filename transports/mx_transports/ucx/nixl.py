@@ -13,6 +13,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import resource
 import sys
 import threading
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from mx import config
 from mx.errors import PathError, PeerLostError, SourceError
 from mx_transports.ucx import agent as agent_program
+from mx_transports.ucx.wire import LOOPBACK_DEVICE
 
 #: Distribution by package. The first that is there is used, but one that the process has loaded
 #: already comes before it: types of two copies would collide.
@@ -37,10 +39,11 @@ PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
 #: `cuda`), UCX 1.23 calls cuInit in processes that use no GPU, and in others it allocates on the
 #: GPU, which ends captures of graphs; here it moves host memory only. UCX also replaces the code of
 #: libc's mmap and its like, to be told of memory that is freed, and waits 10 ms for each function:
-#: 0.4 s. Here memory is registered and deregistered by calls alone.
+#: 0.4 s. Here memory is registered and deregistered by calls alone. The modules for RDMA are of use
+#: only where the kernel has devices.
 LIBRARY_SETTINGS = {
     "UCX_MEM_MMAP_HOOK_MODE": "none",
-    "UCX_MODULES": "^cuda,gda,gdp",
+    "UCX_MODULES": "^cuda,gda,gdp" + ("" if os.path.exists("/sys/class/infiniband") else ",ib"),
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",
     "UCX_VFS_ENABLE": "n",
@@ -49,14 +52,28 @@ LIBRARY_SETTINGS = {
 #: Everything but shared memory: CMA would work only where the `shm` transport does, which checks
 #: which process it reads from; and it takes processes of two network namespaces for local ones.
 #: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (0.5
-#: against 0.1 of memcpy).
-UCX_SETTINGS = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+#: against 0.1 of memcpy). Of UCX's protocols the `get` ones, which read, and `reconfig`: for each
+#: protocol and each operation it asks the system about its interfaces, which took 9 of the 13 ms of
+#: an agent, and 16 ms on either side once a reader had connected.
+UCX_SETTINGS = {
+    "TLS": "^sm",
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    "PROTOS": "?e*",
+}
 
 #: Between two looks at everything else: one of UCX's own turns is done in about 50 us.
 POLL_S = 1e-3
 
-_load_lock = threading.Lock()
+_load_lock = threading.RLock()  # a signal's handler may fork within it
 _loaded = False
+# A fork waits for a load that is under way: half of UCX, and its locks, would be of no use in the
+# child, and keep it from ending.
+os.register_at_fork(
+    before=_load_lock.acquire,
+    after_in_parent=_load_lock.release,
+    after_in_child=_load_lock.release,
+)
 
 
 class Installed(NamedTuple):
@@ -96,6 +113,8 @@ def _bindings(peer: str) -> ModuleType:
             return importlib.import_module(name)
         with _load_lock:
             if name not in sys.modules:
+                # Linking sixty libraries takes a while: here without the interpreter lock.
+                ctypes.CDLL(None).dlopen(os.fsencode(found.bindings), os.RTLD_NOW)
                 sys.modules[name] = agent_program.load_bindings(found.bindings)
             return sys.modules[name]
     except (ImportError, OSError) as error:
@@ -134,7 +153,7 @@ def _library_loaded() -> Iterator[None]:
 def load(peer: str) -> None:
     """Have UCX loaded, which takes 0.1 s the first time. Raises PathError."""
     if not _loaded:
-        TargetAgent(peer, "").close()
+        TargetAgent(peer, LOOPBACK_DEVICE).close()  # of all devices it takes longer
 
 
 class AddressRange(NamedTuple):

@@ -18,6 +18,7 @@ from mx_transports.ucx.wire import (
     STARTING,
     AgentInfo,
     decode_info,
+    devices_at,
     reader_device,
 )
 
@@ -35,11 +36,16 @@ def open_session(grant: Grant) -> UcxSession:
     stream = dial.begin(MAGIC, next(dial.connections(addresses, grant)), ticket, grant)
     agent: nixl.TargetAgent | None = None
     try:
-        nixl.load(grant.peer)  # while the source starts its agent
+        host = stream.local_host
+        # While the source starts its own: on the RDMA port, if there is one, as it will have one.
+        *_, device = "", *devices_at(grant.place, host)
+        agent = nixl.TargetAgent(grant.peer, device)
         dial.greet(MAGIC, stream, grant)
         info = _receive_info(stream, grant.peer)
-        device = reader_device(grant.place, stream.local_host, info.devices)
-        agent = nixl.TargetAgent(grant.peer, device)
+        needed = reader_device(grant.place, host, info.devices)
+        if needed != device:
+            agent.close()
+            agent = nixl.TargetAgent(grant.peer, needed)
         agent.connect(info.metadata)
     except BaseException as error:
         stream.close()
