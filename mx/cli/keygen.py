@@ -47,7 +47,8 @@ def keygen(
         keyfile.make(path)
     except FileExistsError:
         raise ConfigError(
-            f"there is a file {path} already", hint="who owned names with it would lose them"
+            f"there is a file {path} already",
+            hint="name another FILE: who owned names with this one would lose them",
         ) from None
     except OSError as error:
         raise ConfigError(
