@@ -84,7 +84,7 @@ def _wrong(manifest: Manifest, record: str) -> str:
     first, *lines = record.split("\n")
     if " " not in first:  # of an earlier mx
         return ""
-    if not manifest.ref.identity.hex() == first.partition(" ")[2]:
+    if manifest.ref.identity.hex() != first.partition(" ")[2]:
         return "its weights differ"
     there = {side.path: side.digest[:8].hex() for side in manifest.packaging.side_files}
     wanted = {name: digest for digest, _, name in (line.partition(" ") for line in lines)}

@@ -19,6 +19,7 @@ from mx.views import HostView, as_bytes, host_view
 #: The most that is recorded on a folder: some file systems take 4 KiB of attributes in all.
 _RECORD_BYTES = 3000
 
+
 def default_packaging(layout: Layout) -> Packaging:
     """Return the packaging of tensors that come from no checkpoint: one file, in execution order.
 
