@@ -164,7 +164,7 @@ def _is_common(parameter: inspect.Parameter) -> bool:
 
 def _option(about: config.Description) -> Any:
     """Return the type of a setting's flag for typer; the setting reads the text itself."""
-    kind = bool if about.default is False else int if about.metavar == "N" else str
+    kind = bool if about.default is False else str
     return Annotated[
         kind | None,
         typer.Option(
