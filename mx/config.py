@@ -469,6 +469,8 @@ def load(
     for name, text in _read_environment(environ).items():
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
+        if name not in DESCRIPTIONS:
+            raise _unknown("`flags`", name, [*DESCRIPTIONS])
         if given is not None:
             take(name, given, f"flag {DESCRIPTIONS[name].flag}" if typed else f"`{name}`")
     if _has_home(environ):
@@ -524,7 +526,9 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
         text = path.read_bytes().decode()
     except FileNotFoundError:
         if required:
-            raise ConfigError(f"there is no configuration file {path}") from None
+            raise ConfigError(
+                f"there is no configuration file {path}", hint="name one that is there, or none"
+            ) from None
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
@@ -564,5 +568,6 @@ def _check_tls(settings: Settings) -> None:
         path = getattr(settings, name)
         if path and not os.access(path, os.R_OK):
             raise ConfigError(
-                f"{settings.origin(name)}: {name} = {path}: no such file, or not readable"
+                f"{settings.origin(name)}: {name} = {path}: no such file, or not readable",
+                hint="name a PEM file that this user may read",
             )

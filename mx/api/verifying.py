@@ -12,9 +12,11 @@ from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.folder_hash import manifest_of
 from mx.storage.staging import recorded
+from mx.text import listed, plain
 
 #: As many as read a checkpoint that is served.
 _THREADS = 2
+_ALONE = "its weights are right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ def verify_folder(
     """
     began_s = time.monotonic()
     path = Path(folder)
-    expected = pin or recorded(path)
+    record = recorded(path)
+    expected = pin or record.partition(" ")[0]
     if expected:
         check_pin(expected)
     elif path.exists():
@@ -65,9 +68,29 @@ def verify_folder(
     if not ref.pinned_by(expected):
         files = f" ({ref.pin.hex()} with its files)" if ref.packaging else ""
         said = "as requested" if pin else "as it was pulled"
+        wrong = _wrong(manifest, record) if record.startswith(expected) else ""
+        what = "it, or its files alone with `files_only`," if _ALONE in wrong else "it"
         raise CheckpointError(
-            f"{path} holds {ref.identity.hex()}{files}, not {expected} {said}",
-            hint="pull it again, into another folder",
+            f"{path} holds {ref.identity.hex()}{files}, not {expected} {said}"
+            + (wrong and f": {wrong}"),
+            hint=f"pull {what} again, into another folder",
         )
     files_too = bool(ref.packaging) and not ref.weights_alone(expected)
     return VerifiedFolder(manifest, not pin, files_too, time.monotonic() - began_s)
+
+
+def _wrong(manifest: Manifest, record: str) -> str:
+    """Return what differs from the record of `CheckpointWriter`; "" if that does not say."""
+    first, *lines = record.split("\n")
+    if " " not in first:  # of an earlier mx
+        return ""
+    if manifest.ref.identity.hex() != first.partition(" ")[2]:
+        return "its weights differ"
+    there = {side.path: side.digest[:8].hex() for side in manifest.packaging.side_files}
+    wanted = {name: digest for digest, _, name in (line.partition(" ") for line in lines)}
+    missing = [name for name in wanted if name not in there]
+    other = [name for name in wanted if there.get(name, wanted[name]) != wanted[name]]
+    added = [name for name in there if wanted and name not in wanted]
+    sets = (missing, "missing"), (other, "not as it was"), (added, "new")
+    said = [f"{plain(listed(names))}: {what}" for names, what in sets if names]
+    return "; ".join([_ALONE, *said]) if said else "its weights are right, and its files differ"

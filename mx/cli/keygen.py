@@ -47,7 +47,8 @@ def keygen(
         keyfile.make(path)
     except FileExistsError:
         raise ConfigError(
-            f"there is a file {path} already", hint="the names that it owns would be lost"
+            f"there is a file {path} already",
+            hint="name another FILE: names that this one owns would be lost",
         ) from None
     except OSError as error:
         raise ConfigError(

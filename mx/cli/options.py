@@ -164,7 +164,7 @@ def _is_common(parameter: inspect.Parameter) -> bool:
 
 def _option(about: config.Description) -> Any:
     """Return the type of a setting's flag for typer; the setting reads the text itself."""
-    kind = bool if about.default is False else int if about.metavar == "N" else str
+    kind = bool if about.default is False else str
     return Annotated[
         kind | None,
         typer.Option(
@@ -191,8 +191,10 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
     settings = config.load(given, file=context.params.get("config"), typed=True)
     quiet = bool(context.params.get("quiet"))
-    if settings.is_set("log_level") or not level or (quiet and level == "info"):
+    if settings.is_set("log_level") or not (level or quiet):
         level = settings.log_level
+    elif quiet:
+        level = "error"
     style = settings.log_format
     if runs_long and context.params.get("as_json") and not settings.is_set("log_format"):
         style = "json"

@@ -153,8 +153,10 @@ def _unknown(
         )
         return UnknownModelError(f"no {key} here", hint=f"there is {others}")
     names = bindings.names
-    there = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-    hint = f"there is {there}" if names else "nothing is registered here yet"
+    hint = f"there is {names[0]}" if names else "nothing is registered here yet"
+    if len(names) > 1:
+        more = " …" if len(names) > 5 else f" and {names[-1]}"
+        hint = f"listed are {', '.join(names[: min(5, len(names) - 1)])}{more}"
     # Few names are compared: a comparison takes long, and any caller can ask for one.
     alike = [each for each in names if each[:1].lower() == key.name[:1].lower()][:200]
     if alike := get_close_matches(key.name, alike, 1):

@@ -120,7 +120,7 @@ class Relay:
                 refused = error if isinstance(error, NotAllowedError) else None
                 pause_s = min(2 * pause_s, REFUSED_S) if refused else ADVERTISE_S
                 if refused and not self._refused:
-                    log.warning("other pulls are not told of this one: %s", error)
+                    log.info("other pulls are not told of this one: %s", error)
                 self._refused = refused
             if not whole:
                 await asyncio.sleep(pause_s)  # a report follows after no less than this

@@ -368,6 +368,11 @@ def _check_free(out: Path) -> None:
         hint = "name a folder that is not there yet"
         raise ConfigError(f"{out} is a file", hint=hint) from None
     if holds:
+        if pin := recorded(out).partition(" ")[0]:
+            raise ConfigError(
+                f"{out} is not empty: a pull has written @{pin} there, complete",
+                hint=f"mx verify {out} checks it; or name another `out`",
+            )
         raise ConfigError(
             f"{out} is not empty, and a checkpoint is written into a new or empty folder",
             hint="name another `out`, or first move its files away",

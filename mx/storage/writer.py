@@ -16,6 +16,9 @@ from mx.storage.staged_writer import StagedWriter
 from mx.storage.staging import JOURNAL
 from mx.views import HostView, as_bytes, host_view
 
+#: The most that is recorded on a folder: some file systems take 4 KiB of attributes in all.
+_RECORD_BYTES = 3000
+
 
 def default_packaging(layout: Layout) -> Packaging:
     """Return the packaging of tensors that come from no checkpoint: one file, in execution order.
@@ -147,7 +150,11 @@ class CheckpointWriter(StagedWriter):
     def _sync(self) -> None:
         for fd in self._fds:
             os.fsync(fd)
-        self._staging.record(self._manifest.ref.pin.hex())
+        ref, sides = self._manifest.ref, self._manifest.packaging.side_files
+        said = [f"{ref.pin.hex()} {ref.identity.hex()}"]
+        said += [f"{side.digest[:8].hex()} {side.path}" for side in sides]
+        text = "\n".join(said)
+        self._staging.record(text if len(text.encode()) <= _RECORD_BYTES else said[0])
 
     def _published(self) -> None:
         records, self._records = self._records, None

@@ -137,7 +137,9 @@ class Chain:
             self.note(StepReport(step, USED, "", nbytes))
         else:
             self.causes.append(error)
-            self.note(StepReport(step, PARTLY if nbytes else FAILED, error.message, nbytes))
+            # What to install or set for a store is not what the pull's own hint says.
+            why = str(error) if isinstance(error, ConfigError) else error.message
+            self.note(StepReport(step, PARTLY if nbytes else FAILED, why, nbytes))
 
     def note(self, report: StepReport) -> None:
         """Record a step."""

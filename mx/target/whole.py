@@ -116,7 +116,9 @@ class FromStore(Attempt):
         held = f"{store.place} holds {ref.identity.hex()} ({ref.pin.hex()} with its files)"
         if not ref.pinned_by(options.pin):
             loaded.arena.release()
-            raise CheckpointError(f"{held}, not {options.pin} as requested")
+            raise CheckpointError(
+                f"{held}, not {options.pin} as requested", hint="check the pin, and the place"
+            )
         if expected is not None and expected.identity != ref.identity:
             loaded.arena.release()
             name = options.key

@@ -205,11 +205,11 @@ class Coordinators:
         meant = translate(error, who=link.remote)
         silent = isinstance(error, grpc.aio.AioRpcError) and error.code() in _AWAY
         if not silent and type(meant) is not CoordinatorError:
-            raise meant from error
+            raise meant from None
         failed[link] = error
         self.left(link, meant.message)
         if final or len(failed) == len(self.addresses):
-            raise await _none_answers(failed) from error
+            raise await _none_answers(failed) from None
 
 
 @contextmanager

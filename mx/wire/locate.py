@@ -20,7 +20,9 @@ from mx.errors import (
     ManifestError,
     MxError,
     NoSourceError,
+    PeerLostError,
     PeerProtocolError,
+    PeerTimeoutError,
     SourceError,
     UnknownModelError,
 )
@@ -322,11 +324,11 @@ def write_side_files(manifest: Manifest, write: WritePage) -> None:
 def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
     if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
         return causes[-1]
-    return NoSourceError(
-        f"no source gave the {what} of {name}: "
-        + ("; ".join(map(_named, causes)) or "none is registered"),
-        hint="mx sources shows who is registered",
-    )
+    said = f"no source gave the {what} of {name}: "
+    why = "; ".join(map(_named, causes)) or "none is registered"
+    if causes and all(isinstance(each, PeerLostError | PeerTimeoutError) for each in causes):
+        said, why = f"no source of {name} answers: ", "; ".join(each.message for each in causes)
+    return NoSourceError(said + why, hint="mx sources shows who is registered")
 
 
 def _named(cause: MxError) -> str:

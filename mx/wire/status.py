@@ -163,6 +163,8 @@ def _first_line(text: str | None) -> str:
     lines = (text or "").strip().splitlines()
     if not lines:
         return "no details"
+    if lines[0].startswith("Stream removed"):
+        return "it closed the connection"
     refused = _NOT_CONNECTED.search(lines[0])
     return plain((refused[1].lower() if refused else lines[0])[:300])
 
@@ -216,7 +218,9 @@ def foreign(remote: Remote, said: str) -> MxError:
     message = f"the process at {remote.address} is not an mx {remote.role.value}: {said}"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(message, hint="check the port, and `coordinator`")
-    return PeerProtocolError(message, peer=remote.address)
+    known = "check the port; a coordinator's is for `coordinator`"
+    hint = known if remote.role is Role.SOURCE else ""
+    return PeerProtocolError(message, peer=remote.address, hint=hint)
 
 
 def _version_error(remote: Remote, message: str, hint: str) -> MxError:

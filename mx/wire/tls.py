@@ -213,7 +213,7 @@ async def diagnosing(who: Remote) -> AsyncIterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise await diagnose(error, who) from error
+        raise await diagnose(error, who) from None
     except DecodeError as error:
         raise foreign(who, "its answer does not parse") from error
 

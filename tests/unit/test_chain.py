@@ -194,10 +194,12 @@ def test_why_nothing_was_attached() -> None:
 def test_the_error_of_the_chain() -> None:
     chain = met()
     chain.sources_gave((), NoSourceError("gone"))
-    chain.stored("disk", ConfigError("no folder"))
+    chain.stored("disk", ConfigError("no folder", hint="name one"))
     error = chain.error(NoSourceError("gone", hint="start one"))
     assert isinstance(error, NoSourceError) and error.hint == "start one"
-    assert error.message == "nothing gave m\n  peers: gone\n  disk: no folder\n  hub: why"
+    assert (
+        error.message == "nothing gave m\n  peers: gone\n  disk: no folder (name one)\n  hub: why"
+    )
     chain.stored("objects", CheckpointError("wrong", hint="upload it"))
     error = chain.error(NoSourceError("gone"))
     assert isinstance(error, CheckpointError) and error.hint == "upload it"

@@ -156,7 +156,7 @@ def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
         (("pull",), "Missing argument 'MODEL'"),
         (("serve",), "Missing argument 'CHECKPOINT'"),
         (("pull", "m", "--fast"), "No such option"),
-        (("pull", "m", "--streams", "many"), "Invalid value for '--streams'"),
+        (("pull", "m", "--streams", "many"), "must be a whole number from 1 to 64"),
         (("pull", "m", "--coordinator", "nowhere"), "must be HOST:PORT"),
         (("models", "--config", "/nonexistent/mx.toml"), "no configuration file"),
         (("models", "--tls-cert", "/dev/null"), "missing: tls_key, tls_ca"),
@@ -308,11 +308,26 @@ def test_commands_do_not_import_torch(command: str) -> None:
     assert done.stdout == "[]\n"
 
 
+def test_quiet_logs_errors_only() -> None:
+    code = (
+        "import logging\n"
+        "from types import SimpleNamespace\n"
+        "from mx.cli import options\n"
+        "options.settings_of(SimpleNamespace(params={'quiet': True}), level='info')\n"
+        "logging.getLogger('mx').warning('a warning')\n"
+        "logging.getLogger('mx').error('an error')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert "an error" in done.stderr and "a warning" not in done.stderr
+
+
 def test_import_mx_is_free_and_its_names_are_found() -> None:
     code = (
         "import sys, mx\n"
         "assert 'grpc' not in sys.modules\n"
-        "assert set(mx.__all__) <= set(dir(mx))\n"
+        "assert set(dir(mx)) == {*mx.__all__, *mx._MODULES}\n"
         "for name in mx.__all__: getattr(mx, name)\n"
         "try: mx.nothing\n"
         "except AttributeError as error: print(error)\n"

@@ -160,12 +160,14 @@ def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
         load(env={"MX_PEER_CORDINATOR": "a:1"})
     with pytest.raises(ConfigError, match=r"line 2.*no setting server.*known are coordinator"):
         load(file=toml(tmp_path, "\n[server]\nx = 1\n"))
+    with pytest.raises(ConfigError, match=r"`flags`: there is no setting stream .*mean streams\?"):
+        load({"stream": 3})
     # Another project's variables are ignored.
     load(env={"MX_COORDINATOR": "x", "PATH": "/bin"})
 
 
 def test_malformed_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no configuration file"):
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*\(name one"):
         load(file=tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is not TOML.*line 1"):
         load(file=toml(tmp_path, "streams : 3\n"))
@@ -186,7 +188,7 @@ def test_tls_is_all_three_files_or_none(tmp_path: Path) -> None:
         given = {name: path for name, path in paths.items() if name != missing}
         with pytest.raises(ConfigError, match=f"missing: {missing}"):
             load(dict(given))
-    with pytest.raises(ConfigError, match="tls_key.*no such file"):
+    with pytest.raises(ConfigError, match="tls_key.*no such file.*name a PEM file"):
         load({**paths, "tls_key": str(tmp_path / "gone")})
 
 

@@ -191,6 +191,8 @@ def test_keygen_makes_none_in_another_users_home(tmp_path: Path) -> None:
     file = tmp_path / "there.key"  # the user says so
     assert mx_command("keygen", str(file), HOME=str(tmp_path)).returncode == 0
     assert len(file.read_bytes()) == 32
+    again = mx_command("keygen", str(file), HOME=str(tmp_path))
+    assert again.returncode == 2 and "name another FILE" in again.stderr
 
 
 def mx_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -306,6 +306,9 @@ def test_the_error_for_an_unknown_name_lists_known_ones() -> None:
         registry.resolve("other")
     with pytest.raises(UnknownModelError, match="tp0of2"):
         registry.resolve("llama", variant="tp1of2")
+    register_source(registry, 1, make_record(WEIGHTS["B"], name="qwen"), ALICE)
+    with pytest.raises(UnknownModelError, match="listed are llama and qwen"):
+        registry.resolve("other")
 
 
 def test_a_name_alone_is_its_checkpoint_else_its_only_variant_else_an_error_that_lists_them() -> (

@@ -34,6 +34,7 @@ from mx.wire.address import (
     split_address,
 )
 from mx.wire.documents import PAGE_BYTES, Assembler, pages
+from mx.wire.locate import _none_gave
 from mx.wire.status import DETAIL_KEY, Remote, Role, code_of, encode_detail, translate
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.versions import headers
@@ -177,6 +178,29 @@ def test_unknown_names_and_other_servers_are_not_silent_ones(said: str) -> None:
         error = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, said), who=who)
         assert isinstance(error, kinds) and error.exit_code == errors.EXIT_NO_SOURCE
         assert error.hint != absent.hint and said not in error.message
+
+
+def test_a_process_that_is_no_source_may_be_a_coordinator() -> None:
+    error = translate(rpc_error(grpc.StatusCode.UNIMPLEMENTED, "no method"), who=SOURCE)
+    assert "is not an mx source" in error.message and "`coordinator`" in error.hint
+
+
+def test_a_stream_that_is_removed_was_closed() -> None:
+    said = "Stream removed (Delayed close due to in-progress write (Socket closed))"
+    for who in (COORDINATOR, SOURCE):
+        error = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, said), who=who)
+        assert error.message.endswith(": it closed the connection")
+
+
+def test_sources_that_do_not_answer_are_named_once_with_one_hint() -> None:
+    lost = [translate(rpc_error(grpc.StatusCode.UNAVAILABLE, "refused"), who=SOURCE)]
+    error = _none_gave("side files", "llama", lost)
+    assert str(error) == (
+        "no source of llama answers: the source at 10.0.0.2:7700 does not answer: refused "
+        "(mx sources shows who is registered)"
+    )
+    other = _none_gave("side files", "llama", [*lost, errors.UnknownModelError("none here")])
+    assert other.message.startswith("no source gave the side files of llama: ")
 
 
 def test_the_error_for_an_absent_coordinator_says_what_to_do() -> None:

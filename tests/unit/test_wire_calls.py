@@ -1,8 +1,9 @@
-"""A call that is cut is over, in any state."""
+"""A call that is cut is over, in any state; and the error of one that fails is mx's alone."""
 
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from mx.errors import CoordinatorError
 from mx.wire.channel import cut, dial
+from mx.wire.client import CoordinatorClient
 
 
 async def _answers(requests: AsyncIterator[bytes], context: Any) -> None:
@@ -51,3 +54,13 @@ async def test_a_call_with_unread_messages_is_released(writes: bool) -> None:
     finally:
         await channel.close(None)
         await server.stop(0)
+
+
+async def test_an_error_shows_no_traceback_of_grpc() -> None:
+    client = CoordinatorClient("127.0.0.1:1")
+    try:
+        with pytest.raises(CoordinatorError, match="connection refused") as caught:
+            await client.resolve("llama")
+    finally:
+        await client.close()
+    assert "grpc/aio" not in "".join(traceback.format_exception(caught.value))

@@ -20,13 +20,23 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
+from mx.api.verifying import verify_folder
 from mx.core.digest import document_digest
 from mx.core.layout import TensorSpec
 from mx.core.manifest import decode, encode, plan_layout
 from mx.core.types import DTYPE_BITS, Alias, Manifest, Packaging
-from mx.errors import CapacityError, ConfigError, DigestError, IntegrityError, MxError, OutputError
+from mx.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DigestError,
+    IntegrityError,
+    MxError,
+    OutputError,
+)
 from mx.storage.reader import fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
+from mx.storage.staging import recorded
 from mx.storage.writer import CheckpointWriter
 from tests.support.checkpoints import crafted, make_arena, manifest_of, tiny, write_side_file
 from tests.support.folders import tree
@@ -416,3 +426,28 @@ def test_a_disk_that_is_really_full(source: Path, place: Path) -> None:
     with pytest.raises(CapacityError):
         writer.write_layer(0, arena)
     assert list(place.iterdir()) == []
+
+
+def test_a_folder_that_was_pulled_says_what_is_wrong_with_it(source: Path, tmp_path: Path) -> None:
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "tokenizer.json").write_text("{}")
+    out = tmp_path / "pulled"
+    manifest = copied(source, out)
+    if not recorded(out):
+        pytest.skip("the file system keeps no extended attributes")
+    assert verify_folder(out).files_too
+    with pytest.raises(ConfigError, match=f"written @{manifest.ref.pin.hex()} there.*mx verify"):
+        CheckpointWriter(out, manifest)
+    (out / "config.json").unlink()
+    (out / "tokenizer.json").write_text("[]")
+    with pytest.raises(CheckpointError) as caught:
+        verify_folder(out)
+    assert caught.value.message.endswith(
+        ": its weights are right; config.json: missing; tokenizer.json: not as it was"
+    )
+    assert "`files_only`" in caught.value.hint
+    with open(out / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="its weights differ"):
+        verify_folder(out)
