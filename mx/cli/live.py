@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mx.cli.outcome import notes, say, shows_progress
 from mx.text import plain
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 #: A table of more rows than this is no longer looked at.
 MAX_ROWS = 16
 PLAIN_INTERVAL_S = 1.0
+FRAME_S = 0.125
 #: Rates are of this time.
 RATE_S = 5.0
 #: The phase of a pull that writes what it has received (`mx.target.attempt`).
@@ -40,7 +43,10 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars:
+    with (
+        Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars,
+        _logs_above(),
+    ):
         task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -56,43 +62,77 @@ def follow(pull: Pull) -> PullReport:
 
     def frame() -> Plain:
         progress = pull.progress()
-        speed = rate.at(progress.bytes_done, time.monotonic())
+        speed = rate.at(progress, time.monotonic())
         return Plain(render(progress, speed, rows=notes().height - 6))
 
-    with Live(get_renderable=frame, console=notes(), refresh_per_second=8) as shown:
+    # Frames are made here, not under the display's lock: what logs takes that one, too.
+    with Live(frame(), console=notes(), auto_refresh=False) as shown, _logs_above():
         try:
-            return pull.wait()
+            report = _end_of(pull, FRAME_S, lambda: shown.update(frame(), refresh=True))
+            shown.update(frame())
+            return report
         except BaseException:
             shown.transient = True  # an error says how far it came
             raise
 
 
-def _follow_plainly(pull: Pull, rate: Rate) -> PullReport:
-    said = ""
+def _end_of(pull: Pull, interval_s: float, on_pause: Callable[[], None]) -> PullReport:
     while True:
         try:
-            return pull.wait(PLAIN_INTERVAL_S)
+            return pull.wait(interval_s)
         except TimeoutError:
-            progress = pull.progress()
-            text = state_of(progress, rate.at(progress.bytes_done, time.monotonic()))
+            on_pause()
+
+
+@contextmanager
+def _logs_above() -> Iterator[None]:
+    """Let log records go through what is shown, which has put itself in standard error's place: it
+    writes them above itself."""
+    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+    for handler in logging.getLogger().handlers:
+        if handler.get_name() == "mx" and isinstance(handler, logging.StreamHandler):
+            moved.append((handler, handler.setStream(sys.stderr)))
+    try:
+        yield
+    finally:
+        for handler, before in moved:
+            if before is not None:
+                handler.setStream(before)
+
+
+def _follow_plainly(pull: Pull, rate: Rate) -> PullReport:
+    said = ""
+
+    def tell() -> None:
+        nonlocal said
+        progress = pull.progress()
+        text = state_of(progress, rate.at(progress, time.monotonic()))
         if text != said:
             said = text
             say(text)
 
+    return _end_of(pull, PLAIN_INTERVAL_S, tell)
+
 
 class Rate:
-    """The rate at which a count of bytes has grown in the last seconds."""
+    """The rate at which a pull's bytes have come in the last seconds of its phase: those that were
+    there before, as after a resume, have not come."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._seen: deque[tuple[float, int]] = deque()
+        self._phase = ""
 
-    def at(self, nbytes: int, now_s: float) -> float:
+    def at(self, progress: Progress, now_s: float) -> float:
         """Return the rate in bytes per second.
 
         Args:
-            nbytes: The count.
-            now_s: When it was that (monotonic).
+            progress: How far the pull is.
+            now_s: When it was there (monotonic).
         """
+        if progress.phase != self._phase:
+            self._seen.clear()
+            self._phase = progress.phase
+        nbytes = progress.bytes_done
         self._seen.append((now_s, nbytes))
         while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_S:
             self._seen.popleft()
