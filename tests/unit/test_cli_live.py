@@ -41,7 +41,7 @@ def test_any_snapshot_is_drawn_within_the_terminal(shown: list[LayerProgress]) -
     console = Console(width=80, height=24, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     progress = Progress(5, 9, 1, len(shown), tuple(shown), "reading")
     with console.file:
-        console.print(live.render(progress, 1e-6, rows=18))
+        console.print(live.render(progress, live.state_of(progress, 1e-6), rows=18))
         text = console.export_text()
     assert len(text.splitlines()) <= live.MAX_ROWS + 1
     assert "reading" in text
@@ -123,3 +123,30 @@ def test_no_bars_stay_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, _, erased = screen.getvalue().rpartition("1 of 2 layers")
     assert "layers.1" in drawn
     assert erased.count("\x1b[2K") >= 3  # each of its lines
+
+
+class WaitingPull(FailingPull):
+    """Waits for a source, in vain."""
+
+    waits = 2
+
+    def progress(self) -> Progress:
+        return Progress(phase="waiting for a source")
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits -= 1
+        raise TimeoutError if self.waits else IncompleteError("none came")
+
+
+@pytest.mark.parametrize(("terminal", "how_long"), [(True, "10 min left"), (False, "for up to 10")])
+def test_a_wait_says_for_what_and_how_long(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, how_long: str
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr(live, "notes", lambda: console)
+    monkeypatch.setattr(live, "say", screen.write)
+    monkeypatch.setattr(live, "shows_progress", lambda: terminal)
+    with pytest.raises(IncompleteError):
+        live.follow(WaitingPull(), "m (coordinator h:1)", 600.0)  # type: ignore[arg-type]
+    assert f"waiting for a source of m (coordinator h:1), {how_long}" in screen.getvalue()
