@@ -135,7 +135,7 @@ class WaitingPull(FailingPull):
 
     def wait(self, timeout_s: float) -> None:
         self.waits -= 1
-        raise TimeoutError if self.waits else IncompleteError("none came")
+        raise TimeoutError() if self.waits else IncompleteError("none came")
 
 
 @pytest.mark.parametrize(("terminal", "how_long"), [(True, "10 min left"), (False, "for up to 10")])
