@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,7 +100,7 @@ def models(
         _end_unknown(model, listed)
         return
     if not found:
-        _say_unknown(f"model {model}" if model else "models", model, settings)
+        say_unknown(f"model {model}" if model else "models", model, settings)
         _say_sets(len(sets))
         return
     page = outcome.page()
@@ -171,7 +172,7 @@ def sources(
         _end_unknown(model, found)
         return
     if not found:
-        _say_unknown(f"sources of {model}" if model else "sources", model, settings)
+        say_unknown(f"sources of {model}" if model else "sources", model, settings)
         return
     records, page = [status.record for status in found], outcome.page()
     columns = [
@@ -203,7 +204,7 @@ def layers_held(record: SourceRecord) -> int:
     return sum(end - begin for begin, end in record.table.held)
 
 
-def _say_unknown(what: str, model: str, settings: Settings) -> None:
+def say_unknown(what: str, model: str, settings: Settings) -> None:
     """Say that the coordinator knows none.
 
     Raises:
@@ -211,7 +212,14 @@ def _say_unknown(what: str, model: str, settings: Settings) -> None:
     """
     text = f"the coordinator at {settings.coordinator} knows no {what}"
     if model:
-        raise UnknownModelError(text, hint="mx models lists what it knows")
+        from mx import api
+
+        listed = api.list_models(coordinator=settings.coordinator, settings=settings)
+        names = {each.model.name for each in listed}
+        hint = "mx models lists what it knows"
+        if alike := get_close_matches(parse_reference(model).name, names, 1):
+            hint = f"the nearest name that is listed is {alike[0]}"
+        raise UnknownModelError(text, hint=hint)
     outcome.say(text)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mx.cli.outcome import notes, say, shows_progress
 from mx.text import plain
@@ -22,10 +24,13 @@ if TYPE_CHECKING:
 #: A table of more rows than this is no longer looked at.
 MAX_ROWS = 16
 PLAIN_INTERVAL_S = 1.0
+FRAME_S = 0.125
 #: Rates are of this time.
 RATE_S = 5.0
 #: The phase of a pull that writes what it has received (`mx.target.attempt`).
 WRITING = "writing"
+#: That of one that has no source (`mx.target.events`).
+WAITING = "waiting for a source"
 
 
 @contextmanager
@@ -40,59 +45,112 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars:
+    with (
+        Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars,
+        _logs_above(),
+    ):
         task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
-def follow(pull: Pull) -> PullReport:
-    """Wait for a pull's end and show it by layer. Raises what the pull fails with."""
+def follow(pull: Pull, sought: str = "", wait_s: float = 0.0) -> PullReport:
+    """Wait for a pull's end and show it by layer. Raises what the pull fails with.
+
+    Args:
+        pull: The pull.
+        sought: What it waits for a source of, and where.
+        wait_s: How long it does.
+    """
     rate = Rate()
+
+    def state(progress: Progress, *, counts_down: bool) -> str:
+        text = state_of(progress, rate.at(progress, time.monotonic()))
+        if progress.phase != WAITING or not sought:
+            return text
+        if not counts_down:
+            return f"{text} of {sought}, for up to {_duration(wait_s)}"
+        return f"{text} of {sought}, {_duration(max(0.0, wait_s - rate.phase_s))} left"
+
     if not shows_progress():
-        return _follow_plainly(pull, rate)
+        return _follow_plainly(pull, lambda progress: state(progress, counts_down=False))
     from rich.live import Live
 
     from mx.cli.printing import Plain
 
     def frame() -> Plain:
         progress = pull.progress()
-        speed = rate.at(progress.bytes_done, time.monotonic())
-        return Plain(render(progress, speed, rows=notes().height - 6))
+        text = state(progress, counts_down=True)
+        return Plain(render(progress, text, rows=notes().height - 6))
 
-    with Live(get_renderable=frame, console=notes(), refresh_per_second=8) as shown:
+    # Frames are made here, not under the display's lock: what logs takes that one, too.
+    with Live(frame(), console=notes(), auto_refresh=False) as shown, _logs_above():
         try:
-            return pull.wait()
+            report = _end_of(pull, FRAME_S, lambda: shown.update(frame(), refresh=True))
+            shown.update(frame())
+            return report
         except BaseException:
             shown.transient = True  # an error says how far it came
             raise
 
 
-def _follow_plainly(pull: Pull, rate: Rate) -> PullReport:
-    said = ""
+def _end_of(pull: Pull, interval_s: float, on_pause: Callable[[], None]) -> PullReport:
     while True:
         try:
-            return pull.wait(PLAIN_INTERVAL_S)
+            return pull.wait(interval_s)
         except TimeoutError:
-            progress = pull.progress()
-            text = state_of(progress, rate.at(progress.bytes_done, time.monotonic()))
+            on_pause()
+
+
+@contextmanager
+def _logs_above() -> Iterator[None]:
+    """Let log records go through what is shown, which has put itself in standard error's place: it
+    writes them above itself."""
+    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+    for handler in logging.getLogger().handlers:
+        if handler.get_name() == "mx" and isinstance(handler, logging.StreamHandler):
+            moved.append((handler, handler.setStream(sys.stderr)))
+    try:
+        yield
+    finally:
+        for handler, before in moved:
+            if before is not None:
+                handler.setStream(before)
+
+
+def _follow_plainly(pull: Pull, state: Callable[[Progress], str]) -> PullReport:
+    said = ""
+
+    def tell() -> None:
+        nonlocal said
+        text = state(pull.progress())
         if text != said:
             said = text
             say(text)
 
+    return _end_of(pull, PLAIN_INTERVAL_S, tell)
+
 
 class Rate:
-    """The rate at which a count of bytes has grown in the last seconds."""
+    """The rate at which a pull's bytes have come in the last seconds of its phase: those that were
+    there before, as after a resume, have not come. `phase_s` is how long the phase lasts by now."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._seen: deque[tuple[float, int]] = deque()
+        self._phase, self._began_s = "", 0.0
+        self.phase_s = 0.0
 
-    def at(self, nbytes: int, now_s: float) -> float:
+    def at(self, progress: Progress, now_s: float) -> float:
         """Return the rate in bytes per second.
 
         Args:
-            nbytes: The count.
-            now_s: When it was that (monotonic).
+            progress: How far the pull is.
+            now_s: When it was there (monotonic).
         """
+        if progress.phase != self._phase:
+            self._seen.clear()
+            self._phase, self._began_s = progress.phase, now_s
+        self.phase_s = now_s - self._began_s
+        nbytes = progress.bytes_done
         self._seen.append((now_s, nbytes))
         while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_S:
             self._seen.popleft()
@@ -149,8 +207,8 @@ def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int
     return groups
 
 
-def render(progress: Progress, bytes_per_s: float, *, rows: int) -> Group:
-    """Return one frame: a bar for each group of layers, and a line of the whole with its rate."""
+def render(progress: Progress, state: str, *, rows: int) -> Group:
+    """Return one frame: a bar for each group of layers, and a line of the whole."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -164,6 +222,6 @@ def render(progress: Progress, bytes_per_s: float, *, rows: int) -> Group:
         for label, done, total, ready, layers in groups_of(progress.layers, rows):
             complete = ready == layers
             bar = ProgressBar(total=max(total, 1), completed=done if total else int(complete))
-            state = Text("ready", style="green") if complete else Text(f"{ready}/{layers}")
-            table.add_row(Text(label), bar, state)
-    return Group(table, Text(state_of(progress, bytes_per_s), style="bold"))
+            held = Text("ready", style="green") if complete else Text(f"{ready}/{layers}")
+            table.add_row(Text(label), bar, held)
+    return Group(table, Text(state, style="bold"))

@@ -84,8 +84,8 @@ def _is_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Write a note to standard error as it is (no markup, no wrapping), unless it is to be
-    quiet."""
+    """Write a note to standard error, unless it is to be quiet; a terminal's lines are broken at
+    spaces only."""
     if not _quiet:
         _tell(text)
 
@@ -99,8 +99,12 @@ def _tell(text: str) -> None:
 
 
 def _say(text: str, head: str = "") -> None:
-    """Write a text behind a head in bold red. Only a terminal needs rich, which takes a while."""
+    """Write a text behind a head in bold red, on a terminal in lines that fit it. Only a terminal
+    needs rich, which takes a while."""
     if _is_terminal():
+        from mx.cli.printing import fitted
+
+        text = fitted(head + text, notes().width)[len(head) :]
         notes().print(head, style="bold red", end="")
         notes().print(text, markup=False, soft_wrap=True)
     elif sys.stderr is not None:

@@ -150,7 +150,8 @@ def pull(
         ) as running,
     ):
         caches = None if artifacts is None else obtain(model, settings, artifacts)
-        report = live.follow(running)
+        where = source if source.startswith("peer=") else f"coordinator {settings.coordinator}"
+        report = live.follow(running, f"{model} ({where})", settings.wait_s)
         held = running.hold() if hold else None
         if as_json:
             with_sets = {} if caches is None else {"artifacts": obtained_object(caches)}

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mx.cli import options, outcome
 from mx.cli.keys import Keys
-from mx.cli.listing import layers_held, source_object
+from mx.cli.listing import layers_held, say_unknown, source_object
 from mx.cli.printing import NAMES, Column, Plain, table_of
 from mx.errors import CoordinatorError, NotAllowedError
 from mx.units import format_bytes, format_rate, format_seconds
@@ -70,7 +70,10 @@ def top(
             return
         if once or not console.is_terminal:
             page, ascii_only = outcome.page(), console.options.ascii_only
-            page.print(Plain(render(observer.look(model), page.width, ascii_only=ascii_only)))
+            overview = observer.look(model)
+            if model and not overview.pulls and not overview.sources:
+                say_unknown(f"pulls and sources of {model}", model, settings)
+            page.print(Plain(render(overview, page.width, ascii_only=ascii_only)))
             return
         try:
             _watch(observer, model, settings.coordinator, console)

@@ -91,6 +91,16 @@ def test_what_is_served_is_listed_and_pulled(
     assert trace.exists()
 
 
+def test_a_mistyped_name_gets_the_nearest_that_is_listed(
+    run: Run, coordinator: str, checkpoint: Path
+) -> None:
+    serve(run, checkpoint, "small", coordinator)
+    for words in (("sources", "smal"), ("top", "smal", "--once")):
+        unknown = finished(run, *words, "--coordinator", coordinator)
+        assert unknown.process.returncode == EXIT_NO_SOURCE
+        assert "sources of smal\n  the nearest name that is listed is small" in unknown.err
+
+
 def test_the_summary_for_people_says_what_was_kept(
     run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
 ) -> None:

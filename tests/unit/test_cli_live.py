@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import io
-import time
+import logging
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_any_snapshot_is_drawn_within_the_terminal(shown: list[LayerProgress]) -
     console = Console(width=80, height=24, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     progress = Progress(5, 9, 1, len(shown), tuple(shown), "reading")
     with console.file:
-        console.print(live.render(progress, 1e-6, rows=18))
+        console.print(live.render(progress, live.state_of(progress, 1e-6), rows=18))
         text = console.export_text()
     assert len(text.splitlines()) <= live.MAX_ROWS + 1
     assert "reading" in text
@@ -59,12 +59,17 @@ def test_a_line_says_how_long_it_takes_and_what_is_written() -> None:
     assert live.state_of(writing, 0.0) == "writing, 1 GB of 3 GB"
 
 
-def test_a_rate_is_of_the_last_seconds() -> None:
-    rate, now_s = live.Rate(), time.monotonic()
-    assert rate.at(0, now_s + 1000) == 0.0
-    assert rate.at(50, now_s + 1005) == 10.0
-    assert rate.at(100, now_s + 1010) == 10.0
-    assert rate.at(100, now_s + 1015) == 0.0
+def test_a_rate_is_of_the_last_seconds_of_a_phase() -> None:
+    rate = live.Rate()
+
+    def at(nbytes: int, now_s: float, phase: str = "reading") -> float:
+        return rate.at(Progress(nbytes, 1000, phase=phase), now_s)
+
+    assert at(0, 999, "resolving") == 0.0
+    assert at(500, 1000) == 0.0  # an earlier pull has left them
+    assert at(550, 1005) == 10.0
+    assert at(600, 1010) == 10.0
+    assert at(600, 1015) == 0.0
 
 
 class FailingPull:
@@ -74,8 +79,38 @@ class FailingPull:
         layers = [LayerProgress(f"layers.{n}", 100, 100 - 50 * n, not n) for n in range(2)]
         return Progress(150, 200, 1, 2, tuple(layers), "reading")
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         raise IncompleteError("cut off")
+
+
+class WarningPull(FailingPull):
+    """Logs a line while it is shown."""
+
+    def wait(self, timeout_s: float) -> None:
+        logging.getLogger("mx").warning("the coordinator is away")
+        raise IncompleteError("cut off")
+
+
+def test_log_lines_are_written_above_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr(live, "notes", lambda: console)
+    monkeypatch.setattr(live, "shows_progress", lambda: True)
+    plain = io.StringIO()
+    handler = logging.StreamHandler(plain)
+    handler.set_name("mx")  # as `log.set_up` does
+    logging.getLogger().addHandler(handler)
+    try:
+        with live.reading("folder") as on_progress:
+            on_progress(0, 10)
+            logging.getLogger("mx").warning("found it")
+        with pytest.raises(IncompleteError):
+            live.follow(WarningPull())  # type: ignore[arg-type]
+        logging.getLogger("mx").warning("after it")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "found it\n" in screen.getvalue() and "is away\n" in screen.getvalue()
+    assert plain.getvalue() == "after it\n"
 
 
 def test_no_bars_stay_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +123,30 @@ def test_no_bars_stay_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, _, erased = screen.getvalue().rpartition("1 of 2 layers")
     assert "layers.1" in drawn
     assert erased.count("\x1b[2K") >= 3  # each of its lines
+
+
+class WaitingPull(FailingPull):
+    """Waits for a source, in vain."""
+
+    waits = 2
+
+    def progress(self) -> Progress:
+        return Progress(phase="waiting for a source")
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits -= 1
+        raise TimeoutError() if self.waits else IncompleteError("none came")
+
+
+@pytest.mark.parametrize(("terminal", "how_long"), [(True, "10 min left"), (False, "for up to 10")])
+def test_a_wait_says_for_what_and_how_long(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, how_long: str
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr(live, "notes", lambda: console)
+    monkeypatch.setattr(live, "say", screen.write)
+    monkeypatch.setattr(live, "shows_progress", lambda: terminal)
+    with pytest.raises(IncompleteError):
+        live.follow(WaitingPull(), "m (coordinator h:1)", 600.0)  # type: ignore[arg-type]
+    assert f"waiting for a source of m (coordinator h:1), {how_long}" in screen.getvalue()
