@@ -39,8 +39,8 @@ MOST_OF_TOOLS, MOST_OF_COLD = 1.5, 0.2
 _CODE = """
 import json, os, sys, time
 from pathlib import Path
-from mx.artifacts.usage import Watch
-watch = Watch(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent)
+from mx.artifacts.usage import CacheWatch
+watch = CacheWatch(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent)
 import torch
 nn = torch.nn
 class Block(nn.Module):
@@ -102,7 +102,7 @@ def laid_out(rounds: int) -> harness.Row:
         names = [str(place / "files" / file.path) for file in files]
 
         def ours() -> None:
-            with package.Package(place / "set.safetensors") as found:
+            with package.ArtifactPackage(place / "set.safetensors") as found:
                 blobs = [each.blob for each in found.document.files]
                 caches.lay_out(
                     found.document.cache_files, lambda at: found.read(blobs[at]), place / "ours"

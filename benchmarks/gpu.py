@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from mx.core.topology import Place
 from mx.cuda import driver as cuda
-from mx.cuda.device import Device, DeviceMemory, Event, PinnedMemory, PinnedRegion, Stream
+from mx.cuda.device import CudaEvent, CudaStream, Device, DeviceMemory, PinnedMemory, PinnedRegion
 from mx.errors import LocalError, MxError
 from mx.testing import spans
 from mx.transport import Grant, Piece, Read, Session, Span, Transport, Unavailable
@@ -65,7 +65,7 @@ def serve(kind: str, nbytes: int, transport: str, device: str) -> None:
             owner: DeviceMemory | VmmMemory
             owner = VmmMemory.allocate(gpu, nbytes) if kind == "vmm" else DeviceMemory(gpu, nbytes)
             stack.callback(owner.close)
-            with Stream(gpu) as stream, gpu.current():
+            with CudaStream(gpu) as stream, gpu.current():
                 gpu.driver.memset(owner.address, 0x5C, nbytes, stream.handle)
             view = DeviceView(gpu.key, owner.address, nbytes, owner)
             region = ExposedRegion(0, view, owner.address, gpu.key)
@@ -151,7 +151,7 @@ Copy = Callable[[int, int, int, int], None]
 
 def bare(device: Device, copy: Copy, target: int, source: int, nbytes: int) -> float:
     """Return the seconds for the driver's copies alone, in the same pieces, on one stream."""
-    with Stream(device) as stream, Event(device) as event:
+    with CudaStream(device) as stream, CudaEvent(device) as event:
         begun_s = time.perf_counter()
         with device.current():
             for at in range(0, nbytes, READ_BYTES):

@@ -33,9 +33,9 @@ class Rig:
 
         import mx.graphs
         from mx.cuda import blake3
-        from mx.cuda.device import Device, Stream
+        from mx.cuda.device import CudaStream, Device
         from mx.cuda.driver import DeviceAttribute, load
-        from mx.graphs.package import Place
+        from mx.graphs.package import GraphPlace
 
         self.d: Any = importlib.import_module("cuda.bindings.driver")
         self.ends = contextlib.ExitStack()
@@ -51,9 +51,9 @@ class Rig:
         self.image, self.name, self.count = kernel.cubin, kernel.name, kernel.parameters
         module = driver.module_load(kernel.cubin)
         self.function = driver.module_function(module, kernel.name)
-        self.device, self.stream = device, self.ends.enter_context(Stream(device))
+        self.device, self.stream = device, self.ends.enter_context(CudaStream(device))
         self.region = self.ends.enter_context(mx.graphs.region(_BASE_BYTES, shifted=shifted))
-        self.output = self.region.tensor(Place("out", 0, 0, 64, "U8", (64,)))
+        self.output = self.region.tensor(GraphPlace("out", 0, 0, 64, "U8", (64,)))
         self.graph = self._captured(nodes, kernel.threads, kernel.shared_nbytes)
 
     def _captured(self, nodes: int, threads: int, shared_nbytes: int) -> Any:

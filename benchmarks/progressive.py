@@ -172,7 +172,7 @@ class Target:
 
         from mx.core.layout import TensorSpec, plan_layout
         from mx.core.types import Manifest, ManifestRef, Packaging
-        from mx.engines.transformers.arrival import _Places
+        from mx.engines.transformers.arrival import _PendingTensors
         from mx.engines.transformers.described import describe
         from mx.engines.transformers.skeleton import build
 
@@ -193,7 +193,7 @@ class Target:
         model, _values = build(
             "large", description, manifest, strict=True, options={"dtype": "auto"}
         )
-        places = _Places(model)
+        places = _PendingTensors(model)
         assert places.missing == len(names)
         return {"seconds": time.perf_counter() - began_s}
 

@@ -39,14 +39,13 @@ class _Tracer:
         from mx.target.transfer import Transfer
 
         begun: dict[int, list[Any]] = {}
-        read, done, landed = Transfer._read, Transfer.part_done, PartSink.landed
+        init, done, landed = PartSink.__init__, Transfer.part_done, PartSink.landed
 
-        def traced_read(transfer: Transfer, connection: int, part: Any) -> Any:
-            sink, wanted = read(transfer, connection, part)
+        def traced_init(sink: PartSink, transfer: Transfer, connection: int, *rest: Any) -> None:
+            init(sink, transfer, connection, *rest)
             peer = transfer.connections[connection].peer
-            begun[id(sink)] = [peer, part.chunk, time.monotonic(), None]
+            begun[id(sink)] = [peer, sink.part.chunk, time.monotonic(), None]
             self._reads.append(begun[id(sink)])
-            return sink, wanted
 
         def traced_done(transfer: Transfer, sink: PartSink) -> None:
             begun.pop(id(sink))[3] = time.monotonic()
@@ -57,8 +56,8 @@ class _Tracer:
             landed(sink, nbytes)
             self._hashed_s += time.thread_time() - began_s
 
-        _replace(Transfer, _read=traced_read, part_done=traced_done)
-        _replace(PartSink, landed=traced_landed)
+        _replace(Transfer, part_done=traced_done)
+        _replace(PartSink, __init__=traced_init, landed=traced_landed)
 
     def _watch_messages(self) -> None:
         from mx.swarm.node import Node

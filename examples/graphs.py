@@ -124,23 +124,25 @@ def capture(address: str, shifted: bool, out: Path) -> None:
     """Capture the layer with weights that a peer has, and write what was captured."""
     import mx
     import mx.graphs
-    from mx.cuda.device import Stream
+    from mx.cuda.device import CudaStream
     from mx.cuda.graphs import GraphCalls
-    from mx.graphs.package import Place
+    from mx.graphs.package import GraphPlace
 
     with mx.graphs.region(REGION_BYTES, shifted=shifted) as region, region.device.current():
         layer = Layer(region.device, region.allocate)
 
         def tensor(name: str, shape: tuple[int, ...]) -> Any:
             nbytes = 4 * int(np.prod(shape))
-            return region.tensor(Place(name, 0, layer.at[name] - region.base, nbytes, "F32", shape))
+            return region.tensor(
+                GraphPlace(name, 0, layer.at[name] - region.base, nbytes, "F32", shape)
+            )
 
         weights = {name: tensor(name, shape) for name, shape in SHAPES.items()}
         pin = mx.plan(NAME, coordinator=address).ref.identity.hex()
         with mx.pull(f"{NAME}@{pin}", into=weights, coordinator=address) as pull:
             pull.wait()
         x, result = tensor("x", (N,)), tensor("out", (N,))
-        with Stream(region.device) as stream:
+        with CudaStream(region.device) as stream:
             calls = GraphCalls()
             calls.capture_begin(stream.handle)
             layer.run(stream.handle)
@@ -180,7 +182,7 @@ def replica(address: str, trust: str) -> None:
     """Find the graph, restore it, pull the weights, prove it, and launch it."""
     import mx
     import mx.graphs
-    from mx.cuda.device import Device, DeviceMemory, Stream
+    from mx.cuda.device import CudaStream, Device, DeviceMemory
     from mx.cuda.driver import load
 
     pin = mx.plan(NAME, coordinator=address).ref.identity.hex()
@@ -200,7 +202,7 @@ def replica(address: str, trust: str) -> None:
         with contextlib.ExitStack() as ends:
             device = ends.enter_context(Device(load(), 0))
             ends.enter_context(device.current())
-            stream = ends.enter_context(Stream(device))
+            stream = ends.enter_context(CudaStream(device))
 
             # The engine's own memory and kernels, over the same weights.
             def allocate(nbytes: int) -> int:

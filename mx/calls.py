@@ -24,7 +24,7 @@ class Waiter:
     __slots__ = ("__weakref__",)
 
 
-class Call(Generic[T]):
+class LoopCall(Generic[T]):
     """Work on the loop that another thread waits for.
 
     An exception from a signal's handler may come out of any step of the waiting thread, but out of
@@ -73,7 +73,7 @@ class Call(Generic[T]):
 
     # -- on the loop ------------------------------------------------------------------------------
 
-    def begin(self, calls: set[Call[Any]]) -> None:
+    def begin(self, calls: set[LoopCall[Any]]) -> None:
         """Begin the work, unless it was abandoned. Its end takes the call from `calls`, unless the
         result is still to be taken."""
         if not self._begun:
@@ -91,7 +91,7 @@ class Call(Generic[T]):
 
     def _end(
         self,
-        calls: set[Call[Any]],
+        calls: set[LoopCall[Any]],
         coroutine: Coroutine[Any, Any, T],
         task: asyncio.Task[None],
     ) -> None:
@@ -105,7 +105,7 @@ class Call(Generic[T]):
             self._error = error
         self._over.release()
 
-    def abandon(self, calls: set[Call[Any]]) -> None:
+    def abandon(self, calls: set[LoopCall[Any]]) -> None:
         """Cancel the work, or close its result, unless that was taken. Idempotent."""
         if self._abandoned or self._taken:
             calls.discard(self)
@@ -121,7 +121,7 @@ class Call(Generic[T]):
         else:
             self._discard(calls)
 
-    def _discard(self, calls: set[Call[Any]]) -> None:
+    def _discard(self, calls: set[LoopCall[Any]]) -> None:
         """Close the result, if there is one, and keep nothing: who was interrupted may keep this
         in a traceback."""
         result, self._result, self._error = self._result, [], None
@@ -131,7 +131,7 @@ class Call(Generic[T]):
             _closes.add(closing)
             closing.add_done_callback(_closes.discard)
 
-    def look(self, calls: set[Call[Any]]) -> None:
+    def look(self, calls: set[LoopCall[Any]]) -> None:
         """Abandon the work if the thread that waits for it is gone."""
         if self._taken or (self._waiter() is None and not self._abandoned):
             self.abandon(calls)

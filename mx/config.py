@@ -36,7 +36,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class SettingDescription:
     """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
 
     `read` returns the checked value, or raises a ValueError. `verbs` are those that take its flag,
@@ -75,7 +75,9 @@ def _setting(
     unset: str = "",
 ) -> Any:
     """Return the field of a setting; its flag is its name, unless `flag` is given."""
-    about = Description(default, read, help, tuple(verbs.split()), metavar, group, flag, unset)
+    about = SettingDescription(
+        default, read, help, tuple(verbs.split()), metavar, group, flag, unset
+    )
     return field(default=default, metadata={"about": about})
 
 
@@ -284,7 +286,7 @@ class Settings:
 
 
 #: All settings by name, in the order of display.
-DESCRIPTIONS: Mapping[str, Description] = {
+DESCRIPTIONS: Mapping[str, SettingDescription] = {
     item.name: replace(about, flag=f"--{about.flag or item.name.replace('_', '-')}")
     for item in fields(Settings)
     if (about := item.metadata.get("about"))

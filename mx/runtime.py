@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import grpc.aio
 
 from mx import forks
-from mx.calls import Call, Waiter
+from mx.calls import LoopCall, Waiter
 from mx.errors import ConfigError, ForkError, MxError
 from mx.tasks import beside, in_thread, set_by, uncut, unexpected, workers
 
@@ -83,7 +83,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.users = 0
         self.inherited = False  # True in a forked child, which does not have the thread
-        self._calls: set[Call[Any]] = set()
+        self._calls: set[LoopCall[Any]] = set()
         self._was_used = True  # since the loop was last looked at
         self._thread: threading.Thread | None = None
         self._entered = threading.Lock()
@@ -209,12 +209,12 @@ class LoopThread:
             raise
         return _wait_for(lambda: coroutine, self, timeout_s, closes=False)
 
-    def call(self, call: Call[Any]) -> None:
+    def call(self, call: LoopCall[Any]) -> None:
         """Begin a call. The loop does not stop until it has ended."""
         self._calls.add(call)
         self.loop.call_soon_threadsafe(call.begin, self._calls)
 
-    def ended(self, call: Call[Any]) -> None:
+    def ended(self, call: LoopCall[Any]) -> None:
         """Forget a call whose result is being taken."""
         self._calls.discard(call)
 
@@ -222,7 +222,7 @@ class LoopThread:
         """Go on for `LINGER_S` at least. Call this under the lock."""
         self._was_used = True
 
-    def abandon(self, call: Call[Any]) -> None:
+    def abandon(self, call: LoopCall[Any]) -> None:
         """Abandon a call, whether it has begun or not."""
         self.loop.call_soon_threadsafe(call.abandon, self._calls)
 
@@ -263,7 +263,7 @@ def _wait_for(
 ) -> T:
     """Run work on the loop, that of the process if none is given, and return its result."""
     waiter = Waiter()
-    call = Call(work, waiter, closes=closes)
+    call = LoopCall(work, waiter, closes=closes)
     try:
         with _lock:
             if loop_thread is None:

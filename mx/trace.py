@@ -25,7 +25,7 @@ Kind = Literal["started", "completed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SpanEvent:
     """One event of one span.
 
     `span` is a number that is unique in the process. `at_s` is the time on the listener's clock;
@@ -56,7 +56,7 @@ class Event:
         return json.dumps(record | {"attributes": dict(self.attributes)}, default=str)
 
 
-Listener = Callable[[Event], None]
+Listener = Callable[[SpanEvent], None]
 
 
 class Span:
@@ -106,7 +106,7 @@ class _ReportedSpan(Span):
         for listener, clock in self._listeners:
             now = clock()
             self._started_s.append(now)
-            listener(Event("started", self._name, self._id, now, None, dict(self._attributes)))
+            listener(SpanEvent("started", self._name, self._id, now, None, dict(self._attributes)))
         return self
 
     def __exit__(
@@ -119,7 +119,7 @@ class _ReportedSpan(Span):
         for (listener, clock), start in zip(self._listeners, self._started_s, strict=True):
             now = clock()
             attributes = dict(self._attributes)
-            listener(Event(outcome, self._name, self._id, now, now - start, attributes, error))
+            listener(SpanEvent(outcome, self._name, self._id, now, now - start, attributes, error))
 
 
 _NULL_SPAN = Span()
@@ -168,7 +168,7 @@ def writing(path: str) -> Iterator[None]:
     lock = threading.Lock()
     file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def write(event: Event) -> None:
+    def write(event: SpanEvent) -> None:
         # A span may outlive the block; its later events are dropped.
         with lock:
             if not file.closed:

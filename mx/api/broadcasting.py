@@ -31,7 +31,7 @@ from mx.text import listed
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from mx.api.process_group import Group
+    from mx.api.process_group import ProcessGroup
 
 _T = TypeVar("_T")
 
@@ -110,10 +110,10 @@ def broadcast(
             ranks raise.
     """
     from mx.api.bucketing import Mover  # imports torch
-    from mx.api.process_group import Group
+    from mx.api.process_group import ProcessGroup
 
     began_s = time.monotonic()
-    ranks = Group(group, src)
+    ranks = ProcessGroup(group, src)
     with ExitStack() as ends:
         side, error = _attempt(partial(_prepared, ranks, tensors, ends))
         given = side if isinstance(side, _Given) else None
@@ -155,14 +155,14 @@ class _Given:
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Return what `work` returns, or the error that it raises, for `Group.agree`."""
+    """Return what `work` returns, or the error that it raises, for `ProcessGroup.agree`."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - all ranks raise it
         return None, error
 
 
-def _prepared(ranks: Group, tensors: Any, ends: ExitStack) -> _Given | Source | InPlace:
+def _prepared(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given | Source | InPlace:
     """Return what this rank gives, or where it takes the weights.
 
     Raises:
@@ -185,7 +185,7 @@ def _prepared(ranks: Group, tensors: Any, ends: ExitStack) -> _Given | Source | 
     return fills
 
 
-def _given(ranks: Group, tensors: Any, ends: ExitStack) -> _Given:
+def _given(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given:
     if isinstance(tensors, Source):
         lending = tensors.lending()
         held = lending.held
@@ -217,7 +217,7 @@ def _facts(src: object, given: _Given | None) -> list[int]:
     return [PROTOCOL, src if isinstance(src, int) else -1, *sizes]
 
 
-def _sizes(ranks: Group, facts: Sequence[Sequence[int]]) -> list[int]:
+def _sizes(ranks: ProcessGroup, facts: Sequence[Sequence[int]]) -> list[int]:
     """Return the layout version, and the sizes of the identity, the layout and the pages, from what
     all ranks have told. All ranks raise the same error, if any."""
     versions, srcs = (

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mx.api.process_group import Group, Step, settle
-from mx.core.buckets import BUCKET_BYTES, Bucket, Part, cut_buckets
+from mx.api.process_group import CollectiveStep, ProcessGroup, settle
+from mx.core.buckets import BUCKET_BYTES, Bucket, BucketPart, cut_buckets
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES, block_count
 from mx.core.types import Layer, Manifest
@@ -54,7 +54,7 @@ class Mover:
 
     def __init__(
         self,
-        ranks: Group,
+        ranks: ProcessGroup,
         manifest: Manifest,
         pages: Sequence[bytes],
         memory: Memory,
@@ -94,7 +94,7 @@ class Mover:
         kind = {1: "cpu", 2: "cuda"}.get(set(kinds).pop() if len(set(kinds)) == 1 else 0, "cpu")
         supported = self._ranks.kinds
         wire = self._ranks.device(kind if kind in supported else min(supported))
-        under_way: deque[tuple[Step, Bucket, list[Span], torch.Tensor | None]] = deque()
+        under_way: deque[tuple[CollectiveStep, Bucket, list[Span], torch.Tensor | None]] = deque()
         try:
             with Threads(_HASHING_THREADS, "mx-hash") as threads:
                 for bucket in cut_buckets(self.manifest.layout):
@@ -122,7 +122,7 @@ class Mover:
 
     def _start(
         self, bucket: Bucket, wire: torch.device
-    ) -> tuple[Step, Bucket, list[Span], torch.Tensor | None]:
+    ) -> tuple[CollectiveStep, Bucket, list[Span], torch.Tensor | None]:
         places = [(part.arena_offset, part.nbytes) for part in bucket.parts]
         spans = list(map(contiguous, cut(self._view, places)))
         if len(spans) == 1:
@@ -142,7 +142,7 @@ class Mover:
 
     def _finish(
         self,
-        step: Step,
+        step: CollectiveStep,
         bucket: Bucket,
         spans: list[Span],
         staged: torch.Tensor | None,
@@ -175,7 +175,7 @@ class Mover:
             self._ordinals[span.device] = find_ordinal(load(), span.device)
         return torch.as_tensor(_DeviceBytes(span), device=f"cuda:{self._ordinals[span.device]}")
 
-    def _check(self, parts: Sequence[Part], spans: Sequence[Span], threads: Threads) -> None:
+    def _check(self, parts: Sequence[BucketPart], spans: Sequence[Span], threads: Threads) -> None:
         """Compare what has landed with the identity. Raises DigestError."""
         checked = [
             (part, span)

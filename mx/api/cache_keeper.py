@@ -36,7 +36,7 @@ from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.target.resolver import describe
 from mx.wire.address import each_address, is_local, split_address
-from mx.wire.cache import CachedModel, CacheStatus, HeldAt, Wanted
+from mx.wire.cache import CachedModel, CacheStatus, HeldAt, WantedModel
 from mx.wire.locate import Locator
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Id:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptModel:
     """A model in memory. `inode` is the number of its memory file, `let_go` ends what gives it huge
     pages."""
 
@@ -78,7 +78,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _WantedPull:
     """A model that is to be held: its identity here, and the options to pull it with."""
 
     id: Id
@@ -101,7 +101,7 @@ class Keeper:
         self._settings = settings
         self._coordinator = coordinator
         self._table: CacheTable[Id] = CacheTable(budget_bytes)
-        self._kept: dict[Id, _Kept] = {}
+        self._kept: dict[Id, _KeptModel] = {}
         self._arriving: dict[Id, asyncio.Task[HeldAt]] = {}
         self._pulls: dict[Id, Pull] = {}
         self._slots = asyncio.Semaphore(MOST_PULLS)
@@ -111,7 +111,7 @@ class Keeper:
 
     # -- holding ----------------------------------------------------------------------------------
 
-    async def hold(self, wanted: Wanted, progress: list[tuple[int, int]]) -> HeldAt:
+    async def hold(self, wanted: WantedModel, progress: list[tuple[int, int]]) -> HeldAt:
         """See `mx.wire.cache.CacheServicer`."""
         if wanted.only_if_held:
             return self._offered(wanted)
@@ -144,7 +144,7 @@ class Keeper:
         if not task.cancelled() and (error := task.exception()) is not None:
             event(log, "cache.refused", model=str(model.model), reason=str(error))
 
-    def _offered(self, wanted: Wanted) -> HeldAt:
+    def _offered(self, wanted: WantedModel) -> HeldAt:
         name = wanted.name.partition("@")[0]
         for each, kept in self._kept.items():
             key = each.model
@@ -157,7 +157,7 @@ class Keeper:
                 return kept.held
         raise UnknownModelError(f"no process has lent {wanted.name}[{wanted.variant}]")
 
-    async def _find(self, wanted: Wanted) -> _Found:
+    async def _find(self, wanted: WantedModel) -> _WantedPull:
         offered = bool(wanted.offered_at)
         if offered and not is_local(wanted.offered_at):
             raise ConfigError(f"{wanted.offered_at} is not on this host")
@@ -185,9 +185,9 @@ class Keeper:
             variant=key.variant,
         )
         model = Id(key, ref.pin, offered)
-        return _Found(model, options, ref, manifest.layout, located.sources)
+        return _WantedPull(model, options, ref, manifest.layout, located.sources)
 
-    def _check_needed(self, found: _Found) -> None:
+    def _check_needed(self, found: _WantedPull) -> None:
         """Raise LocalError if a pull can attach to another process of this host anyway."""
         if found.id.offered:
             return
@@ -199,7 +199,7 @@ class Keeper:
             if path.attach:
                 raise LocalError(f"{path.source.endpoint} on this host holds it, and is attached")
 
-    async def _arrive(self, found: _Found) -> HeldAt:
+    async def _arrive(self, found: _WantedPull) -> HeldAt:
         async with self._slots:
             nbytes = found.layout.arena_nbytes
             in_use = await self._in_use()
@@ -222,7 +222,7 @@ class Keeper:
             event(log, "cache.holds", model=str(found.id.model), nbytes=nbytes)
             return kept.held
 
-    def _pulled(self, found: _Found, nbytes: int) -> _Kept:
+    def _pulled(self, found: _WantedPull, nbytes: int) -> _KeptModel:
         """Pull a model, and serve it. Blocks."""
         pull = begin(found.options, self._settings, time.monotonic())
         self._pulls[found.id] = pull
@@ -233,9 +233,9 @@ class Keeper:
             held = HeldAt(pull.model, found.ref, source.endpoint)
             memfd = source.memfd
             if memfd is None:
-                return _Kept(pull, source, held, nbytes, 0, lambda: None)
+                return _KeptModel(pull, source, held, nbytes, 0, lambda: None)
             let_go = self._collapser.add(memfd, nbytes)
-            return _Kept(pull, source, held, nbytes, os.fstat(memfd).st_ino, let_go)
+            return _KeptModel(pull, source, held, nbytes, os.fstat(memfd).st_ino, let_go)
         except BaseException:
             pull.close()
             raise
@@ -256,7 +256,7 @@ class Keeper:
             if kept.inode in mapped or kept.source.stats().readers
         }
 
-    async def _evict(self, model: Id, kept: _Kept) -> None:
+    async def _evict(self, model: Id, kept: _KeptModel) -> None:
         self._evictions += 1
         event(log, "cache.evicts", model=str(model.model), nbytes=kept.nbytes)
         with contextlib.suppress(MxError):

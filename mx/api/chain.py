@@ -11,7 +11,7 @@ from mx.core.packaging import bad_path
 from mx.core.reference import ModelReference
 from mx.core.revisions import MAIN
 from mx.errors import ConfigError
-from mx.storage.stores import DISK, HUB, OBJECTS, DiskStore, Store
+from mx.storage.stores import DISK, HUB, OBJECTS, CheckpointStore, DiskStore
 from mx.target.report import SKIPPED, StepReport
 
 #: What `source` may be.
@@ -21,7 +21,7 @@ PEERS, AUTO = "peers", "auto"
 class ChainOptions(TypedDict):
     """The fields of `PullOptions` that describe the chain."""
 
-    stores: tuple[Store, ...]
+    stores: tuple[CheckpointStore, ...]
     bound: bool
     skipped: tuple[StepReport, ...]
     store_timeout_s: float
@@ -48,7 +48,7 @@ def chain_of(
     if source not in (PEERS, AUTO):
         raise ConfigError(f"`source={source}` is not understood", hint="it is peers or auto")
     named = path if path is not None else fallback
-    stores: list[Store] = [] if named is None else [DiskStore(Path(named))]
+    stores: list[CheckpointStore] = [] if named is None else [DiskStore(Path(named))]
     skipped: list[StepReport] = []
     if source == AUTO:
         if path is not None:
@@ -73,7 +73,7 @@ def chain_of(
     )
 
 
-def _disk(settings: config.Settings, model: ModelReference) -> Store | str:
+def _disk(settings: config.Settings, model: ModelReference) -> CheckpointStore | str:
     """Return the step, or why there is none."""
     if not settings.checkpoint_root:
         return "no `checkpoint_root` is set"
@@ -96,7 +96,7 @@ def _of_any_revision(setting: str, instead: str, model: ModelReference) -> str:
     )
 
 
-def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
+def _hub(settings: config.Settings, model: ModelReference) -> CheckpointStore | str:
     named = settings.hub_id or (model.name if "/" in model.name else "")
     if not named:
         return f"no `hub_id` is set, and {model.name} is not of the form ORGANISATION/MODEL"
@@ -110,7 +110,7 @@ def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
     return HubStore(repository, revision or model.revision or MAIN)
 
 
-def _objects(settings: config.Settings, model: ModelReference) -> Store | str:
+def _objects(settings: config.Settings, model: ModelReference) -> CheckpointStore | str:
     if not settings.object_url:
         return "no `object_url` is set"
     if "{name}" in settings.object_url and (reason := bad_path(model.name)):

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from mx import runtime
 from mx.errors import ClosedError, ConfigError, MxError
-from mx.source.changes import Change
+from mx.source.changes import MemoryChange
 from mx.source.lending import Lending
 from mx.tasks import Latch
 
@@ -42,7 +42,7 @@ class Changing(contextlib.AbstractContextManager[None]):
         self._loop = loop
         self._find = lending
         self._names, self._grace_s = names, grace_s
-        self._change: Change | None = None
+        self._change: MemoryChange | None = None
 
     def __enter__(self) -> None:
         """Return once no reader trusts what it reads. Raises as `Source.changing`."""
@@ -50,7 +50,7 @@ class Changing(contextlib.AbstractContextManager[None]):
             raise ConfigError("a change is made once", hint="call `changing` again")
         self._loop.require_other_thread()
         lending = self._find()
-        change = Change(self._names, self._grace_s)
+        change = MemoryChange(self._names, self._grace_s)
         change.driver = weakref.ref(self, _dropping(self._loop, change))
         self._change = change
         try:
@@ -84,7 +84,7 @@ class Changing(contextlib.AbstractContextManager[None]):
         elif change.error is not None:
             _raise(change)
 
-    def _give_up(self, change: Change) -> None:
+    def _give_up(self, change: MemoryChange) -> None:
         """End the change from outside, and wait until that is done."""
         with contextlib.suppress(ClosedError):
             self._tell(change.interrupt)
@@ -103,7 +103,7 @@ class Changing(contextlib.AbstractContextManager[None]):
                 raise ClosedError("the source was closed")
 
 
-def _raise(change: Change) -> None:
+def _raise(change: MemoryChange) -> None:
     error: MxError | None = change.error
     change.error = None
     assert error is not None
@@ -113,7 +113,7 @@ def _raise(change: Change) -> None:
         del error  # its traceback refers to this frame
 
 
-def _dropping(loop: runtime.LoopThread, change: Change) -> Callable[[object], None]:
+def _dropping(loop: runtime.LoopThread, change: MemoryChange) -> Callable[[object], None]:
     """Return the callback for when the thread's side was dropped; it is called on any thread."""
     told = weakref.ref(change)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mx.target.options import PullOptions
 
 
-class Described:
+class DescribedPull:
     """A pull that waits for its manifest and gets its side files: a part of `Pull`."""
 
     _filled: FilledMemory

@@ -16,7 +16,7 @@ from mx.core.layout_rules import oldest
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
-from mx.wire.cache import CacheClient, HeldAt, Wanted
+from mx.wire.cache import CacheClient, HeldAt, WantedModel
 from mx.wire.private import socket_in_use
 
 #: Those that carry lent memory within a host.
@@ -59,7 +59,7 @@ def offer(
             try:
                 loop.run(serve_here(server, held, None))
                 # By its pin: no other process can answer there in this one's place.
-                wanted = Wanted(
+                wanted = WantedModel(
                     f"{model.name}@{held.manifest.ref.pin.hex()}",
                     model.revision,
                     model.variant,
@@ -90,7 +90,7 @@ def ask_offered(
             return None
         loop = runtime.acquire()
         try:
-            wanted = Wanted(made_from.name, made_from.revision, str(key), only_if_held=True)
+            wanted = WantedModel(made_from.name, made_from.revision, str(key), only_if_held=True)
             return loop.run(_ask(socket, wanted, settings.connect_timeout_s))
         finally:
             runtime.release(loop)
@@ -115,7 +115,7 @@ def pull_offered(held: HeldAt, settings: config.Settings) -> Pull:
     )
 
 
-async def _ask(socket: str, wanted: Wanted, timeout_s: float) -> HeldAt | None:
+async def _ask(socket: str, wanted: WantedModel, timeout_s: float) -> HeldAt | None:
     client = CacheClient(socket, timeout_s=timeout_s)
     try:
         answer = await client.hold(wanted)

@@ -59,7 +59,7 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-class Step:
+class CollectiveStep:
     """A collective that is under way. `wait` returns once it has ended, `then` says so."""
 
     def __init__(self, work: Any, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Step:
         settle(self._device)
 
 
-class Group:
+class ProcessGroup:
     """The group, and this process's place in it. Ranks are those of the default group.
 
     All ranks call the same methods in the same order. Whatever a rank finds wrong in between it
@@ -126,7 +126,7 @@ class Group:
             )
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.rank: int = dist.get_rank()
-        self._steps: list[Step] = []  # that may still be under way
+        self._steps: list[CollectiveStep] = []  # that may still be under way
         self.src = src
         kinds = {each.partition(":")[0] for each in dist.get_backend_config(group).split(",")}
         #: What its back-ends move: "cpu", "cuda", or both.
@@ -137,12 +137,12 @@ class Group:
         """Return this process's device of a kind."""
         return torch.device("cpu" if kind == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
-    def start(self, tensor: torch.Tensor) -> Step:
+    def start(self, tensor: torch.Tensor) -> CollectiveStep:
         """Begin to broadcast a tensor of bytes from `src`, whose memory is used until the step has
         ended. Raises PeerLostError, PeerTimeoutError."""
         with broken():
             work = dist.broadcast(tensor, src=self.src, group=self._group, async_op=True)
-        step = Step(work, tensor.device)
+        step = CollectiveStep(work, tensor.device)
         self._steps = [each for each in self._steps if not each.ended] + [step]
         return step
 
@@ -230,5 +230,5 @@ class Group:
         every = [torch.empty_like(mine) for _ in self.ranks]
         with broken():
             work = dist.all_gather(every, mine, group=self._group, async_op=True)
-        Step(work, self._control).wait()
+        CollectiveStep(work, self._control).wait()
         return [each.cpu() for each in every]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mx import config, discovery
 from mx.api.common import check_type, tls_of, transports
 from mx.core.allowed import AllowedHosts
-from mx.core.estimates import Estimate, Load, Size, estimate
+from mx.core.estimates import Estimate, Size, SourceLoad, estimate
 from mx.core.locality import with_verified_place
 from mx.core.planner import plan
 from mx.core.pull_status import PullStatus
@@ -23,7 +23,7 @@ from mx.target.resolver import describe
 from mx.transport import Path, Unavailable
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
-from mx.wire.locate import Locator, Where
+from mx.wire.locate import LocateRequest, Locator
 from mx.wire.place import place_from_json
 
 
@@ -88,7 +88,7 @@ async def _facts(
     wanted: ModelReference,
     allow: AllowedHosts | None,
 ) -> _Facts:
-    where = Where(
+    where = LocateRequest(
         wanted.pinned_name,
         wanted.revision,
         wanted.variant,
@@ -162,7 +162,7 @@ def _estimate(facts: _Facts, at: _At, *, trusted: bool, attach: bool) -> Estimat
     found = plan(place, sources, sorted(known), reach, attach=attach)
     chosen = {path.source.source_id for path in found.chosen}
     loads = {
-        status.record.source_id: Load(status.readers, status.gb_per_s)
+        status.record.source_id: SourceLoad(status.readers, status.gb_per_s)
         for status in facts.statuses
         if status.record.source_id in chosen
     }

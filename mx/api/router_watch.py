@@ -65,7 +65,7 @@ class Watch(Closable):
             on_close: Called when the watch is closed.
         """
         self._on_close = on_close
-        self._stream = _Stream(client, wanted, allow)
+        self._stream = _FollowedModel(client, wanted, allow)
         super().__init__(loop)
 
     # -- for the consumer -----------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Watch(Closable):
         return [self._awaiting(self._stream.stop), lambda: self._on_close(self)]
 
 
-class _Stream:
+class _FollowedModel:
     """What a watch follows, and what has come. Its task keeps this, but not the watch."""
 
     def __init__(

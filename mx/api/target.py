@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import checked_port, known_host, transports
-from mx.api.described import Described
+from mx.api.described import DescribedPull
 from mx.api.filled import FilledMemory
 from mx.api.giving import Giving
 from mx.core.progress import Progress, summary
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mx.target.report import LayerEvent, PathReport, PullReport
 
 
-class Pull(Described, Closable):
+class Pull(DescribedPull, Closable):
     """A running pull. Iterate `layers()`, or `wait()`; then call `state_dict()`.
 
     A context manager, blocking or async, that closes the pull at its end. `await pull` waits as

@@ -324,7 +324,7 @@ def _relocated(path: str, data: memoryview, root: Path) -> bytes:
         if data.nbytes > _MAX_GROUP_BYTES:
             raise ValueError("it is too large")
         text = bytes(data)
-        check_json(text, most_bytes=_MAX_GROUP_BYTES * 64)
+        check_json(text, most_nbytes=_MAX_GROUP_BYTES * 64)
         names = json.loads(text)["child_paths"]
         if not isinstance(names, dict) or not all(map(_PART.fullmatch, names)):
             raise ValueError("it names no files")

@@ -25,7 +25,7 @@ from mx.api.serving import serve as serve_checkpoint
 from mx.api.source import Source
 from mx.api.target import Pull
 from mx.artifacts.document import KINDS
-from mx.artifacts.package import DOCUMENT, Package
+from mx.artifacts.package import DOCUMENT, ArtifactPackage
 from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference, with_pin
@@ -40,13 +40,13 @@ _DOCUMENT_S = 30.0
 _SIGNER_CHARS = 16
 
 
-class _Where(TypedDict):
+class _CoordinatorSettings(TypedDict):
     coordinator: str | None
     settings: config.Settings | None
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedSet:
     """A set as a coordinator lists it. All of it is hearsay: `fetch_document` has what is signed.
 
     `name` names these bytes, also where others were registered under the set's name first.
@@ -85,7 +85,7 @@ def serve(
         ArtifactError: It is no set, or not what its document says.
         MxError: As `mx.serve`.
     """
-    with Package(Path(path)) as package:
+    with ArtifactPackage(Path(path)) as package:
         package.verify()
         signed = package.signed
     return serve_checkpoint(
@@ -105,7 +105,7 @@ def find(
     *,
     coordinator: str | None = None,
     settings: config.Settings | None = None,
-) -> list[Listed]:
+) -> list[ListedSet]:
     """Return the sets that a coordinator lists, with sources: those with the most come first.
 
     Args:
@@ -131,12 +131,12 @@ def find(
             continue
         kind, signer = fields.get("kind", ""), fields.get("signer", "")
         if kind in KINDS:
-            found.append(Listed(name, *named, kind, signer, status.nbytes, status.sources))
+            found.append(ListedSet(name, *named, kind, signer, status.nbytes, status.sources))
     return sorted(found, key=lambda each: (-each.sources, each.name))
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedDocument:
     """A set's signed document, and the name with which its sources have its bytes."""
 
     signed: Signed
@@ -144,12 +144,12 @@ class Fetched:
 
 
 def fetch_document(
-    listed: Listed,
+    listed: ListedSet,
     *,
     trust: Trust | None = None,
     coordinator: str | None = None,
     settings: config.Settings | None = None,
-) -> Fetched:
+) -> FetchedDocument:
     """Return a listed set's document, with a right signature.
 
     Args:
@@ -163,7 +163,7 @@ def fetch_document(
         SignerError: Its signer may not give any.
         MxError: As `mx.pull`.
     """
-    where: _Where = {"coordinator": coordinator, "settings": settings}
+    where: _CoordinatorSettings = {"coordinator": coordinator, "settings": settings}
     planned = plan(listed.name, only=[DOCUMENT], **where)
     _require(planned.nbytes <= MAX_SIGNED_BYTES, listed.name)
     whole = plan(listed.name, **where)
@@ -181,17 +181,17 @@ def fetch_document(
     _require(signed.set_id == listed.set_id, listed.name)
     _require(signed.document.model == listed.model, listed.name)
     _require(whole.nbytes == len(signed.data) + signed.document.nbytes, listed.name)
-    return Fetched(signed, listed.name)
+    return FetchedDocument(signed, listed.name)
 
 
 @contextlib.contextmanager
 def fetched(
-    found: Fetched,
+    found: FetchedDocument,
     staging: Path,
     *,
     coordinator: str | None = None,
     settings: config.Settings | None = None,
-) -> Iterator[Package]:
+) -> Iterator[ArtifactPackage]:
     """Fetch a set from all of its sources, and yield it. It goes on where an earlier run was cut
     off.
 
@@ -212,7 +212,7 @@ def fetched(
             pulled.wait()
         files = sorted(staging.glob("*.safetensors"))
         _require(len(files) == 1, found.name)
-        with Package(files[0]) as package:
+        with ArtifactPackage(files[0]) as package:
             _require(package.signed.data == found.signed.data, found.name)
             yield package
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mx import config
 from mx.artifacts import environment
-from mx.artifacts.carry import Fetched, Listed, fetch_document, find
+from mx.artifacts.carry import FetchedDocument, ListedSet, fetch_document, find
 from mx.artifacts.trust import Trust
 from mx.core.reference import parse_reference
 from mx.errors import ArtifactError, ConfigError, MxError
@@ -23,10 +23,10 @@ _MOST_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenSet:
     """A set that may be used here. `signer` is its signer's name in the trust file."""
 
-    found: Fetched
+    found: FetchedDocument
     signer: str
 
 
@@ -71,7 +71,7 @@ class Search:
         self._kind, self._pin, self._fields = kind, pin, dict(fields or {})
         self._trust = Trust.load(Path(trust))
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ChosenSet]:
         """Return what may be used, the newest first. Whatever is wrong with others is no error.
 
         Raises:
@@ -90,7 +90,7 @@ class Search:
         """Note why a set is not used."""
         self.reasons.append(f"the set {set_id[:8]} is not used: {why}")
 
-    def _fitting(self) -> Iterator[Choice]:
+    def _fitting(self) -> Iterator[ChosenSet]:
         until_s = time.monotonic() + _SEARCH_S
         for listed in self._listed():
             if time.monotonic() >= until_s:
@@ -101,7 +101,7 @@ class Search:
             except (MxError, OSError) as error:  # OSError: an engine's files can't be read
                 self.refuse(listed.set_id, getattr(error, "message", str(error)))
 
-    def _listed(self) -> list[Listed]:
+    def _listed(self) -> list[ListedSet]:
         found = find(self.model, coordinator=self.coordinator, settings=self.settings)
         found = [each for each in found if each.kind == self._kind]
         if not found:
@@ -113,7 +113,7 @@ class Search:
             self.reasons.append(f"{len(found)} sets are listed; {_MOST_DOCUMENTS} were looked at")
         return found[:_MOST_DOCUMENTS]
 
-    def _checked(self, listed: Listed) -> Choice:
+    def _checked(self, listed: ListedSet) -> ChosenSet:
         found = fetch_document(
             listed, trust=self._trust, coordinator=self.coordinator, settings=self.settings
         )
@@ -131,4 +131,4 @@ class Search:
                 for each in differ[:_MOST_DIFFERENCES]
             ]
             raise ArtifactError(f"its environment differs: {'; '.join(shown)}")
-        return Choice(found, signer)
+        return ChosenSet(found, signer)

@@ -33,7 +33,7 @@ PART_BYTES = 8 * MIB
 _BYTES = "U8"
 
 
-class Package:
+class ArtifactPackage:
     """A set's file, open for reading. Its document is checked, its signer is not."""
 
     def __init__(self, path: Path) -> None:

@@ -71,7 +71,7 @@ class Usage:
     text: str
 
 
-class Watch:
+class CacheWatch:
     """Watches one cache's folder from its making on. Make it before the engine compiles."""
 
     def __init__(self, root: Path) -> None:
@@ -200,7 +200,7 @@ def _read_factors(path: Path) -> dict[str, str]:
             data = opened.read(_FACTORS_BYTES + 1)
         if len(data) > _FACTORS_BYTES:
             return {}
-        check_json(data, most_bytes=64 * _FACTORS_BYTES)
+        check_json(data, most_nbytes=64 * _FACTORS_BYTES)
         read = json.loads(data)
     except (OSError, ValueError, RecursionError):
         return {}

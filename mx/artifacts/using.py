@@ -19,11 +19,11 @@ from pathlib import Path
 
 from mx import config
 from mx.artifacts import caches
-from mx.artifacts.carry import Fetched, fetched
+from mx.artifacts.carry import FetchedDocument, fetched
 from mx.artifacts.choosing import Search
 from mx.artifacts.document import COMPILE_CACHE
 from mx.artifacts.private import private_folder
-from mx.artifacts.usage import Usage, Watch
+from mx.artifacts.usage import CacheWatch, Usage
 from mx.errors import ConfigError, MxError, OutputError
 from mx.log import event
 
@@ -111,7 +111,7 @@ def obtain(
     return Obtained(*laid_out, folder, caches.variables(folder), reasons, seconds)
 
 
-def _lay_out(search: Search, found: Fetched, place: Path) -> None:
+def _lay_out(search: Search, found: FetchedDocument, place: Path) -> None:
     folder, document = place / found.signed.set_id, found.signed.document
     if caches.is_whole(folder, document.cache_files, document.digests):
         return
@@ -162,7 +162,7 @@ class Used:
 
     def __init__(self, obtained: Obtained) -> None:
         self.obtained = obtained
-        self._watch = None if obtained.folder is None else Watch(obtained.folder)
+        self._watch = None if obtained.folder is None else CacheWatch(obtained.folder)
 
     def report(self) -> Usage | None:
         """Return whether the engine has used the set so far: "used", "partly" or "unused", with

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from mx.cli import options
-from mx.cli.commands import Command, Group
+from mx.cli.commands import Command, VerbGroup
 
 #: In the order of the help: where each verb, or group of verbs, is.
 VERBS = {
@@ -31,7 +31,7 @@ VERBS = {
 }
 
 
-class Verbs(Group):
+class Verbs(VerbGroup):
     """The verbs, each imported for the command that names it; the help imports all."""
 
     def list_commands(self, ctx: Any) -> list[str]:

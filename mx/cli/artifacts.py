@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
-from mx.cli.commands import Command, Group
+from mx.cli.commands import Command, VerbGroup
 from mx.config import Settings
 from mx.errors import ConfigError, LocalError
 from mx.units import count, format_bytes, format_seconds
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="artifacts",
-    cls=Group,
+    cls=VerbGroup,
     no_args_is_help=True,
     help="Compile caches and CUDA graphs, which travel with the weights.",
 )
@@ -241,9 +241,9 @@ def artifacts_inspect(
     - `mx artifacts inspect llama-8b.caches.safetensors --files`
     """
     options.settings_of(context)
-    from mx.artifacts.package import Package
+    from mx.artifacts.package import ArtifactPackage
 
-    with Package(Path(path)) as package:
+    with ArtifactPackage(Path(path)) as package:
         package.verify()
         signed = package.signed
     if as_json:
@@ -286,10 +286,10 @@ def artifacts_check(
     settings = options.settings_of(context)
     trust = required_trust(settings)
     from mx.artifacts import environment
-    from mx.artifacts.package import Package
+    from mx.artifacts.package import ArtifactPackage
     from mx.artifacts.trust import Trust
 
-    with Package(Path(path)) as package:
+    with ArtifactPackage(Path(path)) as package:
         package.verify()
         signed = package.signed
     signer = Trust.load(trust).check(signed, model or signed.document.model, time.time())

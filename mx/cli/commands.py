@@ -41,7 +41,7 @@ class Command(TyperCommand):
         return _adjusted(super().get_params(ctx))
 
 
-class Group(TyperGroup):
+class VerbGroup(TyperGroup):
     """A command that has verbs."""
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -46,7 +46,7 @@ def coordinator(
         notify.ready(f"listening on {address}")
 
     code = daemon.run(
-        daemon.Options(
+        daemon.CoordinatorOptions(
             listen=settings.coordinator_listen,
             tls=options.tls_of(settings),
             insecure=settings.insecure,

@@ -61,7 +61,7 @@ def follow(pull: Pull, sought: str = "", wait_s: float = 0.0) -> PullReport:
         sought: What it waits for a source of, and where.
         wait_s: How long it does.
     """
-    rate = Rate()
+    rate = RecentRate()
 
     def state(progress: Progress, *, counts_down: bool) -> str:
         text = state_of(progress, rate.at(progress, time.monotonic()))
@@ -130,7 +130,7 @@ def _follow_plainly(pull: Pull, state: Callable[[Progress], str]) -> PullReport:
     return _end_of(pull, PLAIN_INTERVAL_S, tell)
 
 
-class Rate:
+class RecentRate:
     """The rate at which a pull's bytes have come in the last seconds of its phase: those that were
     there before, as after a resume, have not come. `phase_s` is how long the phase lasts by now."""
 

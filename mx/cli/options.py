@@ -162,7 +162,7 @@ def _is_common(parameter: inspect.Parameter) -> bool:
     return any(option.rich_help_panel == _COMMON for option in found)
 
 
-def _option(about: config.Description) -> Any:
+def _option(about: config.SettingDescription) -> Any:
     """Return the type of a setting's flag for typer; the setting reads the text itself."""
     kind = bool if about.default is False else str
     return Annotated[
@@ -271,7 +271,7 @@ def slices_of(texts: list[str] | None) -> dict[str, Slice] | None:
     return found
 
 
-class Where(TypedDict, total=False):
+class SourceArguments(TypedDict, total=False):
     """The arguments of `pull` that say where to pull from."""
 
     source: str
@@ -280,7 +280,7 @@ class Where(TypedDict, total=False):
     fallback: str
 
 
-def where_from(text: str) -> Where:
+def where_from(text: str) -> SourceArguments:
     """Return what `--from` says, as the arguments of `pull`. Raises ConfigError."""
     if text == "peer":
         return {}

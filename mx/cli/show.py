@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mx import config
 from mx.cli import options, outcome
-from mx.cli.commands import Command, Group
+from mx.cli.commands import Command, VerbGroup
 from mx.cli.printing import Column, table_of
 from mx.cli.words import in_flags
 from mx.config_values import without_password
@@ -18,7 +18,7 @@ from mx.config_values import without_password
 _MOST_COLUMNS = 120
 
 app = typer.Typer(
-    name="config", cls=Group, help="Settings and where they come from.", no_args_is_help=True
+    name="config", cls=VerbGroup, help="Settings and where they come from.", no_args_is_help=True
 )
 
 

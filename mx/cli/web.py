@@ -47,7 +47,7 @@ def web(context: typer.Context, *, as_json: bool) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await server.serve(
-            server.Options(
+            server.WebOptions(
                 listen=settings.web_listen,
                 coordinator=settings.coordinator,
                 tls=options.tls_of(settings),

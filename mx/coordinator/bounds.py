@@ -13,7 +13,7 @@ from mx.errors import CapacityError
 from mx.wire.principals import payer_of
 
 
-class Turns:
+class PrincipalLocks:
     """A lock for each principal: what takes long is done once at a time for each of them, so that
     the many calls of one don't come before the one call of another."""
 

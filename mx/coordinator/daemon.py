@@ -22,7 +22,7 @@ from mx import keyfile
 from mx.coordinator.events import log_changes
 from mx.coordinator.figures import Figures
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import State, open_state
+from mx.coordinator.state import CoordinatorState, open_state
 from mx.errors import ConfigError
 from mx.log import event
 from mx.runtime import uncut
@@ -44,7 +44,7 @@ _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CoordinatorOptions:
     """The options of `mx-coordinator`. `state` is as in `open_state`; `lease_s` is in seconds."""
 
     listen: str = DEFAULT_ADDRESS
@@ -120,7 +120,7 @@ class Coordinator:
         self,
         *,
         lease_s: float = 5.0,
-        state: str | State = "memory",
+        state: str | CoordinatorState = "memory",
         receipt_key: bytes | None = None,
         access: Access | None = None,
     ) -> None:
@@ -237,7 +237,7 @@ def _print_address(address: str) -> None:
 
 
 async def _serve(
-    options: Options,
+    options: CoordinatorOptions,
     on_listening: Callable[[str], None],
     beside: Beside,
     on_stopping: Callable[[], None],
@@ -263,7 +263,7 @@ async def _serve(
 
 
 def run(
-    options: Options,
+    options: CoordinatorOptions,
     on_listening: Callable[[str], None] = _print_address,
     beside: Beside = contextlib.nullcontext,
     on_stopping: Callable[[], None] = lambda: None,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
-from mx.coordinator.bounds import Turns
+from mx.coordinator.bounds import PrincipalLocks
 from mx.core import manifest
 from mx.core.types import ManifestRef
 from mx.errors import ManifestError
@@ -34,7 +34,7 @@ class Decoded:
     def __init__(self) -> None:
         self._known: OrderedDict[ManifestRef, None] = OrderedDict()
         self._decoding = asyncio.Semaphore(_CHILDREN)
-        self._turns = Turns()
+        self._turns = PrincipalLocks()
 
     async def check(self, ref: ManifestRef, documents: Mapping[bytes, bytes], address: str) -> None:
         """Decode a manifest, unless that has been done lately.

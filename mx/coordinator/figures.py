@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 from mx.core.changes import ChangeKind, Tail
 
 
@@ -15,7 +15,7 @@ class Figures:
     `came` counts the sources that were listed, or came back, `gone` those that left, by reason.
     """
 
-    def __init__(self, state: State, servicer: CoordinatorServicer) -> None:
+    def __init__(self, state: CoordinatorState, servicer: CoordinatorServicer) -> None:
         """
         Args:
             state: The coordinator's.

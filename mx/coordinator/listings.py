@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mx import codec
-from mx.coordinator.bounds import Turns
+from mx.coordinator.bounds import PrincipalLocks
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 from mx.core.answers import Listed
 from mx.core.registry import Registry
 from mx.errors import UnknownSourceError
@@ -24,7 +24,7 @@ class ListingServicer(PullsServicer):
     """The calls ListModels, ListBundles and ListSources, and those of pulls. What a caller may not
     see is left out."""
 
-    def __init__(self, state: State, access: Access) -> None:
+    def __init__(self, state: CoordinatorState, access: Access) -> None:
         """
         Args:
             state: The state.
@@ -34,7 +34,7 @@ class ListingServicer(PullsServicer):
         self._state = state
         state.store.share_pulls(self._board, self._pulls_have_changed)
         self._messages = SourceMessages()
-        self._turns = Turns()
+        self._turns = PrincipalLocks()
 
     async def _registered_from(self, source_id: str) -> str | None:
         try:

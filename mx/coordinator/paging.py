@@ -13,13 +13,14 @@ ANSWER_BYTES = 2 << 20
 LIST_BYTES = 128 << 10
 
 
-def pages_of(messages: Iterable[Any], page_bytes: int = ANSWER_BYTES) -> Iterator[list[Any]]:
-    """Yield the messages in pages of about `page_bytes`; at least one page, for an empty answer."""
+def pages_of(messages: Iterable[Any], page_nbytes: int = ANSWER_BYTES) -> Iterator[list[Any]]:
+    """Yield the messages in pages of about `page_nbytes`; at least one page, for an empty
+    answer."""
     page: list[Any] = []
     nbytes = 0
     for message in messages:
         size = message.ByteSize()
-        if page and nbytes + size > page_bytes:
+        if page and nbytes + size > page_nbytes:
             yield page
             page, nbytes = [], 0
         page.append(message)

@@ -20,7 +20,7 @@ from mx.coordinator.marks import Marks
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.proofs import Proofs
 from mx.coordinator.reached import warn_of_unreached
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
@@ -28,7 +28,7 @@ from mx.core.answers import Listed, in_order, in_turn
 from mx.core.changes import ChangeKind, Tail
 from mx.core.policy import Right
 from mx.core.registration import Registration
-from mx.core.registry import Registered, Registry
+from mx.core.registry import RegisteredSource, Registry
 from mx.core.types import SourceRecord, SourceRole
 from mx.core.versions import HINT, Versions, own
 from mx.errors import (
@@ -66,7 +66,11 @@ class CoordinatorServicer(ListingServicer):
     """The Coordinator service, for `mx.wire.server.listen`."""
 
     def __init__(
-        self, state: State, *, receipt_key: bytes | None = None, access: Access | None = None
+        self,
+        state: CoordinatorState,
+        *,
+        receipt_key: bytes | None = None,
+        access: Access | None = None,
     ) -> None:
         """
         Args:
@@ -210,7 +214,7 @@ class CoordinatorServicer(ListingServicer):
         first: pb.RegisterRequest,
         requests: AsyncIterator[Any],
         caller: Caller,
-    ) -> Registered:
+    ) -> RegisteredSource:
         record, address = registration.record, caller.name
         known = self._access.seeing(caller, _HAS)
         async with Upload(self._state, record, address, known) as upload:

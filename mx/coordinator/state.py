@@ -15,7 +15,7 @@ from mx.core.documents import Documents
 from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
-from mx.core.registry import Limits, Registered, Registry
+from mx.core.registry import Limits, RegisteredSource, Registry
 from mx.core.store import Store
 from mx.core.types import SourceRecord
 from mx.errors import ConfigError, MxError, PeerProtocolError
@@ -34,7 +34,7 @@ _TICK_S = 1.0
 Listener = Callable[[Tail], None]
 
 
-class State:
+class CoordinatorState:
     """The state of one coordinator. All methods run on one event loop."""
 
     def __init__(
@@ -44,7 +44,7 @@ class State:
         lease_s: float = 5.0,
         grace_s: float = 60.0,
         limits: Limits | None = None,
-        document_limit_bytes: int = 512 * MIB,
+        document_limit_nbytes: int = 512 * MIB,
     ) -> None:
         """
         Args:
@@ -52,7 +52,7 @@ class State:
             lease_s: How long a source stays listed after a heartbeat.
             grace_s: How long bindings and documents outlive their last source.
             limits: The most models and sources.
-            document_limit_bytes: The most bytes of documents.
+            document_limit_nbytes: The most bytes of documents.
         """
         self._store = store or MemoryStore(time.monotonic)
         self.lease_s = lease_s
@@ -64,7 +64,9 @@ class State:
             binding_grace_s=grace_s,
             limits=limits,
         )
-        self._documents = Documents(self._store, limit_bytes=document_limit_bytes, grace_s=grace_s)
+        self._documents = Documents(
+            self._store, limit_nbytes=document_limit_nbytes, grace_s=grace_s
+        )
         self._listeners: list[Listener] = []
         #: By source, the address that pays for its documents: the one that it first came from.
         self._payers: dict[str, str] = {}
@@ -171,7 +173,7 @@ class State:
     @property
     def document_bytes(self) -> int:
         """The bytes of the documents that are held, and of those that are being uploaded."""
-        return self._documents.used_bytes
+        return self._documents.used_nbytes
 
     async def reserve(self, nbytes: int, address: str = "") -> None:
         """Reserve space for documents that are being uploaded from an address.
@@ -192,7 +194,7 @@ class State:
         *,
         receipt: Receipt | None = None,
         address: str = "",
-    ) -> Registered:
+    ) -> RegisteredSource:
         """List a source, as `Registry.register`, and store the documents of its manifest, which
         the caller has decoded.
 
@@ -290,8 +292,8 @@ def not_sent(digest: bytes) -> PeerProtocolError:
     )
 
 
-def open_state(spec: str, *, lease_s: float = 5.0) -> State:
-    """Return the state that `state` names. It begins with `State.open`.
+def open_state(spec: str, *, lease_s: float = 5.0) -> CoordinatorState:
+    """Return the state that `state` names. It begins with `CoordinatorState.open`.
 
     Args:
         spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
@@ -316,4 +318,4 @@ def open_state(spec: str, *, lease_s: float = 5.0) -> State:
             f"`state={kind}` is not a kind of state",
             hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
         )
-    return State(store, lease_s=lease_s)
+    return CoordinatorState(store, lease_s=lease_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mx.coordinator.decoding import Decoded
-from mx.coordinator.state import State, not_sent
+from mx.coordinator.state import CoordinatorState, not_sent
 from mx.core.types import SourceRecord
 from mx.errors import ManifestError
 from mx.runtime import in_thread
@@ -19,7 +19,7 @@ class Upload:
 
     def __init__(
         self,
-        state: State,
+        state: CoordinatorState,
         record: SourceRecord,
         address: str,
         known: Callable[[str], bool] | None = None,

@@ -24,7 +24,7 @@ _NOWHERE = Place()
 
 
 @dataclass(slots=True)
-class _Entry:
+class _LastChange:
     """One source's last change.
 
     `seq` is the number of that change over all sources; `changed_seq` is that of the last one that
@@ -47,7 +47,7 @@ class WatchLog:
         #: Changes up to this number may be missing: those of sources that are gone.
         self.forgotten = 0
         self._max_gone = max_gone
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _LastChange] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._seqs: list[int] = []
         self._ids: list[str] = []
@@ -74,7 +74,7 @@ class WatchLog:
             self.latest += 1
             entry = self._entries.get(source_id)
             if entry is None:
-                entry = self._entries[source_id] = _Entry(change, 0, 0, self._new_slot())
+                entry = self._entries[source_id] = _LastChange(change, 0, 0, self._new_slot())
             before = change.before
             if before is not None and before.model != change.record.model:
                 entry.left = _slim(before)
@@ -96,10 +96,10 @@ class WatchLog:
         if len(self._ids) > 2 * len(self._entries) + 64:
             self._compact()
 
-    def after(self, seq: int, limit: int) -> list[_Entry]:
+    def after(self, seq: int, limit: int) -> list[_LastChange]:
         """Return the sources that have changed after `seq`, the oldest change first, at most
         `limit`."""
-        found: list[_Entry] = []
+        found: list[_LastChange] = []
         for index in range(bisect_right(self._seqs, seq), len(self._seqs)):
             entry = self._entries.get(self._ids[index])
             if entry is not None and entry.seq == self._seqs[index]:
@@ -226,7 +226,7 @@ class Watcher:
         wanted = self.name in ("", model.name) and self._revision in ("", model.revision)
         return wanted and self._sees(model.name)
 
-    def _news(self, entry: _Entry) -> Change | None:
+    def _news(self, entry: _LastChange) -> Change | None:
         change, sent = entry.change, self._is_sent(entry.slot)
         if change.kind is ChangeKind.GONE:
             self._set_sent(entry.slot, False)

@@ -22,7 +22,7 @@ from mx.errors import BindingError
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RegistrationClaim:
     """What a source claims beside its weights. `commitment` is one that it has proved to hold the
     key of, b"" if none. `receipt` is the coordinator's own, and `may_restore` True in the first
     grace, and in that after a doubt. `in_doubt` is True while the state may have lost some."""
@@ -38,7 +38,7 @@ def admit(
     bindings: Bindings,
     key: ModelKey,
     ref: ManifestRef,
-    claim: Claim,
+    claim: RegistrationClaim,
     *,
     address: str = "",
 ) -> Admission:
@@ -87,7 +87,9 @@ def admit(
     return found
 
 
-def _restores_layout(binding: Binding, ref: ManifestRef, found: Admission, claim: Claim) -> bool:
+def _restores_layout(
+    binding: Binding, ref: ManifestRef, found: Admission, claim: RegistrationClaim
+) -> bool:
     """Return True if a source of the coordinator's earlier life is back: one that came before it,
     with another layout of its weights, does not keep it from its name."""
     receipt = found.receipt
@@ -96,7 +98,7 @@ def _restores_layout(binding: Binding, ref: ManifestRef, found: Admission, claim
     return not binding.ref.same_weights(ref) and receipt.issued_s > binding.issued_s
 
 
-def _is_strange(name: BoundName | None, claim: Claim) -> bool:
+def _is_strange(name: BoundName | None, claim: RegistrationClaim) -> bool:
     """Return True if another key than the source's own owns the name: the source may have been
     the honest one before the coordinator restarted, and so it is found by its pin."""
     other = name is not None and not name.owned_by(claim.commitment)
@@ -104,7 +106,7 @@ def _is_strange(name: BoundName | None, claim: Claim) -> bool:
 
 
 def _plain(
-    name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: Claim
+    name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: RegistrationClaim
 ) -> Admission | BindingError:
     """Decide about a source that is no update."""
     binding = None if name is None else name.get(key)
@@ -136,7 +138,7 @@ def _in_doubt(key: ModelKey) -> BindingError:
     )
 
 
-def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) -> bool:
+def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: RegistrationClaim) -> bool:
     """Return True if a receipt counts although its name has an owner: it agrees with what is bound,
     or it is of an earlier life and newer than the receipt of what is bound, in the first grace."""
     binding, stronger = name.get(key), claim.may_restore and not receipt.this_life
@@ -148,7 +150,7 @@ def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) ->
 
 
 def _update(
-    name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: Claim
+    name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: RegistrationClaim
 ) -> Admission | BindingError:
     """Decide about an update."""
     key = ModelKey(key.name, claim.intent.replaces, key.variant)

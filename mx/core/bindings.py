@@ -47,7 +47,7 @@ from mx.core.changes import Answered, Meant
 from mx.core.counts import Quota
 from mx.core.name_state import Kept, NameState
 from mx.core.ownership import Receipt
-from mx.core.store import Kind, Store
+from mx.core.store import CountedKind, Store
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import membership
 
@@ -346,7 +346,7 @@ class Bindings:
             if found.owner:
                 until_s = now + self.grace_s
                 state.kept = Kept(found.owner, found.issued_s, until_s, addresses[0])
-                self._store.count(Kind.KEPT_NAMES, addresses[0], 1)
+                self._store.count(CountedKind.KEPT_NAMES, addresses[0], 1)
         self._settle_contests(state)
         for bundle in entry.bundles:
             self._mean_anew(state, bundle)
@@ -354,7 +354,7 @@ class Bindings:
     def _end_kept(self, state: NameState) -> None:
         """Keep a name no longer for its last owner."""
         if state.kept is not None:
-            self._store.count(Kind.KEPT_NAMES, state.kept.address, -1)
+            self._store.count(CountedKind.KEPT_NAMES, state.kept.address, -1)
             state.kept = None
 
     def _free(self, state: NameState) -> None:
@@ -364,7 +364,7 @@ class Bindings:
     def _keep_few(self) -> None:
         """Free names that are kept, if they are more than models may be: of the address that has
         the most the one that would be free first."""
-        while self._store.counted(Kind.KEPT_NAMES, "")[0] > self.quota.limit:
+        while self._store.counted(CountedKind.KEPT_NAMES, "")[0] > self.quota.limit:
             kept = [(s.name, s.kept) for s in self._store.names() if s.kept is not None]
             counts = Counter(each.address for _, each in kept)
             most = max(counts, key=counts.__getitem__)

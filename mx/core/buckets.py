@@ -19,7 +19,7 @@ BUCKET_BYTES = 8 * MIB
 ALONE_BYTES = MIB
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """Whole blocks of one tensor.
 
     `tensor` is its index in `Layout.tensors`, `arena_offset` the place of the first byte in an
@@ -37,7 +37,7 @@ class Bucket(NamedTuple):
     """Some parts, sent one after the other. Once this one and those before it have landed, the
     first `layers` layers are complete."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BucketPart, ...]
     nbytes: int
     layers: int
 
@@ -51,12 +51,12 @@ def cut_buckets(layout: Layout) -> list[Bucket]:
     Returns:
         The buckets, in the order to send them; none if the tensors have no bytes.
     """
-    found: list[list[Part]] = []
-    small: list[Part] = []
+    found: list[list[BucketPart]] = []
+    small: list[BucketPart] = []
     small_nbytes = since = 0  # `since`: the bytes that were cut since small ones were last sent
     last = [-1] * len(layout.layers)  # the last bucket of each layer
 
-    def close(parts: list[Part]) -> None:
+    def close(parts: list[BucketPart]) -> None:
         for part in parts:
             last[part.layer] = len(found)
         found.append(parts)
@@ -67,7 +67,7 @@ def cut_buckets(layout: Layout) -> list[Bucket]:
             for at in range(0, nbytes, BUCKET_BYTES):
                 size = min(BUCKET_BYTES, nbytes - at)
                 first = block + at // BLOCK_BYTES
-                part = Part(index, layer.index, layer.arena_offset + offset + at, size, first)
+                part = BucketPart(index, layer.index, layer.arena_offset + offset + at, size, first)
                 since += size
                 if size >= ALONE_BYTES:
                     close([part])

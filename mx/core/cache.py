@@ -24,7 +24,7 @@ MOST_MODELS = 1000
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CacheEntry:
     nbytes: int
     held: bool = False
     used_s: float = 0.0
@@ -41,7 +41,7 @@ class CacheTable(Generic[Id]):
         """
         self.budget_bytes = budget_bytes
         self._most_models = most_models
-        self._entries: OrderedDict[Id, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Id, _CacheEntry] = OrderedDict()
         self._lingering: dict[int, int] = {}  # memory: bytes
 
     @property
@@ -119,7 +119,7 @@ class CacheTable(Generic[Id]):
             )
         for each in evicted:
             del self._entries[each]
-        self._entries[model] = _Entry(nbytes)
+        self._entries[model] = _CacheEntry(nbytes)
         return tuple(evicted)
 
     def arrived(self, model: Id, now_s: float = 0.0) -> None:

@@ -34,7 +34,7 @@ from mx.errors import (
 )
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     CANDIDATE = "candidate"
     OPENING = "opening"
     LIVE = "live"
@@ -42,7 +42,7 @@ class State(enum.Enum):
     EXCLUDED = "excluded"
 
 
-class Event(enum.Enum):
+class ConnectionEvent(enum.Enum):
     OPEN = "open"
     OPENED = "opened"
     REST = "rest"
@@ -51,14 +51,14 @@ class Event(enum.Enum):
 
 
 TRANSITIONS = {
-    (State.CANDIDATE, Event.OPEN): State.OPENING,
-    (State.CANDIDATE, Event.REST): State.RESTING,
-    (State.OPENING, Event.OPENED): State.LIVE,
-    (State.OPENING, Event.REST): State.RESTING,
-    (State.LIVE, Event.REST): State.RESTING,
-    (State.RESTING, Event.REST): State.RESTING,
-    (State.RESTING, Event.RETRY): State.CANDIDATE,
-    **{(state, Event.EXCLUDE): State.EXCLUDED for state in State},
+    (ConnectionState.CANDIDATE, ConnectionEvent.OPEN): ConnectionState.OPENING,
+    (ConnectionState.CANDIDATE, ConnectionEvent.REST): ConnectionState.RESTING,
+    (ConnectionState.OPENING, ConnectionEvent.OPENED): ConnectionState.LIVE,
+    (ConnectionState.OPENING, ConnectionEvent.REST): ConnectionState.RESTING,
+    (ConnectionState.LIVE, ConnectionEvent.REST): ConnectionState.RESTING,
+    (ConnectionState.RESTING, ConnectionEvent.REST): ConnectionState.RESTING,
+    (ConnectionState.RESTING, ConnectionEvent.RETRY): ConnectionState.CANDIDATE,
+    **{(state, ConnectionEvent.EXCLUDE): ConnectionState.EXCLUDED for state in ConnectionState},
 }
 
 
@@ -79,11 +79,11 @@ _PATH_ERRORS = (PathError, PeerLostError, PeerProtocolError)
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PathEntry:
     """One path, and the state of the connection over it."""
 
     path: SourcePath
-    state: State = State.CANDIDATE
+    state: ConnectionState = ConnectionState.CANDIDATE
     rest: Rest | None = None
     retry_at_s: float = 0.0
 
@@ -93,12 +93,12 @@ class Entry:
 
     @property
     def in_use(self) -> bool:
-        return self.state in (State.OPENING, State.LIVE)
+        return self.state in (ConnectionState.OPENING, ConnectionState.LIVE)
 
-    def step(self, event: Event) -> None:
+    def step(self, event: ConnectionEvent) -> None:
         """Change the state. Raises KeyError for an event that the state does not allow."""
         self.state = TRANSITIONS[self.state, event]
-        if self.state is not State.RESTING:
+        if self.state is not ConnectionState.RESTING:
             self.rest = None
 
 
@@ -110,7 +110,7 @@ class Connections:
         self.coordinated = False
         self._patience_s = patience_s
         self._waits_until_s: float | None = None
-        self._entries: list[Entry] = []  # best first, as they were found
+        self._entries: list[PathEntry] = []  # best first, as they were found
         self._neighbours: set[str] = set()
         self._excluded: set[str] = set()
         self._changed: set[str] = set()  # of these
@@ -118,7 +118,7 @@ class Connections:
     # -- questions ------------------------------------------------------------------------------
 
     @property
-    def in_use(self) -> list[Entry]:
+    def in_use(self) -> list[PathEntry]:
         return [entry for entry in self._entries if entry.in_use]
 
     @property
@@ -126,8 +126,8 @@ class Connections:
         """Return True if no path is in use, and none could be without a wait."""
         return not any(
             entry.in_use
-            or (entry.state is State.CANDIDATE and self._considered(entry))
-            or (entry.state is State.RESTING and entry.rest is Rest.SLOW)
+            or (entry.state is ConnectionState.CANDIDATE and self._considered(entry))
+            or (entry.state is ConnectionState.RESTING and entry.rest is Rest.SLOW)
             for entry in self._entries
         )
 
@@ -153,7 +153,7 @@ class Connections:
         """Return True for a neighbour to which no path is left, and for any excluded source."""
         if key in self._excluded:
             return True
-        usable = (State.CANDIDATE, State.OPENING, State.LIVE)
+        usable = (ConnectionState.CANDIDATE, ConnectionState.OPENING, ConnectionState.LIVE)
         return key in self._neighbours and not any(
             entry.state in usable for entry in self._entries if entry.key == key
         )
@@ -180,7 +180,7 @@ class Connections:
         """Add the paths to sources that are wanted (`wants`)."""
         new = [path for path in paths if self.wants(path.source.key)]
         self._forget({path.source.key for path in new})
-        self._entries += [Entry(path) for path in new]
+        self._entries += [PathEntry(path) for path in new]
 
     def join(self, key: str, paths: Sequence[SourcePath]) -> None:
         """Read from this neighbour beside all others, over those of its paths that go together."""
@@ -189,9 +189,9 @@ class Connections:
         self._neighbours.add(key)
         if not any(entry.key == key for entry in self.in_use):
             self._forget({key})
-            self._entries += [Entry(path) for path in paths]
+            self._entries += [PathEntry(path) for path in paths]
 
-    def leave(self, key: str) -> list[Entry]:
+    def leave(self, key: str) -> list[PathEntry]:
         """Read no more from this source. Returns its entries that are in use, for the caller to
         close."""
         self._give_up(key)
@@ -210,7 +210,7 @@ class Connections:
     def _give_up(self, key: str) -> None:
         """Let the source's paths that are not in use rest until it is found again."""
         for entry in self._entries:
-            unused = entry.state is State.CANDIDATE or entry.rest is Rest.SLOW
+            unused = entry.state is ConnectionState.CANDIDATE or entry.rest is Rest.SLOW
             if entry.key == key and unused:
                 self._lay_to_rest(entry, Rest.FAILED)
 
@@ -218,22 +218,22 @@ class Connections:
         """Remove these sources' paths that are not in use: newer ones take their place."""
         self._entries = [entry for entry in self._entries if entry.in_use or entry.key not in keys]
 
-    def attachable(self) -> list[Entry]:
+    def attachable(self) -> list[PathEntry]:
         """Return the candidates whose memory may be mapped, the best first."""
-        return [e for e in self._entries if e.path.attach and e.state is State.CANDIDATE]
+        return [e for e in self._entries if e.path.attach and e.state is ConnectionState.CANDIDATE]
 
     # -- what became of an entry ----------------------------------------------------------------
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: PathEntry) -> None:
         """Record that the caller opens the entry, though `assign` did not return it."""
-        entry.step(Event.OPEN)
+        entry.step(ConnectionEvent.OPEN)
 
-    def opened(self, entry: Entry) -> None:
+    def opened(self, entry: PathEntry) -> None:
         """Record that its connection is open."""
-        entry.step(Event.OPENED)
+        entry.step(ConnectionEvent.OPENED)
         self._waits_until_s = None
 
-    def failed(self, entry: Entry, error: MxError | None, now_s: float) -> None:
+    def failed(self, entry: PathEntry, error: MxError | None, now_s: float) -> None:
         """Record that the entry could not be opened; `error` is None if opening was cancelled."""
         if isinstance(error, DigestError | StaleGenerationError) or entry.key in self._excluded:
             self._exclude(entry, error)
@@ -244,7 +244,7 @@ class Connections:
             if isinstance(error, PeerVersionError):  # whatever the path
                 self._give_up(entry.key)
 
-    def lost(self, entry: Entry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
+    def lost(self, entry: PathEntry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
         """Record that the entry's connection was given up. `lease_runs`: its lease still holds, so
         the source did not end it."""
         key = entry.key
@@ -262,22 +262,22 @@ class Connections:
             if whole_source:
                 self._give_up(key)
 
-    def _lay_to_rest(self, entry: Entry, rest: Rest, retry_at_s: float = 0.0) -> None:
-        entry.step(Event.REST)
+    def _lay_to_rest(self, entry: PathEntry, rest: Rest, retry_at_s: float = 0.0) -> None:
+        entry.step(ConnectionEvent.REST)
         entry.rest, entry.retry_at_s = rest, retry_at_s
 
-    def _exclude(self, gone: Entry, error: MxError | None) -> None:
+    def _exclude(self, gone: PathEntry, error: MxError | None) -> None:
         """Exclude the entry, and its source's others; those in use follow when they are lost."""
         if gone.key not in self._excluded and isinstance(error, StaleGenerationError):
             self._changed.add(gone.key)
         self._excluded.add(gone.key)
         for entry in self._entries:
             if entry is gone or (entry.key == gone.key and not entry.in_use):
-                entry.step(Event.EXCLUDE)
+                entry.step(ConnectionEvent.EXCLUDE)
 
     # -- what to open ---------------------------------------------------------------------------
 
-    def assign(self, now_s: float) -> list[Entry]:
+    def assign(self, now_s: float) -> list[PathEntry]:
         """Return the entries to open now, and set them to OPENING.
 
         Cases, in this order:
@@ -292,23 +292,23 @@ class Connections:
             due = not self.coordinated and self.waits(now_s)
             for entry in self._entries:
                 busy = entry.rest is Rest.BUSY and due and entry.retry_at_s <= now_s
-                if entry.state is State.RESTING and (entry.rest is Rest.SLOW or busy):
-                    entry.step(Event.RETRY)
-        opening: list[Entry] = []
+                if entry.state is ConnectionState.RESTING and (entry.rest is Rest.SLOW or busy):
+                    entry.step(ConnectionEvent.RETRY)
+        opening: list[PathEntry] = []
         in_use = [entry.path for entry in self.in_use]
         for entry in self._entries:
             if not self._is_candidate(entry):  # case 2
                 continue
             if why_not(entry.path, self._beside(entry.path, in_use)) is None:  # else case 3
-                entry.step(Event.OPEN)  # case 4
+                entry.step(ConnectionEvent.OPEN)  # case 4
                 in_use.append(entry.path)
                 opening.append(entry)
         return opening
 
-    def _is_candidate(self, entry: Entry) -> bool:
-        return entry.state is State.CANDIDATE and self._considered(entry)
+    def _is_candidate(self, entry: PathEntry) -> bool:
+        return entry.state is ConnectionState.CANDIDATE and self._considered(entry)
 
-    def _considered(self, entry: Entry) -> bool:
+    def _considered(self, entry: PathEntry) -> bool:
         return entry.key not in self._excluded and (
             not self.coordinated or entry.key in self._neighbours
         )

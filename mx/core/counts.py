@@ -3,7 +3,7 @@ address where there are no certificates. Pure."""
 
 from __future__ import annotations
 
-from mx.core.store import Kind, Store
+from mx.core.store import CountedKind, Store
 from mx.errors import CapacityError
 
 
@@ -11,7 +11,7 @@ class Quota:
     """Counts things of a kind by the principal that they are of, in a store."""
 
     def __init__(
-        self, store: Store, kind: Kind, what: str, *, limit: int, per_principal: int
+        self, store: Store, kind: CountedKind, what: str, *, limit: int, per_principal: int
     ) -> None:
         """
         Args:

@@ -21,23 +21,23 @@ class Documents:
     `release`).
 
     A document is dropped `grace_s` after the last binding or source that names it is gone.
-    `limit_bytes` bounds the documents and the reservations together, and a quarter of it those of
+    `limit_nbytes` bounds the documents and the reservations together, and a quarter of it those of
     one address. An address pays for what it reserves and for the documents that it has put; once
     none of its sources holds a document any more, another address whose sources do pays for it.
     """
 
     def __init__(
-        self, store: Store, *, limit_bytes: int = 512 * MIB, grace_s: float = 60.0
+        self, store: Store, *, limit_nbytes: int = 512 * MIB, grace_s: float = 60.0
     ) -> None:
         """
         Args:
             store: Where the documents are.
-            limit_bytes: The most bytes of documents and reservations together.
+            limit_nbytes: The most bytes of documents and reservations together.
             grace_s: How long a document outlives its last holder.
         """
-        self.limit_bytes = limit_bytes
+        self.limit_nbytes = limit_nbytes
         self.grace_s = grace_s
-        self.used_bytes = 0
+        self.used_nbytes = 0
         self._store = store
         self._used_by: Counter[str] = Counter()
         self._nbytes: dict[bytes, int] = {}
@@ -98,11 +98,11 @@ class Documents:
             address: Who uploads.
 
         Raises:
-            CapacityError: The store would exceed `limit_bytes`, or the share of this address.
+            CapacityError: The store would exceed `limit_nbytes`, or the share of this address.
         """
-        if self.used_bytes + nbytes > self.limit_bytes:
+        if self.used_nbytes + nbytes > self.limit_nbytes:
             raise CapacityError(
-                f"the coordinator holds {format_bytes(self.used_bytes)} of documents, and "
+                f"the coordinator holds {format_bytes(self.used_nbytes)} of documents, and "
                 f"{format_bytes(nbytes)} more would exceed its limit"
             )
         if not self._has_share(nbytes, address):
@@ -191,13 +191,13 @@ class Documents:
         self._charge(-self._nbytes.pop(digest), self._payers.pop(digest))
 
     def _charge(self, nbytes: int, address: str) -> None:
-        self.used_bytes += nbytes
+        self.used_nbytes += nbytes
         self._used_by[address] += nbytes
         if not self._used_by[address]:
             del self._used_by[address]
 
     def _has_share(self, nbytes: int, address: str) -> bool:
-        return self._used_by[address] + nbytes <= self.limit_bytes // _ADDRESSES
+        return self._used_by[address] + nbytes <= self.limit_nbytes // _ADDRESSES
 
     def _pays_for(self, digest: bytes, address: str) -> bool:
         """Let an address pay for a document. Return False if its share is too small for that."""

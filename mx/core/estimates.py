@@ -22,7 +22,7 @@ ATTACH_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SourceLoad:
     """What a source serves at the moment: to how many readers, and how much."""
 
     readers: int = 0
@@ -105,7 +105,7 @@ def estimate(
     plan: Plan,
     *,
     measured: Mapping[str, float],
-    loads: Mapping[str, Load],
+    loads: Mapping[str, SourceLoad],
     arriving_s: float = 0.0,
 ) -> Estimate:
     """Return the estimate of one pull that begins now.
@@ -140,11 +140,11 @@ def estimate(
     rates: list[float] = []
     for source_id, paths in by_source.items():
         capacity = _capacity(paths, measured)
-        rates.append(_share(capacity, loads.get(source_id, Load())))
+        rates.append(_share(capacity, loads.get(source_id, SourceLoad())))
     total = sum(rates)
     costs = []
     for (source_id, paths), rate in zip(by_source.items(), rates, strict=True):
-        load = loads.get(source_id, Load())
+        load = loads.get(source_id, SourceLoad())
         costs.append(
             SourceCost(
                 paths[0].source.endpoint,
@@ -178,14 +178,14 @@ def _capacity(paths: Sequence[SourcePath], measured: Mapping[str, float]) -> flo
     return max(measured.get(_host_of(paths[0]), declared), 1e-6)
 
 
-def _share(capacity: float, load: Load) -> float:
+def _share(capacity: float, load: SourceLoad) -> float:
     """Return what one more reader gets: what is left, and at least its share among all."""
     if not load.readers:
         return capacity
     return max(capacity - load.gb_per_s, capacity / (load.readers + 1))
 
 
-def _slowdown(capacity: float, load: Load, rate: float) -> float:
+def _slowdown(capacity: float, load: SourceLoad, rate: float) -> float:
     """Return how many times slower the readers of now become."""
     left = max(capacity, load.gb_per_s) - rate
     if not load.readers or load.gb_per_s <= left:

@@ -33,7 +33,7 @@ class PlacedExtent(NamedTuple):
     nbytes: int
 
 
-class _Span(NamedTuple):
+class _RegionSpan(NamedTuple):
     """Bytes up to `end` in layer space are `shift` further on in the region."""
 
     end: int
@@ -45,7 +45,7 @@ class ExtentMap:
     """Maps layer space to regions. Immutable; any thread may use it."""
 
     def __init__(
-        self, begins: Sequence[list[int]], spans: Sequence[list[_Span]], *, contiguous: bool
+        self, begins: Sequence[list[int]], spans: Sequence[list[_RegionSpan]], *, contiguous: bool
     ) -> None:
         """Use `of_arena`, `of_rows` or `of_table`. `begins` and `spans` are by layer,
         ascending."""
@@ -58,7 +58,7 @@ class ExtentMap:
     def of_arena(cls, layout: Layout) -> ExtentMap:
         """Return the map of an arena with this layout, which is region 0."""
         layers = layout.layers
-        spans = [[_Span(layer.nbytes, 0, layer.arena_offset)] for layer in layers]
+        spans = [[_RegionSpan(layer.nbytes, 0, layer.arena_offset)] for layer in layers]
         return cls([[0] for _ in layers], spans, contiguous=True)
 
     @classmethod
@@ -70,10 +70,10 @@ class ExtentMap:
             rows: Where its tensors are, ascending by layer and offset, without overlaps.
         """
         begins: list[list[int]] = [[] for _ in layout.layers]
-        spans: list[list[_Span]] = [[] for _ in layout.layers]
+        spans: list[list[_RegionSpan]] = [[] for _ in layout.layers]
         for layer, offset, nbytes, region, region_offset in rows:
             begins[layer].append(offset)
-            spans[layer].append(_Span(offset + nbytes, region, region_offset - offset))
+            spans[layer].append(_RegionSpan(offset + nbytes, region, region_offset - offset))
         return cls(begins, spans, contiguous=False)
 
     @classmethod
@@ -85,7 +85,7 @@ class ExtentMap:
             places: Where each tensor that has bytes begins in region 0, in the layout's order.
         """
         begins: list[list[int]] = []
-        spans: list[list[_Span]] = []
+        spans: list[list[_RegionSpan]] = []
         done = 0
         for layer in layout.layers:
             own = [extent for extent in layer.extents if extent[1]]
@@ -95,7 +95,9 @@ class ExtentMap:
             ends = map(sum, own)
             begins.append(offsets)
             columns = (ends, repeat(0), map(sub, shifts, offsets))
-            spans.append(list(map(partial(tuple.__new__, _Span), zip(*columns, strict=False))))
+            spans.append(
+                list(map(partial(tuple.__new__, _RegionSpan), zip(*columns, strict=False)))
+            )
         return cls(begins, spans, contiguous=False)
 
     @classmethod
@@ -113,7 +115,7 @@ class ExtentMap:
         """
         layers = layout.layers
         begins: list[list[int]] = [[] for _ in layers]
-        spans: list[list[_Span]] = [[] for _ in layers]
+        spans: list[list[_RegionSpan]] = [[] for _ in layers]
         for region in table.regions:
             if region.layers is None:
                 continue
@@ -125,7 +127,9 @@ class ExtentMap:
                 raise PeerProtocolError(f"region {region.index} is too small for its layers")
             for layer in layers[first:end]:
                 begins[layer.index] = [0]
-                spans[layer.index] = [_Span(layer.nbytes, region.index, layer.arena_offset - base)]
+                spans[layer.index] = [
+                    _RegionSpan(layer.nbytes, region.index, layer.arena_offset - base)
+                ]
         in_regions = [bool(each) for each in begins]
         for row in table.rows:
             end = row.offset + row.nbytes
@@ -134,7 +138,7 @@ class ExtentMap:
             if in_regions[row.layer]:
                 raise PeerProtocolError(f"layer {row.layer} has a region and rows")
             begins[row.layer].append(row.offset)
-            spans[row.layer].append(_Span(end, row.region, row.region_offset - row.offset))
+            spans[row.layer].append(_RegionSpan(end, row.region, row.region_offset - row.offset))
         found = cls(begins, spans, contiguous=not table.rows)
         for first, end in table.held:
             for layer in layers[first:end]:

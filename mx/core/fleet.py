@@ -27,7 +27,7 @@ MAX_REPLICAS = 20_000
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownReplica:
     """What is known of one replica. `source_seen` and `pull_seen` are the numbers of the
     connections to the coordinator over which the record and the status came."""
 
@@ -44,7 +44,7 @@ class Fleet:
     def __init__(self, limit: int = MAX_REPLICAS, allow: AllowedHosts | None = None) -> None:
         self._limit = limit
         self._allow = allow
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownReplica] = {}
         self._connection = 0
         self._syncing = False
         self._returned_s = math.inf
@@ -134,19 +134,19 @@ class Fleet:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _get(self, replica_id: str, new: Replica) -> _Known | None:
+    def _get(self, replica_id: str, new: Replica) -> _KnownReplica | None:
         known = self._known.get(replica_id)
         if known is None:
             if len(self._known) >= self._limit:
                 self.left_out += 1
                 return None
-            known = self._known[replica_id] = _Known(new)
+            known = self._known[replica_id] = _KnownReplica(new)
         return known
 
     def _changed(
         self,
         replica_id: str,
-        known: _Known,
+        known: _KnownReplica,
         source: SourceRecord | None,
         pull: PullStatus | None,
         reason: str = "",
@@ -169,7 +169,7 @@ class Fleet:
         return [replace(each, known_before=self._syncing) for each in events]
 
 
-def _requests(known: _Known, source: SourceRecord | None, pull: PullStatus | None) -> str:
+def _requests(known: _KnownReplica, source: SourceRecord | None, pull: PullStatus | None) -> str:
     """Return where requests go: what has changed last counts, of both what a source registers."""
     found = known.shown.requests
     if _at(pull) != _at(known.pull):

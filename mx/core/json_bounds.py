@@ -21,7 +21,7 @@ _WINDOW_BYTES = 1 << 18
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def check_json(data: bytes, *, most_bytes: int = MAX_PARSED_BYTES) -> None:
+def check_json(data: bytes, *, most_nbytes: int = MAX_PARSED_BYTES) -> None:
     """Refuse JSON that would take too much memory or nests too deep.
 
     Takes linear time: it counts the characters between values, and leaves out those in strings
@@ -29,16 +29,18 @@ def check_json(data: bytes, *, most_bytes: int = MAX_PARSED_BYTES) -> None:
 
     Args:
         data: JSON in UTF-8; it need not be valid.
-        most_bytes: The estimated memory that it may take once parsed.
+        most_nbytes: The estimated memory that it may take once parsed.
 
     Raises:
         ValueError: It breaks a bound; the message says which.
     """
-    if _parsed_bytes(data) <= most_bytes and _is_shallow(data):
+    if _parsed_bytes(data) <= most_nbytes and _is_shallow(data):
         return
     bare = _without_strings(data)
-    if _parsed_bytes(bare) > most_bytes:
-        raise ValueError(f"it holds more values than fit into {format_bytes(most_bytes)} of memory")
+    if _parsed_bytes(bare) > most_nbytes:
+        raise ValueError(
+            f"it holds more values than fit into {format_bytes(most_nbytes)} of memory"
+        )
     if not _is_shallow(bare):
         raise ValueError(f"its brackets do not match, or nest more than {MAX_DEPTH} deep")
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from mx.core.answers import Listed
 from mx.core.changes import Entry
 from mx.core.name_state import NameState
-from mx.core.store import Gone, Kind, Store
+from mx.core.store import CountedKind, Gone, Store
 
 _T = TypeVar("_T")
 
@@ -43,8 +43,8 @@ class MemoryStore(Store):
         self._first_leases: OrderedDict[str, None] = OrderedDict()
         self._leases: OrderedDict[str, None] = OrderedDict()
         self._gone: OrderedDict[str, Gone] = OrderedDict()
-        self._counts: dict[Kind, Counter[str]] = {kind: Counter() for kind in Kind}
-        self._totals: Counter[Kind] = Counter()
+        self._counts: dict[CountedKind, Counter[str]] = {kind: Counter() for kind in CountedKind}
+        self._totals: Counter[CountedKind] = Counter()
         self._documents: dict[bytes, bytes] = {}
         self._latest = 0
         self._entries: deque[Entry] = deque()
@@ -151,10 +151,10 @@ class MemoryStore(Store):
         while self._gone and next(iter(self._gone.values())).until_s <= now:
             self._gone.popitem(last=False)
 
-    def counted(self, kind: Kind, address: str) -> tuple[int, int]:
+    def counted(self, kind: CountedKind, address: str) -> tuple[int, int]:
         return self._totals[kind], self._counts[kind][address]
 
-    def count(self, kind: Kind, address: str, by: int) -> None:
+    def count(self, kind: CountedKind, address: str, by: int) -> None:
         self._totals[kind] += by
         counts = self._counts[kind]
         counts[address] += by

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Report:
+class _MeterReport:
     nbytes: int
     at_s: float
     bytes_per_s: float = 0.0
@@ -25,12 +25,12 @@ class Meter:
         self._stale_s = stale_s
         self._sent = 0
         self._read_at_s = now_s
-        self._reports: dict[str, _Report] = {}
+        self._reports: dict[str, _MeterReport] = {}
         self._ended = 0  # bytes of ended grants that no rate includes so far
 
     def opened(self, grant_id: str, now_s: float) -> None:
         """Begin to count the reports of a grant."""
-        self._reports[grant_id] = _Report(0, now_s)
+        self._reports[grant_id] = _MeterReport(0, now_s)
 
     def reported(self, grant_id: str, nbytes: int, now_s: float) -> None:
         """Record the bytes that a grant's reader has fetched so far.
@@ -41,7 +41,7 @@ class Meter:
         if report is None or nbytes < report.nbytes or now_s <= report.at_s:
             return
         news = nbytes - report.nbytes
-        self._reports[grant_id] = _Report(nbytes, now_s, news / (now_s - report.at_s), news)
+        self._reports[grant_id] = _MeterReport(nbytes, now_s, news / (now_s - report.at_s), news)
 
     def closed(self, grant_id: str) -> None:
         """End a grant. Its last report counts if the rate was not requested since."""

@@ -17,7 +17,7 @@ MOST_SOURCES = 4
 
 @record(frozen=True, slots=True)
 class SourcePath:
-    """One path to one source, as a transport offered it; over the network, one for each rail
+    """One path to one source, as a transport found it; over the network, one for each rail
     (None: whatever the kernel routes)."""
 
     source: SourceRecord
@@ -156,7 +156,7 @@ def plan(
 
 def _ask(source: SourceRecord, name: str, reach: Reach) -> Path | str:
     if name not in source.transports:
-        return "the source does not offer it"
+        return "the source does not serve over it"
     return reach(name, source.place)
 
 

@@ -49,7 +49,7 @@ class SharedPull:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _OneHostPeriod:
     """Since when, and from how many bytes on, a pull has read from sources of one host alone."""
 
     from_s: float
@@ -58,7 +58,7 @@ class _Window:
 
 
 @dataclass(slots=True)
-class _Report:
+class _LastReport:
     """The last report of a pull. `coordinator` is "" if it reports here; `reporter` is its stream
     then."""
 
@@ -69,7 +69,7 @@ class _Report:
     status: PullStatus
     at_s: float
     until_s: float
-    window: _Window | None
+    window: _OneHostPeriod | None
 
 
 class _Untold:
@@ -111,7 +111,7 @@ class ProgressBoard:
         self.changes = PullChanges(2 * limit)
         #: What was measured by the pulls.
         self.rates = Rates()
-        self._reports: dict[str, _Report] = {}
+        self._reports: dict[str, _LastReport] = {}
         self._reports_of: dict[object, str] = {}
         self._heard: Counter[str] = Counter()  # pulls that report elsewhere, by principal
         self._heard_in_all = 0
@@ -148,7 +148,7 @@ class ProgressBoard:
             window = known.window
         window = self._measure(now, window, status)
         until_s = now + EXPIRE_S
-        self._put(_Report("", reporter, principal, claim, status, now, until_s, window))
+        self._put(_LastReport("", reporter, principal, claim, status, now, until_s, window))
         self._reports_of[reporter] = pull_id
 
     def hear(self, now: float, coordinator: str, said: SharedPull) -> None:
@@ -177,7 +177,7 @@ class ProgressBoard:
         at_s, until_s = now - max(0.0, said.age_s), now + min(said.left_s, EXPIRE_S)
         window = self._measure(at_s, window, said.status)
         self._put(
-            _Report(
+            _LastReport(
                 coordinator, None, said.principal, said.claim, said.status, at_s, until_s, window
             )
         )
@@ -199,7 +199,9 @@ class ProgressBoard:
             if known is not None and self._untold is not None:
                 self._untold.add(known.principal, pull_id)
 
-    def _measure(self, now: float, begun: _Window | None, status: PullStatus) -> _Window | None:
+    def _measure(
+        self, now: float, begun: _OneHostPeriod | None, status: PullStatus
+    ) -> _OneHostPeriod | None:
         """Measure what a pull reads from the sources of one host, over a while.
 
         Args:
@@ -213,7 +215,9 @@ class ProgressBoard:
         hosts = {source.rpartition(":")[0] for source in status.sources}
         host = hosts.pop() if len(hosts) == 1 else ""
         running = status.phase is PullPhase.RUNNING
-        window = _Window(now, status.done_bytes, host) if host and status.done_bytes else None
+        window = (
+            _OneHostPeriod(now, status.done_bytes, host) if host and status.done_bytes else None
+        )
         if begun is None or (running and host != begun.host):
             return window if running else None
         passed_s = now - begun.from_s
@@ -233,7 +237,7 @@ class ProgressBoard:
         status = replace(before, phase=phase, requests_port=0)
         self._put(replace(reported, status=status, until_s=now + ENDED_S))
 
-    def _put(self, report: _Report) -> None:
+    def _put(self, report: _LastReport) -> None:
         """Replace the report of its pull by this one."""
         pull_id = report.status.pull_id
         known = self._reports.get(pull_id)
@@ -246,7 +250,7 @@ class ProgressBoard:
         self.changes.push(None if known is None else known.status, report.status)
         self._due_s = min(self._due_s, report.until_s)
 
-    def _count(self, report: _Report, by: int) -> None:
+    def _count(self, report: _LastReport, by: int) -> None:
         if report.coordinator:
             self._heard_in_all += by
             self._heard[report.principal] += by

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from mx.core.admission import Claim, admit
+from mx.core.admission import RegistrationClaim, admit
 from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved, in_order
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
@@ -28,7 +28,7 @@ from mx.core.counts import Quota
 from mx.core.meanings import meaning
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
-from mx.core.store import Gone, Kind, Store
+from mx.core.store import CountedKind, Gone, Store
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegisteredSource:
     """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
     the source, None for nothing; it has no time yet."""
 
@@ -88,14 +88,14 @@ class Registry:
         self._settled_s = -math.inf  # the end of the last doubt after which names were settled
         self._quota = Quota(
             store,
-            Kind.SOURCES,
+            CountedKind.SOURCES,
             "lists {} sources",
             limit=self.limits.sources,
             per_principal=self.limits.sources_per_principal,
         )
         models = Quota(
             store,
-            Kind.MODELS,
+            CountedKind.MODELS,
             "knows {} models",
             limit=self.limits.models,
             per_principal=self.limits.models_per_principal,
@@ -111,7 +111,7 @@ class Registry:
         *,
         receipt: Receipt | None = None,
         address: str = "",
-    ) -> Registered:
+    ) -> RegisteredSource:
         """List a source, or renew a listed one.
 
         Args:
@@ -141,7 +141,9 @@ class Registry:
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
         late_s = max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
-        claim = Claim(commitment, intent, receipt, self._now < late_s, self._bindings.in_doubt)
+        claim = RegistrationClaim(
+            commitment, intent, receipt, self._now < late_s, self._bindings.in_doubt
+        )
         admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
         before = None if known is None else known.record
@@ -174,7 +176,7 @@ class Registry:
         listed = self.source(record.source_id)
         state = self._bindings.of(record.model.name)
         binding = state.numbered(record.model, number)
-        return Registered(listed.record, state.receipt_of(binding))
+        return RegisteredSource(listed.record, state.receipt_of(binding))
 
     def heartbeat(
         self,

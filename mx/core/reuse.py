@@ -17,7 +17,7 @@ from mx.views import View
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldWeights:
     """Weights in memory of this process, the host's or a GPU's: `view` is laid out like an arena of
     the manifest. The memory lives as long as `view`. Layers whose pages are not known are not
     found."""
@@ -28,7 +28,7 @@ class Held:
 
 
 @record(frozen=True, slots=True)
-class Copy:
+class ChunkCopy:
     """Where the bytes of chunk `index` are: of each of its blocks, in order, a view and the offset
     in it."""
 
@@ -36,7 +36,9 @@ class Copy:
     blocks: tuple[tuple[View, int], ...]
 
 
-def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[int, Copy]:
+def same_chunks(
+    manifest: Manifest, pages: Pages, held: Iterable[HeldWeights]
+) -> dict[int, ChunkCopy]:
     """Return where the chunks of a model are held, by index.
 
     Takes time linear in blocks.
@@ -54,7 +56,7 @@ def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[
         for digest, offset in _blocks(each):
             places.setdefault(digest, (each.view, offset))
     grid = manifest.grid
-    found: dict[int, Copy] = {}
+    found: dict[int, ChunkCopy] = {}
     for layer in range(len(manifest.layout.layers)):
         page = pages.get(layer)
         if page is None:
@@ -67,11 +69,11 @@ def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[
             ]
             blocks = tuple(place for place in there if place is not None)
             if len(blocks) == len(there):
-                found[index] = Copy(index, blocks)
+                found[index] = ChunkCopy(index, blocks)
     return found
 
 
-def _blocks(held: Held) -> Iterator[tuple[bytes, int]]:
+def _blocks(held: HeldWeights) -> Iterator[tuple[bytes, int]]:
     """Yield the digest of each block that is held, and its offset in the arena."""
     for layer in held.manifest.layout.layers:
         page = held.pages.get(layer.index)

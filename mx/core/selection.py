@@ -49,7 +49,7 @@ class Shard:
 Slice = tuple[int, int, int] | Shard
 
 
-class _Range(NamedTuple):
+class _DimensionRange(NamedTuple):
     """Elements `begin` to `end` of dimension `dim`."""
 
     dim: int
@@ -153,7 +153,7 @@ class Selection:
         for alias in layout.aliases:
             if alias.name in wanted:
                 aliases.setdefault(alias.target, []).append(alias)
-        members: list[tuple[Tensor, str, _Range | None]] = []
+        members: list[tuple[Tensor, str, _DimensionRange | None]] = []
         ties: list[Alias] = []
         for tensor in layout.tensors:
             tied = aliases.get(tensor.name, [])
@@ -180,7 +180,7 @@ class Selection:
             )
         return found
 
-    def _ranges(self, forms: Mapping[str, Tensor | Alias]) -> dict[str, _Range]:
+    def _ranges(self, forms: Mapping[str, Tensor | Alias]) -> dict[str, _DimensionRange]:
         """Return the cut of each selected tensor that is not wanted whole."""
         by: dict[str, str] = {}  # tensor -> what in `slices` selects it
         for entry in sorted(self.slices, key=lambda entry: entry in forms):
@@ -243,7 +243,7 @@ def _matching(entry: str, names: Mapping[str, object]) -> list[str]:
     return [name for name in names if fits(name)]
 
 
-def _range_of(form: Tensor | Alias, slice_: Slice) -> _Range | None:
+def _range_of(form: Tensor | Alias, slice_: Slice) -> _DimensionRange | None:
     """Return what a slice cuts out of a tensor; None if that is all of it."""
     name, shape = form.name, form.shape
     given = slice_.dim if isinstance(slice_, Shard) else slice_[0]
@@ -282,11 +282,11 @@ def _range_of(form: Tensor | Alias, slice_: Slice) -> _Range | None:
             f"`slices`: {name} is stored with the strides {list(form.stride)}: whole only",
             hint="slice it here, or serve it row-major",
         )
-    return _Range(dim, begin, end)
+    return _DimensionRange(dim, begin, end)
 
 
 def _holder(
-    tensor: Tensor, tied: Sequence[Alias], ranges: Mapping[str, _Range], *, chosen: bool
+    tensor: Tensor, tied: Sequence[Alias], ranges: Mapping[str, _DimensionRange], *, chosen: bool
 ) -> tuple[str, list[Alias]]:
     """Return under which name a tensor's bytes come, and the other names that show them.
 
@@ -331,12 +331,14 @@ def _is_all_of(alias: Alias, tensor: Tensor) -> bool:
     return same and alias.stride == (tensor.stride or contiguous_strides(tensor.shape))
 
 
-def _cut_shape(shape: tuple[int, ...], cut: _Range) -> tuple[int, ...]:
+def _cut_shape(shape: tuple[int, ...], cut: _DimensionRange) -> tuple[int, ...]:
     return (*shape[: cut.dim], cut.end - cut.begin, *shape[cut.dim + 1 :])
 
 
 def _subset(
-    model: Layout, chosen: Sequence[tuple[Tensor, str, _Range | None]], ties: Sequence[Alias]
+    model: Layout,
+    chosen: Sequence[tuple[Tensor, str, _DimensionRange | None]],
+    ties: Sequence[Alias],
 ) -> Subset:
     """Lay the selected tensors out as `mx.core.layout` does, in the model's layers."""
     layers: list[Layer] = []

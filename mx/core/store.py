@@ -21,7 +21,7 @@ from mx.core.progress_board import ProgressBoard
 _T = TypeVar("_T")
 
 
-class Kind(enum.Enum):
+class CountedKind(enum.Enum):
     """What is counted by the address that it comes from."""
 
     MODELS = "models"
@@ -202,11 +202,11 @@ class Store(ABC):
     # -- counts -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def counted(self, kind: Kind, address: str) -> tuple[int, int]:
+    def counted(self, kind: CountedKind, address: str) -> tuple[int, int]:
         """Return how many there are of a kind, in all and from an address."""
 
     @abstractmethod
-    def count(self, kind: Kind, address: str, by: int) -> None:
+    def count(self, kind: CountedKind, address: str, by: int) -> None:
         """Count some more of a kind from an address, or fewer."""
 
     # -- documents --------------------------------------------------------------------------------

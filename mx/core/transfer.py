@@ -12,7 +12,7 @@ A part that fails is missing again, and is read from another source if possible.
 connection is lost, but not before its read has ended: until then that transport may still write
 there, over bytes that another connection has brought and that are verified. A connection that is
 so late that the others could do its work twice is dropped (`tick`). A part with a wrong block is
-read again, its chunk not from the same source while another may give it; its source is asked for
+read again, its chunk not from the same source while another may serve it; its source is asked for
 the reason, and dropped if it lies (`mx.core.suspects`). A chunk is read only from a source that
 allows it (`mx.core.rights`).
 
@@ -307,13 +307,13 @@ class TransferMachine:
     # -- which source may be read from ------------------------------------------------------------
 
     def coordinate(self) -> None:
-        """From now on read a chunk only from a source that allows it."""
+        """Read a chunk only from a source that allows it, from now on."""
         self._rights.coordinate()
         for load in self._open.values():
             load.round_trip_s = 0.0
 
     def read_freely(self, now_s: float) -> list[Command]:
-        """From now on read every chunk from every source."""
+        """Read every chunk from every source from now on."""
         self._rights.read_freely()
         return self._assign(now_s)
 
@@ -542,5 +542,5 @@ class TransferMachine:
             return not any(self._may_read(load, first) for load in self._open.values())
         if self._expected:
             return False
-        # A source that gives bytes gives pages too.
+        # A source that serves bytes serves pages too.
         return self._verification.waits and not self._open

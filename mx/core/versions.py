@@ -38,7 +38,7 @@ SILENT = "wire 1 (an older mx, which sends no versions)"
 
 
 @record(frozen=True, slots=True)
-class Span:
+class VersionRange:
     """The versions from `low` to `high`."""
 
     low: int
@@ -47,7 +47,7 @@ class Span:
     def __contains__(self, version: int) -> bool:
         return self.low <= version <= self.high
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: VersionRange) -> bool:
         """Return True if a version is in both."""
         return self.low <= other.high and other.low <= self.high
 
@@ -59,8 +59,8 @@ class Span:
 class Versions:
     """What a process speaks. `others` are versions that only a newer mx has: name and number."""
 
-    wire: Span
-    layout: Span
+    wire: VersionRange
+    layout: VersionRange
     digest: int
     others: tuple[tuple[str, int], ...] = ()
 
@@ -89,8 +89,8 @@ class Versions:
 
 def own() -> Versions:
     """Return what this process speaks."""
-    layout = Span(layout_rules.oldest(), layout_rules.newest())
-    return Versions(Span(WIRE_MIN_VERSION, WIRE_VERSION), layout, DIGEST_VERSION)
+    layout = VersionRange(layout_rules.oldest(), layout_rules.newest())
+    return Versions(VersionRange(WIRE_MIN_VERSION, WIRE_VERSION), layout, DIGEST_VERSION)
 
 
 @functools.lru_cache(64)  # a process meets few different ones
@@ -111,7 +111,7 @@ def decode(text: str) -> Versions:
         if is_valid and tuple(found)[:3] == _NAMES:
             wire, layout, digest = (found.pop(name) for name in _NAMES)
             low_wire, low_layout = found.pop("wiremin", wire), found.pop("layoutmin", layout)
-            spans = Span(low_wire, wire), Span(low_layout, layout)
+            spans = VersionRange(low_wire, wire), VersionRange(low_layout, layout)
             versions = Versions(*spans, digest, tuple(found.items()))
             if low_wire <= wire and low_layout <= layout and versions.encode() == text:
                 return versions

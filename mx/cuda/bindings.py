@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, final
 
-from mx.cuda.calling import Bindings
+from mx.cuda.calling import DriverCalls
 from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, Driver, PointerInfo
 from mx.cuda.errors import CudaError, CudaForkError, CudaUnavailableError, cuda_error
 from mx.units import format_bytes
@@ -25,12 +25,12 @@ _OLDEST_DRIVER = 12000
 
 
 @final
-class BindingsDriver(Bindings, Driver):
+class BindingsDriver(DriverCalls, Driver):
     """Raises CudaUnavailableError if CUDA can't be used, and CudaForkError where that is since this
     process was forked from one that uses it."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
-        Bindings.__init__(self, module)
+        DriverCalls.__init__(self, module)
         try:
             self._call("cuInit", 0)
             self._version = int(self._call("cuDriverGetVersion"))

@@ -26,7 +26,7 @@ CHAINS_BYTES = 2 * MAX_CHUNKS * DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class CompiledKernel:
     """A compiled kernel.
 
     `parameters` is its number of 64-bit parameters: its own, then those that Triton adds for
@@ -44,8 +44,8 @@ class Kernel:
 class Blake3Kernels:
     """The two kernels of a digest."""
 
-    chain_chunks: Kernel
-    hash_parents: Kernel
+    chain_chunks: CompiledKernel
+    hash_parents: CompiledKernel
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def compiled(capability: int) -> Blake3Kernels:
         ) from error
 
 
-def _compile(function: object, pointers: dict[str, str], capability: int) -> Kernel:
+def _compile(function: object, pointers: dict[str, str], capability: int) -> CompiledKernel:
     """Compile a kernel that takes these pointers, and then `lanes` and `row`."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -108,4 +108,4 @@ def _compile(function: object, pointers: dict[str, str], capability: int) -> Ker
     parameters = entry[1].count(".param") if entry else 0
     if parameters < own:
         raise RuntimeError(f"{name} takes {parameters} parameters, not {own}")
-    return Kernel(name, made.asm["cubin"], threads, int(made.metadata.shared), parameters)
+    return CompiledKernel(name, made.asm["cubin"], threads, int(made.metadata.shared), parameters)

@@ -9,7 +9,7 @@ from mx.cuda.errors import CudaError, cuda_error
 from mx.cuda.library import import_driver
 
 
-class Bindings:
+class DriverCalls:
     """Calls of `cuda.bindings.driver`, which return tuples of a CUresult and their results."""
 
     def __init__(self, module: ModuleType | None = None) -> None:

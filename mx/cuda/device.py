@@ -66,13 +66,13 @@ def relaxed(driver: Driver) -> Iterator[None]:
         driver.exchange_capture_mode(before)
 
 
-class _Here(threading.local):
+class _ThreadContext(threading.local):
     """The context that mx has made this thread's current one, 0 for none."""
 
     context = 0
 
 
-_here = _Here()
+_here = _ThreadContext()
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ class Owned:
         self.close()
 
 
-class Stream(Owned):
+class CudaStream(Owned):
     """A stream that is independent of the default stream.
 
     `close` waits for its queued work, so that memory it uses may be freed afterwards.
@@ -280,13 +280,13 @@ class Stream(Owned):
         with self.device.current():
             return self.device.driver.stream_query(self.handle)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CudaEvent) -> None:
         """Make later work wait for the last record of an event of any device."""
         with self.device.current():
             self.device.driver.stream_wait_event(self.handle, event.handle)
 
 
-class Event(Owned):
+class CudaEvent(Owned):
     """An event that happens when the work in a stream at `record` is done; without timing."""
 
     def __init__(self, device: Device) -> None:
@@ -295,7 +295,7 @@ class Event(Owned):
             self.handle = handle = driver.event_create()
             self._owns(device, lambda: driver.event_destroy(handle))
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: CudaStream) -> None:
         """Record the event behind the present work of `stream`. Raises CudaError."""
         with self.device.current():
             self.device.driver.event_record(self.handle, stream.handle)

@@ -17,7 +17,7 @@ from mx.core.digest import block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.cuda import blake3
 from mx.cuda.blake3 import CHAINS_BYTES, CHUNK_BYTES, DIGEST_BYTES, PROGRAM_CHUNKS, UNIT_BYTES
-from mx.cuda.device import Device, DeviceMemory, Event, PinnedMemory, Stream
+from mx.cuda.device import CudaEvent, CudaStream, Device, DeviceMemory, PinnedMemory
 from mx.cuda.driver import DeviceAttribute
 from mx.cuda.errors import GONE_CODES, CudaError
 from mx.cuda.ring import PinnedRing
@@ -115,7 +115,7 @@ class BlockDigester:
         self._view = memoryview(b"")
         self._queue_lock = threading.Lock()
         self._work_lock = threading.Lock()
-        self._queue: list[_Request] = []
+        self._queue: list[_DigestRequest] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             own = self._ends.enter_context
@@ -124,7 +124,7 @@ class BlockDigester:
             self._host = own(PinnedMemory(device, nbytes))
             self._lists = own(DeviceMemory(device, nbytes))
             self._chains = own(DeviceMemory(device, _BATCH_BLOCKS * CHAINS_BYTES))
-            self._stream, self._hashed = own(Stream(device)), own(Event(device))
+            self._stream, self._hashed = own(CudaStream(device)), own(CudaEvent(device))
             self._view = self._host.view()
             self._try()
             undo.pop_all()
@@ -157,7 +157,7 @@ class BlockDigester:
                 raise ValueError(f"a block has 1 byte to 1 MiB, not {nbytes}")
             if address % UNIT_BYTES:
                 raise ValueError(f"a block starts at a multiple of {UNIT_BYTES}, not {address:#x}")
-        request = _Request(blocks)
+        request = _DigestRequest(blocks)
         with self._queue_lock:
             self._queue.append(request)
         with self._work_lock:
@@ -169,7 +169,7 @@ class BlockDigester:
             raise request.error
         return request.digests
 
-    def _serve(self, requests: Sequence[_Request]) -> None:
+    def _serve(self, requests: Sequence[_DigestRequest]) -> None:
         blocks = [block for request in requests for block in request.blocks]
         error: BaseException | None = None
         found: list[bytes] = []
@@ -213,7 +213,7 @@ class BlockDigester:
         self._ends.close()
 
 
-class _Request:
+class _DigestRequest:
     __slots__ = ("blocks", "digests", "done", "error")
 
     def __init__(self, blocks: Sequence[Block]) -> None:

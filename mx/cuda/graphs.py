@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mx.cuda.calling import Bindings
+from mx.cuda.calling import DriverCalls
 from mx.cuda.driver import RELAXED_CAPTURE
 
 _NODE = "CU_GRAPH_NODE_TYPE_"
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     parameters: int
 
 
-class Copy(NamedTuple):
+class CopyNode(NamedTuple):
     """A copy node; `plain` if it is of one row, between device addresses."""
 
     plain: bool
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class GraphCalls(Bindings):
+class GraphCalls(DriverCalls):
     """The driver's calls for graphs. Each raises CudaError if it fails."""
 
     # -- what a graph is made of -------------------------------------------------------------------
@@ -104,7 +104,7 @@ class GraphCalls(Bindings):
         where = (int(found.dst), found.pitch, found.value)
         return (*where, found.elementSize, found.width, found.height)
 
-    def memcpy_of(self, node: Any) -> Copy:
+    def memcpy_of(self, node: Any) -> CopyNode:
         """Return what a copy node copies (cuGraphMemcpyNodeGetParams)."""
         found = self._call("cuGraphMemcpyNodeGetParams", node)
         kinds = self._d.CUmemorytype
@@ -113,7 +113,7 @@ class GraphCalls(Bindings):
         plain = on_device and found.Height == 1 and found.Depth == 1
         apart = (found.srcXInBytes, found.srcY, found.srcZ, found.dstXInBytes, found.dstY)
         plain = plain and not any((*apart, found.dstZ))
-        return Copy(plain, int(found.dstDevice), int(found.srcDevice), found.WidthInBytes)
+        return CopyNode(plain, int(found.dstDevice), int(found.srcDevice), found.WidthInBytes)
 
     def function_name(self, function: int) -> str:
         """Return a kernel's mangled name (cuFuncGetName)."""

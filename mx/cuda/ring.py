@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 
 from mx import forks
 from mx.buffers import address_of, copy_bytes, seal
-from mx.cuda.device import Device, Event, PinnedMemory, PinnedRegion, Stream
+from mx.cuda.device import CudaEvent, CudaStream, Device, PinnedMemory, PinnedRegion
 from mx.errors import ClosedError
 from mx.units import MIB
 from mx.views import DeviceView
@@ -70,12 +70,12 @@ class SharedPinned:
         self._ends.close()
 
 
-class Slot:
+class RingSlot:
     """A piece of the ring, with one user at a time: `view` (writable bytes) at host `address`."""
 
     __slots__ = ("address", "event", "view")
 
-    def __init__(self, view: memoryview, address: int, event: Event) -> None:
+    def __init__(self, view: memoryview, address: int, event: CudaEvent) -> None:
         self.view, self.address, self.event = view, address, event
 
     def wait(self) -> None:
@@ -103,15 +103,15 @@ class PinnedRing:
         with contextlib.ExitStack() as undo:
             self.memory = memory(device, slots * slot_nbytes)
             undo.enter_context(self.memory)
-            self._up = undo.enter_context(Stream(device))
-            self._down = undo.enter_context(Stream(device))
-            events = [undo.enter_context(Event(device)) for _ in range(slots)]
-            self._uploaded = undo.enter_context(Event(device))
+            self._up = undo.enter_context(CudaStream(device))
+            self._down = undo.enter_context(CudaStream(device))
+            events = [undo.enter_context(CudaEvent(device)) for _ in range(slots)]
+            self._uploaded = undo.enter_context(CudaEvent(device))
             self._ends = undo.pop_all()
         #: All of the slots' memory.
         self.view = self.memory.view()
         self._free = deque(
-            Slot(
+            RingSlot(
                 self.view[i * slot_nbytes : (i + 1) * slot_nbytes],
                 self.memory.address + i * slot_nbytes,
                 event,
@@ -125,7 +125,7 @@ class PinnedRing:
 
     # -- slot by slot ------------------------------------------------------------------------------
 
-    def take(self) -> Slot:
+    def take(self) -> RingSlot:
         """Return a slot whose last copy is done, waiting for one if necessary. Threads that wait
         get slots in the order in which they came.
 
@@ -145,7 +145,7 @@ class PinnedRing:
                     self._wake.notify_all()
         return self._ready(slot)
 
-    def try_take(self) -> Slot | None:
+    def try_take(self) -> RingSlot | None:
         """Return a slot as `take` does, or None if no slot is free, or others wait for it."""
         with self._wake:
             if (self._turns or not self._free) and not self._closed:
@@ -158,12 +158,12 @@ class PinnedRing:
         """The number of slots that are free now, less those that threads wait for."""
         return max(0, len(self._free) - len(self._turns))
 
-    def _pop(self) -> Slot:
+    def _pop(self) -> RingSlot:
         if self._closed:
             raise ClosedError("the ring of pinned memory was closed")
         return self._free.popleft()
 
-    def _ready(self, slot: Slot) -> Slot:
+    def _ready(self, slot: RingSlot) -> RingSlot:
         try:
             slot.wait()
         except BaseException:
@@ -171,7 +171,7 @@ class PinnedRing:
             raise
         return slot
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: RingSlot) -> None:
         """Give a slot back to the ring; a copy from or to it may still run."""
         with self._wake:
             self._free.append(slot)
@@ -179,20 +179,20 @@ class PinnedRing:
                 self._wake.notify_all()
             self._end_if_idle()
 
-    def push(self, slot: Slot, target: int, nbytes: int, *, offset: int = 0) -> None:
+    def push(self, slot: RingSlot, target: int, nbytes: int, *, offset: int = 0) -> None:
         """Queue a copy of the slot's bytes from `offset` to device address `target`."""
         with self.device.current():
             self.device.driver.copy_htod(target, slot.address + offset, nbytes, self._up.handle)
         slot.event.record(self._up)
 
-    def fetch(self, slot: Slot, source: int, nbytes: int, *, offset: int = 0) -> None:
+    def fetch(self, slot: RingSlot, source: int, nbytes: int, *, offset: int = 0) -> None:
         """Queue a copy of device memory into the slot, from `offset` on; call `slot.wait()` before
         reading it."""
         with self.device.current():
             self.device.driver.copy_dtoh(slot.address + offset, source, nbytes, self._down.handle)
         slot.event.record(self._down)
 
-    def gather(self, slot: Slot, spans: Iterable[DeviceView], *, offset: int = 0) -> None:
+    def gather(self, slot: RingSlot, spans: Iterable[DeviceView], *, offset: int = 0) -> None:
         """Queue copies of device memory into the slot, one after the other from `offset` on, as
         `fetch` does; adjacent spans are copied as one."""
         copy, stream = self.device.driver.copy_dtoh, self._down.handle
@@ -253,7 +253,7 @@ class PinnedRing:
             ClosedError: The ring was closed.
             CudaError: A copy failed.
         """
-        ahead: deque[tuple[Slot, int]] = deque()
+        ahead: deque[tuple[RingSlot, int]] = deque()
         left = deque(parts)
         try:
             while left or ahead:

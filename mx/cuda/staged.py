@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mx.cuda.device import Device
-from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, Slot
+from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, RingSlot
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
 from mx.transport import (
     DeviceView,
@@ -31,23 +31,23 @@ from mx.transport import (
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _SlotPart:
     """The part of a read that goes through one slot."""
 
-    job: _Job
+    job: _StagedRead
     begin: int = 0  # among the read's bytes
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0  # of all pieces
-    slot: Slot | None = None
+    slot: RingSlot | None = None
     landed: bool = False  # it was copied to the device, as far as the driver reports
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _StagedRead:
     """A read of the caller's, and its progress."""
 
     read: Read
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_SlotPart] = field(default_factory=list)
     running: int = 0  # parts whose read or copy has not ended yet
     reported: int = 0  # parts that the sink's `landed` was called with
     reported_nbytes: int = 0
@@ -82,9 +82,9 @@ class StagedSession:
         self.depth = inner.depth
         inner.adopt(self._ring.view)
         self._wake = threading.Condition()
-        self._waiting: deque[_Part] = deque()
-        self._ended: deque[_Part] = deque()
-        self._jobs: set[_Job] = set()
+        self._waiting: deque[_SlotPart] = deque()
+        self._ended: deque[_SlotPart] = deque()
+        self._jobs: set[_StagedRead] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._main, name="mx-staged", daemon=True)
         self._thread.start()
@@ -125,22 +125,22 @@ class StagedSession:
 
     # -- cutting -----------------------------------------------------------------------------------
 
-    def _job(self, read: Read) -> _Job:
-        job, key = _Job(read), self._device.key
+    def _job(self, read: Read) -> _StagedRead:
+        job, key = _StagedRead(read), self._device.key
         spans = [span for piece in read.pieces for span in spans_of(piece.view)]
         if all(isinstance(span, DeviceView) and span.device == key for span in spans):
             begin, sizes = 0, _sizes(read, self._ring.slot_nbytes)
             for pieces, nbytes in slices(read, sizes):
-                job.parts.append(_Part(job, begin, pieces, nbytes))
+                job.parts.append(_SlotPart(job, begin, pieces, nbytes))
                 begin += nbytes
         else:
             job.error = LocalError(f"{read.tag}: its place is not on {key}")
-        job.parts = job.parts or [_Part(job)]  # the end of one part ends the read
+        job.parts = job.parts or [_SlotPart(job)]  # the end of one part ends the read
         return job
 
     # -- from the inner session's threads ----------------------------------------------------------
 
-    def part_read(self, part: _Part, error: MxError | None) -> None:
+    def part_read(self, part: _SlotPart, error: MxError | None) -> None:
         """Queue the copy of a part that is in its slot; with `error`, its read failed."""
         job = part.job
         if error is None and part.slot is not None:
@@ -159,7 +159,7 @@ class StagedSession:
             self._ended.append(part)
             self._wake.notify()
 
-    def _push(self, part: _Part, slot: Slot) -> None:
+    def _push(self, part: _SlotPart, slot: RingSlot) -> None:
         start = end = 0
         target = -1
         for span in (span for piece in part.pieces for span in spans_of(piece.view)):
@@ -203,14 +203,14 @@ class StagedSession:
     def _can_issue(self) -> bool:
         return bool(self._waiting) and (self._ring.free > 0 or self._skips(self._waiting[0]))
 
-    def _skips(self, part: _Part) -> bool:
+    def _skips(self, part: _SlotPart) -> bool:
         """Return True if the part is not read any more."""
         return self._closed or part.job.error is not None
 
     def _issue(self) -> None:
         """Read the next parts, as many as there are slots for."""
-        reads: list[tuple[_Part, Slot]] = []
-        skipped: list[tuple[_Part, MxError]] = []
+        reads: list[tuple[_SlotPart, RingSlot]] = []
+        skipped: list[tuple[_SlotPart, MxError]] = []
         with self._wake:
             while self._can_issue():
                 part = self._waiting.popleft()
@@ -235,15 +235,15 @@ class StagedSession:
             for part, _ in reads:
                 self.part_read(part, error)
 
-    def _read(self, part: _Part, slot: Slot) -> Read:
+    def _read(self, part: _SlotPart, slot: RingSlot) -> Read:
         pieces, at = [], 0
         for piece in part.pieces:
             view = slot.view[at : at + len(piece.view)]
             pieces.append(Piece(piece.region, piece.region_offset, view))
             at += len(view)
-        return Read(part.job.read.tag, pieces, _PartSink(self, part))
+        return Read(part.job.read.tag, pieces, _SlotSink(self, part))
 
-    def _finish(self, part: _Part) -> None:
+    def _finish(self, part: _SlotPart) -> None:
         """Finish a part whose read has ended: wait for its copy, free its slot, call the sink."""
         job, slot = part.job, part.slot
         if slot is not None:
@@ -307,15 +307,15 @@ def _sizes(read: Read, slot_nbytes: int) -> Iterator[int]:
         yield slot_nbytes
 
 
-class _PartSink:
+class _SlotSink:
     """The sink of one part's read. At its end it drops the part: the inner session may keep the
     sink for a while, by an error's traceback, and must not keep the device's memory with it."""
 
     __slots__ = ("_part", "_session")
 
-    def __init__(self, session: StagedSession, part: _Part) -> None:
+    def __init__(self, session: StagedSession, part: _SlotPart) -> None:
         self._session = session
-        self._part: _Part | None = part
+        self._part: _SlotPart | None = part
 
     def landed(self, nbytes: int) -> None:
         """Do nothing: a part is small, and is copied to the device as a whole."""

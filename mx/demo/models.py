@@ -33,7 +33,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparisonResult:
     """The result of a comparison.
 
     Attributes:
@@ -142,7 +142,7 @@ class Reference:
             self._dtype = model.dtype
             self._output = self._forward(model)
 
-    def compare(self, weights: Mapping[str, torch.Tensor]) -> Verdict:
+    def compare(self, weights: Mapping[str, torch.Tensor]) -> ComparisonResult:
         """Compare pulled weights with the checkpoint.
 
         Args:
@@ -161,7 +161,7 @@ class Reference:
             None, config=config, state_dict=dict(weights), dtype=self._dtype
         )
         same = torch.equal(self._forward(model), self._output)
-        return Verdict(same, f"{self._kind.__name__}'s output, bit for bit")
+        return ComparisonResult(same, f"{self._kind.__name__}'s output, bit for bit")
 
     def _forward(self, model: Any) -> torch.Tensor:
         import torch
@@ -212,7 +212,7 @@ def _inputs(path: Path, config: Any) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _compare_tensors(path: Path, weights: Mapping[str, torch.Tensor]) -> Verdict:
+def _compare_tensors(path: Path, weights: Mapping[str, torch.Tensor]) -> ComparisonResult:
     import torch
     from safetensors import safe_open
 
@@ -229,8 +229,8 @@ def _compare_tensors(path: Path, weights: Mapping[str, torch.Tensor]) -> Verdict
                     or pulled.shape != own.shape
                     or not torch.equal(_bytes_of(pulled), _bytes_of(own))
                 ):
-                    return Verdict(False, f"tensor {name} differs")
-    return Verdict(count > 0, f"all {count} tensors, byte for byte")
+                    return ComparisonResult(False, f"tensor {name} differs")
+    return ComparisonResult(count > 0, f"all {count} tensors, byte for byte")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Row:
     model: str
     path: str
     report: dict[str, Any]
-    verdict: models.Verdict
+    verdict: models.ComparisonResult
     memcpy: memcpy.Memcpy
 
     def to_json(self) -> dict[str, object]:
@@ -243,7 +243,7 @@ def _show_first_token(
 
 def _compare(
     name: str, coordinator: str, keywords: dict[str, Any], reference: models.Reference
-) -> models.Verdict:
+) -> models.ComparisonResult:
     """Pull once more, by the same path, into this process; then load the weights and compute."""
     with api.pull(name, coordinator=coordinator, **keywords) as pull:
         verdict = reference.compare(pull.state_dict())

@@ -16,12 +16,12 @@ from mx.core.types import DTYPE_BITS, NAME_CHARS
 from mx.graphs.package import (
     Graph,
     GraphError,
+    GraphPlace,
     Kernel,
     KernelNode,
     MemcpyNode,
     MemsetNode,
     Node,
-    Place,
     RegionSpec,
 )
 from mx.text import shown
@@ -174,7 +174,7 @@ def _check_places(graph: Graph) -> None:
     _require(_disjoint(spans), "weights and inputs overlap")
 
 
-def _check_place(what: str, place: Place, regions: Sequence[RegionSpec]) -> None:
+def _check_place(what: str, place: GraphPlace, regions: Sequence[RegionSpec]) -> None:
     _text(what, place.name, MAX_TENSOR_NAME)
     what = f"{what} {place.name}"
     _require(bool(place.name) and place.region < len(regions), f"{what}: no such region")

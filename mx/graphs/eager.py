@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.variant import Difference
-from mx.cuda.device import Device, Stream
+from mx.cuda.device import CudaStream, Device
 from mx.cuda.graphs import GraphCalls
 from mx.graphs.libraries import identify
 from mx.graphs.package import Library, LibraryCall
@@ -28,7 +28,7 @@ class EagerCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LaunchedFunction:
     """A function that a call launched."""
 
     call: str
@@ -50,14 +50,14 @@ def identified(calls: Sequence[EagerCall]) -> tuple[list[Library], list[LibraryC
     return list(libraries), named
 
 
-def loaded_by(driver: GraphCalls, device: Device, call: EagerCall) -> list[Loaded]:
+def loaded_by(driver: GraphCalls, device: Device, call: EagerCall) -> list[LaunchedFunction]:
     """Make a call and return the functions that it launches.
 
     Raises:
         CudaError: The driver fails.
         Exception: What the call raises.
     """
-    with device.current(), Stream(device) as stream:
+    with device.current(), CudaStream(device) as stream:
         call.run(stream.handle)
         stream.synchronize()
         driver.capture_begin(stream.handle)
@@ -72,7 +72,7 @@ def loaded_by(driver: GraphCalls, device: Device, call: EagerCall) -> list[Loade
                 if driver.node_kind(node) == "KERNEL"
             ]
             return [
-                Loaded(call.name, function, driver.function_name(function))
+                LaunchedFunction(call.name, function, driver.function_name(function))
                 for function in dict.fromkeys(launched)
             ]
         finally:

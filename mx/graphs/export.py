@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from mx.cuda.device import Device, Stream
+from mx.cuda.device import CudaStream, Device
 from mx.cuda.driver import DeviceAttribute, format_version
 from mx.cuda.graphs import GraphCalls
 from mx.graphs.bounds import ATTRIBUTES, check
@@ -19,6 +19,8 @@ from mx.graphs.package import (
     Edge,
     EmptyNode,
     Graph,
+    GraphOutput,
+    GraphPlace,
     Image,
     Input,
     Kernel,
@@ -26,8 +28,6 @@ from mx.graphs.package import (
     MemcpyNode,
     MemsetNode,
     Node,
-    Output,
-    Place,
 )
 from mx.graphs.pointers import GraphRefusedError, Move, known_addresses, moves, pointers
 from mx.graphs.region import Region, clear_others, place_in
@@ -107,7 +107,7 @@ def export(
     raw = int(graph)  # type: ignore[call-overload]
     libraries, named = identified(calls)
     with device.current():
-        reader = _Reader(driver, regions, images or {})
+        reader = _NodeReader(driver, regions, images or {})
         for index, call in enumerate(calls):
             reader.loaded |= {each.function: index for each in loaded_by(driver, device, call)}
         nodes = driver.nodes(raw)
@@ -140,7 +140,7 @@ def export(
     return Capture(made, tuple(reader.images.values()))
 
 
-class _Reader:
+class _NodeReader:
     """Reads nodes, and collects their kernels and images."""
 
     def __init__(
@@ -268,15 +268,15 @@ def _replayed(
     driver: GraphCalls,
     graph: int,
     regions: Sequence[Region],
-    places: Sequence[Sequence[Place]],
-) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
+    places: Sequence[Sequence[GraphPlace]],
+) -> tuple[tuple[Input, ...], tuple[GraphOutput, ...]]:
     """Replay a graph and return its golden inputs and outputs."""
     weights, inputs, outputs = places
     regions[0].device.driver.context_synchronize()  # whatever stream has written them
     golden = tuple(Input(place, regions[place.region].read(place)) for place in inputs)
     executable = driver.instantiate(graph)
     try:
-        with Stream(regions[0].device) as stream:
+        with CudaStream(regions[0].device) as stream:
             found = replayed(driver, executable, stream, regions, golden, outputs)
             clear_others(regions, [*weights, *inputs])
             again = replayed(driver, executable, stream, regions, golden, outputs)
@@ -293,17 +293,18 @@ def _replayed(
     for read in golden:
         regions[read.place.region].write(read.place, read.value)
     return golden, tuple(
-        Output(place, blake3(value).digest()) for place, value in zip(outputs, found, strict=True)
+        GraphOutput(place, blake3(value).digest())
+        for place, value in zip(outputs, found, strict=True)
     )
 
 
 def replayed(
     driver: GraphCalls,
     executable: int,
-    stream: Stream,
+    stream: CudaStream,
     regions: Sequence[Region],
     inputs: Sequence[Input],
-    outputs: Sequence[Place],
+    outputs: Sequence[GraphPlace],
 ) -> list[bytes]:
     """Write inputs, replay, and return the outputs' bytes. Raises CudaError."""
     for read in inputs:

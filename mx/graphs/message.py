@@ -17,6 +17,8 @@ from mx.graphs.package import (
     EmptyNode,
     Graph,
     GraphError,
+    GraphOutput,
+    GraphPlace,
     Image,
     Input,
     Kernel,
@@ -26,8 +28,6 @@ from mx.graphs.package import (
     MemcpyNode,
     MemsetNode,
     Node,
-    Output,
-    Place,
     RegionSpec,
 )
 from mx.wire.v1 import graphs_pb2 as pb
@@ -171,7 +171,7 @@ def _fill_node(message: pb.GraphNode, node: Node) -> None:
         message.empty.SetInParent()
 
 
-def _place_message(place: Place) -> pb.GraphPlace:
+def _place_message(place: GraphPlace) -> pb.GraphPlace:
     return pb.GraphPlace(
         name=place.name,
         region=place.region,
@@ -198,7 +198,7 @@ def _graph(message: pb.CudaGraph) -> Graph:
         tuple(RegionSpec(region.base, region.nbytes) for region in message.regions),
         tuple(map(_place, message.weights)),
         tuple(Input(_place(read.place), read.value) for read in message.inputs),
-        tuple(Output(_place(output.place), output.blake3) for output in message.outputs),
+        tuple(GraphOutput(_place(output.place), output.blake3) for output in message.outputs),
         tuple(Image(image.blake3, image.nbytes) for image in message.images),
         tuple(Library(each.name, each.build_id, each.fatbin) for each in message.libraries),
         tuple(LibraryCall(call.name, call.library) for call in message.calls),
@@ -213,8 +213,8 @@ def _graph(message: pb.CudaGraph) -> Graph:
     return graph
 
 
-def _place(message: pb.GraphPlace) -> Place:
-    return Place(
+def _place(message: pb.GraphPlace) -> GraphPlace:
+    return GraphPlace(
         message.name,
         message.region,
         message.offset,

@@ -20,7 +20,7 @@ class RegionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GraphPlace:
     """A row-major tensor at an offset of a region."""
 
     name: str
@@ -35,15 +35,15 @@ class Place:
 class Input:
     """A tensor that a replay reads, and its golden bytes."""
 
-    place: Place
+    place: GraphPlace
     value: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class GraphOutput:
     """A tensor that a replay writes, and the blake3 of its bytes after the golden inputs."""
 
-    place: Place
+    place: GraphPlace
     digest: bytes
 
 
@@ -155,9 +155,9 @@ class Graph:
     environment: tuple[tuple[str, str], ...]
     pin: str
     regions: tuple[RegionSpec, ...]
-    weights: tuple[Place, ...]
+    weights: tuple[GraphPlace, ...]
     inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[GraphOutput, ...]
     images: tuple[Image, ...]
     libraries: tuple[Library, ...]
     calls: tuple[LibraryCall, ...]

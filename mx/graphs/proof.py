@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from blake3 import blake3
 
-from mx.cuda.device import Stream
+from mx.cuda.device import CudaStream
 from mx.cuda.graphs import GraphCalls
 from mx.graphs.export import replayed
 from mx.graphs.package import Graph, Input
@@ -40,7 +40,7 @@ def prove(
     unseen = _matched(graph, inputs, expected)
     outputs = [each.place for each in graph.outputs]
     device = regions[0].device
-    with device.current(), Stream(device) as stream:
+    with device.current(), CudaStream(device) as stream:
         for cause, given in ((Cause.GOLDEN, graph.inputs), (Cause.UNSEEN, unseen)):
             clear_others(regions, graph.weights)
             values = replayed(driver, executable, stream, regions, given, outputs)

@@ -11,12 +11,12 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mx.cuda.device import Device, DeviceMemory, Stream
+from mx.cuda.device import CudaStream, Device, DeviceMemory
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
 from mx.errors import CapacityError, ConfigError
-from mx.graphs.package import Graph, Place, RegionSpec
+from mx.graphs.package import Graph, GraphPlace, RegionSpec
 from mx.graphs.tensors import RegionTensor
 from mx.memory.arrays import array_of
 from mx.memory.device import require_device
@@ -75,7 +75,7 @@ class Region:
                 undo.enter_context(DeviceMemory(device, size))
             memory = undo.enter_context(VmmMemory.allocate(device, nbytes, base))
             self.base, self.nbytes = memory.address, memory.nbytes
-            stream = undo.enter_context(Stream(device))
+            stream = undo.enter_context(CudaStream(device))
             self._stream, self._ring = (
                 stream,
                 undo.enter_context(contextlib.closing(PinnedRing(device))),
@@ -114,7 +114,7 @@ class Region:
         """Return True if `nbytes` bytes from `address` on are all in the region."""
         return 0 <= address - self.base <= self.nbytes - nbytes
 
-    def tensor(self, place: Place) -> RegionTensor:
+    def tensor(self, place: GraphPlace) -> RegionTensor:
         """Return a view of `place`."""
         return RegionTensor(place, self.base + place.offset, self.device.ordinal, self._memory)
 
@@ -128,7 +128,7 @@ class Region:
         places = (place for place in package.weights if place.region == index)
         return {place.name: self.tensor(place) for place in places}
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: GraphPlace) -> bytes:
         """Return the bytes of `place`; the caller has waited for what writes them.
 
         Raises:
@@ -139,7 +139,7 @@ class Region:
             self._ring.download(self.base + place.offset, memoryview(found))
         return bytes(found)
 
-    def write(self, place: Place, value: bytes | memoryview) -> None:
+    def write(self, place: GraphPlace, value: bytes | memoryview) -> None:
         """Set the bytes of `place` to `value`; they are there when this returns.
 
         Raises:
@@ -215,7 +215,7 @@ def region(
             yield made
 
 
-def place_in(regions: Sequence[Region], name: str, tensor: object) -> Place:
+def place_in(regions: Sequence[Region], name: str, tensor: object) -> GraphPlace:
     """Return a tensor's place in one of the regions.
 
     Raises:
@@ -228,21 +228,21 @@ def place_in(regions: Sequence[Region], name: str, tensor: object) -> Place:
             if found.order != ():
                 raise ConfigError(f"{name} is not row-major", hint="give a contiguous tensor")
             offset = found.address - region.base
-            return Place(name, index, offset, nbytes, found.dtype, found.shape)
+            return GraphPlace(name, index, offset, nbytes, found.dtype, found.shape)
     raise ConfigError(
         f"{name} is at {found.address:#x} on {found.device}, outside the region",
         hint="allocate everything that the graph uses in the region",
     )
 
 
-def clear_others(regions: Sequence[Region], kept: Sequence[Place]) -> None:
+def clear_others(regions: Sequence[Region], kept: Sequence[GraphPlace]) -> None:
     """Set all memory of the regions to zero that none of these places has. Raises CudaError."""
     for index, region in enumerate(regions):
         mine = [place for place in kept if place.region == index]
         region.clear(_gaps(mine, region.nbytes))
 
 
-def _gaps(places: Iterable[Place], nbytes: int) -> list[tuple[int, int]]:
+def _gaps(places: Iterable[GraphPlace], nbytes: int) -> list[tuple[int, int]]:
     """Return the spans (offset, nbytes) of a region that no place has."""
     found, end = [], 0
     for place in sorted(places, key=lambda each: each.offset):

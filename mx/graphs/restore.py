@@ -26,10 +26,10 @@ from mx.graphs.build import build
 from mx.graphs.eager import EagerCall, library_differences, loaded_by
 from mx.graphs.export import device_fields
 from mx.graphs.message import decode
-from mx.graphs.package import Graph, GraphError, Kernel, Place
+from mx.graphs.package import Graph, GraphError, GraphPlace, Kernel
 from mx.graphs.proof import prove
 from mx.graphs.region import Region
-from mx.graphs.states import Cause, Progress, Reason, Refusal, State, Step, refuse
+from mx.graphs.states import Cause, GraphProgress, GraphStep, Reason, Refusal, State, refuse
 from mx.graphs.tensors import RegionTensor
 from mx.text import listed
 
@@ -88,7 +88,7 @@ def restore(
     made = RestoredGraph()
     with trace.span("graphs.restore") as span:
         done = made._attempt(
-            Step.RESTORE,
+            GraphStep.RESTORE,
             lambda: made._restore(
                 message, get_image, device, regions, pin, environment or {}, calls
             ),
@@ -105,7 +105,7 @@ class RestoredGraph:
     """
 
     def __init__(self) -> None:
-        self._progress = Progress()
+        self._progress = GraphProgress()
         self._graph: Graph | None = None
         self._regions: list[Region] = []
         self._memory = contextlib.ExitStack()  # regions and the device: weights may be arriving
@@ -141,7 +141,7 @@ class RestoredGraph:
         graph = self._graph
         return {} if graph is None else self._views([each.place for each in graph.outputs])
 
-    def _views(self, places: Sequence[Place]) -> dict[str, RegionTensor]:
+    def _views(self, places: Sequence[GraphPlace]) -> dict[str, RegionTensor]:
         if not self._regions:
             return {}
         return {place.name: self._regions[place.region].tensor(place) for place in places}
@@ -162,10 +162,10 @@ class RestoredGraph:
             True if the graph is proved. Otherwise it is refused, with the reason, unless it was not
             restored in the first place.
         """
-        if not self._progress.may(Step.PROVE):
+        if not self._progress.may(GraphStep.PROVE):
             return False
         with trace.span("graphs.prove") as span:
-            done = self._attempt(Step.PROVE, lambda: self._prove(inputs, expected))
+            done = self._attempt(GraphStep.PROVE, lambda: self._prove(inputs, expected))
             span.set(proved=done)
         return done
 
@@ -179,7 +179,7 @@ class RestoredGraph:
             True if it is queued; False if the graph is not proved, or the driver refuses, which
             refuses the graph from now on.
         """
-        if not self._progress.may(Step.LAUNCH):
+        if not self._progress.may(GraphStep.LAUNCH):
             return False
         first = self.state is State.PROVED
         try:
@@ -188,14 +188,14 @@ class RestoredGraph:
         except CudaError as error:
             self._refuse(Reason(Cause.DRIVER, str(error)))
             return False
-        self._progress.take(Step.LAUNCH)
+        self._progress.take(GraphStep.LAUNCH)
         if first:
             _count(State.LAUNCHED.value)
         return True
 
     def close(self) -> None:
         """Free the graph, its kernels and the regions that were opened for it. Idempotent."""
-        self._progress.take(Step.CLOSE)
+        self._progress.take(GraphStep.CLOSE)
         self._unload()
         self._regions = []
         self._memory.close()
@@ -208,7 +208,7 @@ class RestoredGraph:
 
     # -- the steps ---------------------------------------------------------------------------------
 
-    def _attempt(self, step: Step, work: Callable[[], None]) -> bool:
+    def _attempt(self, step: GraphStep, work: Callable[[], None]) -> bool:
         try:
             work()
         except Refusal as refusal:

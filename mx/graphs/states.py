@@ -29,7 +29,7 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-class Step(enum.Enum):
+class GraphStep(enum.Enum):
     """What happens to a graph."""
 
     RESTORE = "restore"
@@ -82,28 +82,28 @@ def refuse(cause: Cause, message: str, differences: Sequence[Difference] = ()) -
 
 
 _LIVE = (State.OPENED, State.RESTORED, State.PROVED, State.LAUNCHED)
-_NEXT: dict[tuple[State, Step], State] = {
-    (State.OPENED, Step.RESTORE): State.RESTORED,
-    (State.RESTORED, Step.PROVE): State.PROVED,
-    (State.PROVED, Step.LAUNCH): State.LAUNCHED,
-    (State.LAUNCHED, Step.LAUNCH): State.LAUNCHED,
-    **{(state, Step.REFUSE): State.REFUSED for state in _LIVE},
-    **{(state, Step.CLOSE): State.CLOSED for state in State},
+_NEXT: dict[tuple[State, GraphStep], State] = {
+    (State.OPENED, GraphStep.RESTORE): State.RESTORED,
+    (State.RESTORED, GraphStep.PROVE): State.PROVED,
+    (State.PROVED, GraphStep.LAUNCH): State.LAUNCHED,
+    (State.LAUNCHED, GraphStep.LAUNCH): State.LAUNCHED,
+    **{(state, GraphStep.REFUSE): State.REFUSED for state in _LIVE},
+    **{(state, GraphStep.CLOSE): State.CLOSED for state in State},
 }
 
 
-class Progress:
+class GraphProgress:
     """Where one graph is. `reason` is the first one of a refusal."""
 
     def __init__(self) -> None:
         self.state = State.OPENED
         self.reason: Reason | None = None
 
-    def may(self, step: Step) -> bool:
+    def may(self, step: GraphStep) -> bool:
         """Return True if the step is possible now."""
         return (self.state, step) in _NEXT
 
-    def take(self, step: Step) -> bool:
+    def take(self, step: GraphStep) -> bool:
         """Take a step and return True; do nothing and return False where it is not possible."""
         following = _NEXT.get((self.state, step))
         if following is None:
@@ -113,7 +113,7 @@ class Progress:
 
     def refuse(self, reason: Reason) -> bool:
         """Refuse the graph, unless it is refused or closed already; return whether that is new."""
-        if not self.take(Step.REFUSE):
+        if not self.take(GraphStep.REFUSE):
             return False
         self.reason = reason
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from mx.graphs.package import Place
+from mx.graphs.package import GraphPlace
 from mx.memory.arrays import DLPACK_TYPES, TYPESTRS, DLTensor
 
 _CUDA = 2
@@ -34,7 +34,7 @@ class RegionTensor:
     device's, `dtype` as safetensors spells it.
     """
 
-    def __init__(self, place: Place, address: int, ordinal: int, owner: object) -> None:
+    def __init__(self, place: GraphPlace, address: int, ordinal: int, owner: object) -> None:
         self.shape, self.dtype, self.nbytes = place.shape, place.dtype, place.nbytes
         self.address, self._ordinal, self._owner = address, ordinal, owner
 

@@ -88,7 +88,7 @@ def read_gpus(load: Callable[[], Any] = _pynvml, root: Path = Path("/")) -> Gpus
             return GpusFound(reason=_NO_DRIVER)
         return GpusFound(reason=f"NVML does not start: {error}{_hint(nvml, error)}")
     try:
-        return _Reader(nvml, root / "sys").read()
+        return _NvmlReader(nvml, root / "sys").read()
     finally:
         _ask(nvml, nvml.nvmlShutdown)
 
@@ -135,7 +135,7 @@ def _ask(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:
         return None
 
 
-class _Reader:
+class _NvmlReader:
     """Reads all GPUs while NVML is initialised."""
 
     def __init__(self, nvml: Any, sys: Path) -> None:

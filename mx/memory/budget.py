@@ -14,7 +14,7 @@ from mx.units import format_bytes
 _PLENTY = 1 << 62
 
 
-class _Files(NamedTuple):
+class _CgroupFiles(NamedTuple):
     """The names of the files of one version of cgroups.
 
     `cache` are the lines of memory.stat that count the page cache, children included.
@@ -25,12 +25,12 @@ class _Files(NamedTuple):
     cache: tuple[str, ...]
 
 
-_V1 = _Files(
+_V1 = _CgroupFiles(
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file ", "total_active_file "),
 )
-_V2 = _Files("memory.max", "memory.current", ("inactive_file ", "active_file "))
+_V2 = _CgroupFiles("memory.max", "memory.current", ("inactive_file ", "active_file "))
 
 
 def available_nbytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
@@ -55,7 +55,7 @@ def available_nbytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
     return available
 
 
-def _left(folder: Path, files: _Files) -> int:
+def _left(folder: Path, files: _CgroupFiles) -> int:
     """Return the free bytes of a cgroup. Raises OSError or ValueError if it has no limit."""
     # Without a limit v1 reports a number larger than any machine's memory.
     limit = int((folder / files.limit).read_text())
@@ -69,7 +69,7 @@ def _left(folder: Path, files: _Files) -> int:
     return max(0, limit - used + cache)
 
 
-def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
+def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
     """Yield each level of the process's cgroups that may limit its memory. Raises OSError."""
     own = {}
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -92,7 +92,7 @@ def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
             folder = folder.parent
 
 
-def _mounts(proc: Path) -> Iterator[tuple[Path, Path, _Files]]:
+def _mounts(proc: Path) -> Iterator[tuple[Path, Path, _CgroupFiles]]:
     """Yield (mounted cgroup, mount point, files) of each hierarchy that may limit memory.
 
     Raises OSError.

@@ -20,7 +20,7 @@ _Owners = list[tuple[int, int, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedTensors:
     """The form of some tensors. `arrays` has those with bytes of their own, by name."""
 
     specs: list[TensorSpec]
@@ -35,7 +35,7 @@ class Described:
 @paused()
 def describe_arrays(
     arrays: Mapping[str, Array], dense: Callable[[str], Array] | None = None
-) -> Described:
+) -> DescribedTensors:
     """Describe tensors.
 
     A dense tensor, whatever the order of its dimensions (a transposed weight, channels last), is
@@ -100,7 +100,7 @@ def describe_arrays(
             f"{listed(gappy)}: memory with gaps or overlaps, which no other tensor here fills",
             hint="make it contiguous, or serve a copy with `copy=True`",
         )
-    return Described(specs, aliases, found)
+    return DescribedTensors(specs, aliases, found)
 
 
 def _parted(arrays: Mapping[str, Array]) -> tuple[list[str], list[str]]:

@@ -31,17 +31,17 @@ class SpanHashing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gpus: dict[str, _Gpu] = {}
+        self._gpus: dict[str, _GpuDigests] = {}
         self._closed = False
 
-    def hasher(self, blocks: Sequence[Span]) -> BlockHasher | _Hasher:
+    def hasher(self, blocks: Sequence[Span]) -> BlockHasher | _ReadHasher:
         """Return a hasher for blocks that land in these views, all of the host or of one GPU.
 
         Does not block, unlike the hasher's own methods.
         """
         there = [block for block in blocks if isinstance(block, DeviceView)]
         if there:
-            return _Hasher(self, there)
+            return _ReadHasher(self, there)
         return BlockHasher([host_view(block) for block in blocks])
 
     def digests(self, blocks: Sequence[DeviceView]) -> list[bytes]:
@@ -57,7 +57,7 @@ class SpanHashing:
                 raise ClosedError("the memory was given back")
             gpu = self._gpus.get(device)
             if gpu is None:
-                gpu = self._gpus[device] = _Gpu(device)
+                gpu = self._gpus[device] = _GpuDigests(device)
         return gpu.digests(blocks)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class SpanHashing:
             gpu.close()
 
 
-class _Gpu:
+class _GpuDigests:
     """What hashing needs of one GPU."""
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class _Gpu:
             self._ring.close()
 
 
-class _Hasher:
+class _ReadHasher:
     """The blocks of one read; see `mx.memory.arena.Hasher`."""
 
     __slots__ = ("_blocks", "_hashing")

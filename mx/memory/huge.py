@@ -62,7 +62,7 @@ def _moved(address: int, nbytes: int) -> int:
     return HUGE_PAGE_BYTES * sum(advise(each, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for each in pages)
 
 
-class _Work:
+class _HugePageWork:
     """One file that waits for huge pages, or gets them."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -78,7 +78,7 @@ class _Work:
         self.cancel()
 
     def cancel(self) -> None:
-        """Let go of the file. Waits while a piece is moved. Idempotent."""
+        """Release the file. Waits while a piece is moved. Idempotent."""
         self._cancelled = True
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
@@ -91,7 +91,7 @@ class Collapser:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_HugePageWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, descriptor: int, nbytes: int) -> Callable[[], None]:
@@ -106,7 +106,7 @@ class Collapser:
             and is idempotent. Thread-safe, as this is.
         """
         try:
-            work = _Work(descriptor, nbytes)
+            work = _HugePageWork(descriptor, nbytes)
         except OSError:  # too many open files
             return lambda: None
         self._queue.put(work)

@@ -95,7 +95,7 @@ class InPlace:
         return self._arena
 
     def release(self) -> None:
-        """Let go of the tensors, and of the arena. Idempotent."""
+        """Release the tensors and the arena. Idempotent."""
         if self._arena is not None:
             self._arena.release()
             self._arena = None

@@ -38,7 +38,7 @@ _AS_BEFORE = "make them as they were and call `changing` again, or serve the ten
 Tensors = Callable[[], Mapping[str, object]]
 
 
-class _Place:
+class _TensorLocations:
     """Where the tensors of a layout are at one moment, and the claim on that memory."""
 
     @paused()
@@ -49,7 +49,7 @@ class _Place:
         what: str,
         *,
         fills: bool,
-        before: _Place | None = None,
+        before: _TensorLocations | None = None,
     ) -> None:
         """Args and Raises as those of `LiveMemory`; `before` is the place that this one is to
         replace."""
@@ -96,7 +96,7 @@ class _Place:
         return ExtentMap.of_places(self._layout, self._shifts)
 
     def release(self) -> None:
-        """Let go of the tensors. Idempotent."""
+        """Release the tensors. Idempotent."""
         self.claim.release()
         self.view = memoryview(b"")
         self.arrays.clear()
@@ -140,7 +140,7 @@ class LiveMemory:
         self._hashing = SpanHashing()
         self.hasher: MakeHasher = self._hashing.hasher
         self._tensors: Tensors | None = tensors
-        self._place = _Place(layout, arrays, what, fills=fills)
+        self._place = _TensorLocations(layout, arrays, what, fills=fills)
 
     @property
     def view(self) -> ScatteredView | memoryview:
@@ -195,7 +195,7 @@ class LiveMemory:
                 f"{listed(other)}: another shape, dtype, order or tie than before", hint=_AS_BEFORE
             )
         claim = before.claim
-        self._place = _Place(layout, arrays, claim.what, fills=claim.fills, before=before)
+        self._place = _TensorLocations(layout, arrays, claim.what, fills=claim.fills, before=before)
         before.release()
 
     def sharing(self, names: Iterable[str]) -> set[str]:
@@ -262,7 +262,7 @@ class LiveMemory:
             yield window
 
     def release(self) -> None:
-        """Let go of the tensors. Idempotent."""
+        """Release the tensors. Idempotent."""
         self._tensors = None
         self._place.release()
         self._hashing.close()

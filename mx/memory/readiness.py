@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Self
 from mx.errors import ClosedError, LocalError, MxError, another
 
 if TYPE_CHECKING:
-    from mx.cuda.device import Device, Event
+    from mx.cuda.device import CudaEvent, Device
 
 _RELEASED = 1
 _POISON = 2
@@ -37,7 +37,7 @@ _POISON = 2
 PATIENCE_S = 60.0
 
 
-class Readiness(enum.Enum):
+class LayerReadiness(enum.Enum):
     """The state of a layer."""
 
     WAITING = "waiting"
@@ -65,9 +65,9 @@ class LayerSignals:
         self._device = device
         self._patience_s = patience_s
         self._changed = threading.Condition()
-        self._states = [Readiness.WAITING] * layers
+        self._states = [LayerReadiness.WAITING] * layers
         #: By stream: happens when the stream has passed the last word that it waits for.
-        self._passed: dict[int, Event] = {}
+        self._passed: dict[int, CudaEvent] = {}
         self._watchdog: threading.Thread | None = None
         self._error: MxError | None = None
         self._closed = False
@@ -83,7 +83,7 @@ class LayerSignals:
         for layer in range(layers):
             self._words[layer] = 0
 
-    def state(self, layer: int) -> Readiness:
+    def state(self, layer: int) -> LayerReadiness:
         """Return the state of a layer."""
         with self._changed:
             return self._states[layer]
@@ -93,8 +93,8 @@ class LayerSignals:
     def verified(self, layer: int) -> None:
         """Record that the layer's digests hold, and release the streams that wait for it."""
         with self._changed:
-            if self._states[layer] is Readiness.WAITING:
-                self._states[layer] = Readiness.VERIFIED
+            if self._states[layer] is LayerReadiness.WAITING:
+                self._states[layer] = LayerReadiness.VERIFIED
                 self._words[layer] = _RELEASED
                 self._changed.notify_all()
 
@@ -102,21 +102,21 @@ class LayerSignals:
         """Record that the pull failed: poison unverified layers and release their streams."""
         with self._changed:
             for layer, state in enumerate(self._states):
-                if state is Readiness.WAITING:
+                if state is LayerReadiness.WAITING:
                     self._error = self._error or another(error).with_traceback(None)
-                    self._states[layer] = Readiness.POISONED
+                    self._states[layer] = LayerReadiness.POISONED
                     self._words[layer] = _POISON
             self._changed.notify_all()
 
     def _watch(self) -> None:
         with self._changed:
-            waiting, since_s = self._states.count(Readiness.WAITING), time.monotonic()
+            waiting, since_s = self._states.count(LayerReadiness.WAITING), time.monotonic()
             while waiting:
                 left_s = since_s + self._patience_s - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
-                now = self._states.count(Readiness.WAITING)
+                now = self._states.count(LayerReadiness.WAITING)
                 if now != waiting:
                     waiting, since_s = now, time.monotonic()
         if waiting:
@@ -146,7 +146,7 @@ class LayerSignals:
         """
         with self._changed:
             self._raise(layer)
-            if self._states[layer] is Readiness.VERIFIED:
+            if self._states[layer] is LayerReadiness.VERIFIED:
                 return
             if self._watchdog is None:
                 self._watchdog = threading.Thread(
@@ -155,9 +155,9 @@ class LayerSignals:
                 self._watchdog.start()
             passed = self._passed.get(stream)
             if passed is None:
-                from mx.cuda.device import Event
+                from mx.cuda.device import CudaEvent
 
-                passed = self._passed[stream] = Event(self._device)
+                passed = self._passed[stream] = CudaEvent(self._device)
             address = self._memory.device_address + 4 * layer
             with self._device.current():
                 self._device.driver.stream_wait_value(stream, address, _RELEASED)
@@ -178,13 +178,13 @@ class LayerSignals:
         with self._changed:
             for layer in range(len(self._states)) if layers is None else layers:
                 self._raise(layer)
-                if self._states[layer] is not Readiness.VERIFIED:
+                if self._states[layer] is not LayerReadiness.VERIFIED:
                     raise ClosedError(f"layer {layer} is not verified yet: wait for its stream")
 
     def _raise(self, layer: int) -> None:
-        if self._states[layer] is Readiness.POISONED and self._error is not None:
+        if self._states[layer] is LayerReadiness.POISONED and self._error is not None:
             raise another(self._error)
-        if self._closed and self._states[layer] is not Readiness.VERIFIED:
+        if self._closed and self._states[layer] is not LayerReadiness.VERIFIED:
             raise ClosedError("the pull's signals were closed")
 
     # -- the end -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 from mx.errors import ConfigError
 from mx.memory.allocations import device_of_ordinal
 from mx.memory.arrays import Array, adapters, array_of, batch_adapters, span_nbytes
-from mx.memory.describe import Described, describe_arrays
+from mx.memory.describe import DescribedTensors, describe_arrays
 from mx.memory.extras import torch_missing
 from mx.memory.tensors import TORCH_DTYPES
 from mx.text import listed
@@ -210,7 +210,7 @@ def tensors_in(module: torch.nn.Module, *, non_persistent: bool = False) -> dict
     return found
 
 
-def describe(what: Any) -> Described:
+def describe(what: Any) -> DescribedTensors:
     """Describe the tensors of a mapping of CPU tensors or a `torch.nn.Module`, to copy them.
 
     What is not dense, and not within a dense tensor, is copied to row-major order, and so is what

@@ -89,7 +89,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
             read = CoordinatorMetrics(settings.state.partition(":")[0]).read
             _ = coordinator.figures  # begins to count
             loop = asyncio.get_running_loop()
-            collector = Collector(
+            collector = MetricsCollector(
                 lambda: read(coordinator),
                 lambda work: asyncio.run_coroutine_threadsafe(work(), loop),
             )
@@ -98,7 +98,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
 
             transfers = TransferMetrics(registry)
             stack.enter_context(trace.listening(transfers.pulls))
-            collector = Collector(transfers.read, runtime.submit)
+            collector = MetricsCollector(transfers.read, runtime.submit)
         registry.register(collector)
         listener = Listener(settings.metrics, render, tls)
         stack.callback(listener.stop)
@@ -108,7 +108,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
         yield listener.address
 
 
-class Collector:
+class MetricsCollector:
     """Reads metrics on an event loop, for threads, one at a time."""
 
     def __init__(self, read: _Read, submit: _Submit) -> None:

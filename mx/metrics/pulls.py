@@ -70,7 +70,7 @@ class Pulls:
         for step in ("disk", "hub", "objects"):
             self._fallbacks.labels(step)
 
-    def __call__(self, event: trace.Event) -> None:
+    def __call__(self, event: trace.SpanEvent) -> None:
         """Take an event."""
         if event.name == "pull.read" and event.kind != "started":
             self._retries.inc(_number(event, "retries"))
@@ -113,7 +113,7 @@ class Pulls:
         return Counter(self._shown)
 
 
-def _number(event: trace.Event, name: str) -> int:
+def _number(event: trace.SpanEvent, name: str) -> int:
     found = event.attributes.get(name, 0)
     return found if isinstance(found, int) else 0
 

@@ -72,7 +72,7 @@ class TransferMetrics:
     def _moved(self, open_pulls: list[Open]) -> Metric:
         given = counters.totals(counters.GIVEN_BYTES)
         for each in list(server.running):
-            given += each.given_bytes()
+            given += each.given_nbytes()
         found = CounterMetricFamily(
             "mx_transfer_bytes",
             "Bytes of weights: received and verified, or given.",

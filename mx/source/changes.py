@@ -15,7 +15,7 @@ from mx.errors import MxError
 from mx.tasks import Latch
 
 
-class Change:
+class MemoryChange:
     """One change of lent memory. The methods, and what has no latch, are the loop's."""
 
     def __init__(self, names: Collection[str] | None, grace_s: float) -> None:

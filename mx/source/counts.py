@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mx.source.grants import Grant
+    from mx.source.grants import ReaderGrant
 
 #: The most readers without grants whose totals are kept.
 _MOST_ENDED = 4096
@@ -22,15 +22,15 @@ class ReadCounts:
     """
 
     def __init__(self) -> None:
-        self._of: dict[_Key, set[Grant]] = {}  # a reader's grants
+        self._of: dict[_Key, set[ReaderGrant]] = {}  # a reader's grants
         self._ended: dict[_Key, Counter[str]] = {}  # bytes sent on ended grants, by address
 
-    def opened(self, grant: Grant) -> None:
+    def opened(self, grant: ReaderGrant) -> None:
         """Begin to count a grant, unless its reader has no id."""
         if grant.principal.reader_id:
             self._of.setdefault(_key(grant), set()).add(grant)
 
-    def closed(self, grant: Grant) -> None:
+    def closed(self, grant: ReaderGrant) -> None:
         """End a grant. Call this once, before its tickets are revoked."""
         if not grant.principal.reader_id:
             return
@@ -66,5 +66,5 @@ class ReadCounts:
         return total
 
 
-def _key(grant: Grant) -> _Key:
+def _key(grant: ReaderGrant) -> _Key:
     return grant.source_id, grant.principal.reader_id

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from mx.core.digest import DIGEST_BYTES
 from mx.memory.live import LiveMemory
 from mx.source.model import HeldModel
-from mx.source.served import Found, Served
+from mx.source.served import MemoryFaults, Served
 from mx.text import listed
 from mx.transport import contiguous
 from mx.views import cut
@@ -77,7 +77,7 @@ class Doubts:
             await asyncio.sleep((time.monotonic() - began_s) / _HASHING_PART)
 
 
-def looked_at(held: HeldModel, chunk: int) -> Found:
+def looked_at(held: HeldModel, chunk: int) -> MemoryFaults:
     """Hash a chunk again, where it is in memory, unless its tensors are elsewhere by now: an engine
     may have freed what it was in.
 
@@ -91,7 +91,7 @@ def looked_at(held: HeldModel, chunk: int) -> Found:
         MxError: The memory was released, or a GPU fails.
     """
     moved = held.arena.changed() if isinstance(held.arena, LiveMemory) else ""
-    return Found(moved=moved) if moved else Found(wrong=wrong_tensors(held, chunk))
+    return MemoryFaults(moved=moved) if moved else MemoryFaults(wrong=wrong_tensors(held, chunk))
 
 
 def wrong_tensors(held: HeldModel, chunk: int) -> str:

@@ -36,7 +36,7 @@ _MOST_WRONG = 16
 _EXPIRE_S = 0.5
 
 
-class Grant:
+class ReaderGrant:
     """What one reader has of one source. On the loop."""
 
     def __init__(self, grants: Grants, served: Served, principal: Principal, reader: str) -> None:
@@ -195,9 +195,9 @@ class Grants:
         self.limits = limits
         self.counts = ReadCounts()
         self.clock = clock
-        self._open: dict[str, Grant] = {}
+        self._open: dict[str, ReaderGrant] = {}
 
-    def admit(self, served: Served, principal: Principal, reader: str) -> Grant | None:
+    def admit(self, served: Served, principal: Principal, reader: str) -> ReaderGrant | None:
         """Return a grant to `begin`, after idle ones whose place it takes have ended; None if the
         reader is refused: tell it `busy`.
 
@@ -210,20 +210,20 @@ class Grants:
         if ending is None:
             return None
         self._end_idle(ending)
-        return Grant(self, served, principal, reader)
+        return ReaderGrant(self, served, principal, reader)
 
     def busy(self) -> peer_pb2.OpenEvent:
         """Return what to tell a reader that is refused."""
         return peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=self.limits.retry_after_s()))
 
-    def add(self, grant: Grant) -> None:
+    def add(self, grant: ReaderGrant) -> None:
         """Begin to count a grant."""
         self._open[grant.id] = grant
         self.counts.opened(grant)
         self.limits.opened(grant.id, grant.source_id, grant.principal, sent=bool(grant.sending))
         self.leases.open(grant.id, grant.source_id, self.clock())
 
-    def remove(self, grant: Grant) -> bool:
+    def remove(self, grant: ReaderGrant) -> bool:
         """Stop counting a grant, before its tickets are revoked. Return False if it was not."""
         if self._open.pop(grant.id, None) is None:
             return False
@@ -233,7 +233,7 @@ class Grants:
         self.counts.closed(grant)
         return True
 
-    def given_bytes(self) -> Counter[str]:
+    def given_nbytes(self) -> Counter[str]:
         """Return the bytes that readers have had so far on open grants, by transport; those of
         ended ones are in `mx.counters`."""
         found: Counter[str] = Counter()
@@ -241,7 +241,7 @@ class Grants:
             found[grant.transport] += self._given_nbytes(grant)
         return found
 
-    def _given_nbytes(self, grant: Grant) -> int:
+    def _given_nbytes(self, grant: ReaderGrant) -> int:
         return grant.sent() if grant.sending else self.limits.reported_nbytes(grant.id)
 
     def has_unexpired(self, source_id: str) -> bool:
@@ -273,7 +273,7 @@ class Grants:
             self._look_for_progress()
             self._end_idle(self.limits.idle())
 
-    def _of(self, source_id: str) -> list[Grant]:
+    def _of(self, source_id: str) -> list[ReaderGrant]:
         return [each for each in self._open.values() if source_id in ("", each.source_id)]
 
     def _look_for_progress(self) -> None:

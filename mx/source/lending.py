@@ -24,9 +24,9 @@ from mx.errors import (
 from mx.log import event
 from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut, unexpected
-from mx.source.changes import Change
+from mx.source.changes import MemoryChange
 from mx.source.model import HeldModel, hashed_again
-from mx.source.served import Found
+from mx.source.served import MemoryFaults
 
 if TYPE_CHECKING:
     from mx.source.server import SourceServer
@@ -57,7 +57,7 @@ class Lending:
         self._state = LentState()
         self._listed = held.manifest.ref.identity  # under `held.key`
         self._server = server
-        self._change: Change | None = None  # that runs, or ran last
+        self._change: MemoryChange | None = None  # that runs, or ran last
         self._changing: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
         self._busy = asyncio.Lock()
@@ -99,7 +99,7 @@ class Lending:
                 await self._withdraw(moved)
         return self.lends
 
-    async def doubt(self, look: Callable[[], Found]) -> bool:
+    async def doubt(self, look: Callable[[], MemoryFaults]) -> bool:
         """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
         if that is not what was registered. The owner may write only when it is hashed: it may free
         memory then.
@@ -155,7 +155,7 @@ class Lending:
 
     # -- around changes ---------------------------------------------------------------------------
 
-    def begin(self, change: Change) -> None:
+    def begin(self, change: MemoryChange) -> None:
         """Begin a change: let its owner write, and lend the memory again once it has left.
 
         No reader trusts anything that it reads from the moment at which `change.entered` is set.
@@ -186,7 +186,7 @@ class Lending:
         if running:
             await asyncio.wait(running)
 
-    async def _run(self, change: Change, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, change: MemoryChange, before: asyncio.Task[None] | None) -> None:
         """Make a change, once the one before has ended."""
         try:
             if before is not None:
@@ -199,7 +199,7 @@ class Lending:
         finally:
             change.end(ClosedError(f"the source of {self.held.key} was closed"))
 
-    async def _make(self, change: Change) -> None:
+    async def _make(self, change: MemoryChange) -> None:
         if self._is_closed():
             raise ClosedError(f"the source of {self.held.key} was closed")
         all_of_it = self._state.why != ""  # what is withdrawn may differ anywhere
@@ -238,7 +238,7 @@ class Lending:
                 self._say_withdrawn(str(found), logging.INFO)
             raise
 
-    async def _enter(self, change: Change) -> None:
+    async def _enter(self, change: MemoryChange) -> None:
         """Return once no reader trusts anything that it reads from now on.
 
         Raises:
@@ -268,7 +268,9 @@ class Lending:
             self._say_withdrawn(f"it could not be withdrawn from its readers: {error}")
             raise
 
-    async def _leave(self, change: Change, all_of_it: bool, stopped: Callable[[], bool]) -> None:
+    async def _leave(
+        self, change: MemoryChange, all_of_it: bool, stopped: Callable[[], bool]
+    ) -> None:
         """Lend the memory again, as it is now, and register it.
 
         Args:

@@ -47,7 +47,7 @@ class SendLimiter(RateLimiter):
 
 
 @dataclass(slots=True)
-class _Grant:
+class _CountedGrant:
     source_id: str
     principal: Principal
     sent: bool  # the source sends over at least one of the granted transports
@@ -79,7 +79,7 @@ class SourceLimits:
         self._report_s = report_s
         self._retries = Retries()
         self._book = GrantBook(grant_bounds(), bounds.max_readers)
-        self._grants: dict[str, _Grant] = {}
+        self._grants: dict[str, _CountedGrant] = {}
         self._meters: dict[str, Meter] = {}
         rate = bounds.max_bytes_per_s
         self.limiter = SendLimiter(rate, clock) if rate else None
@@ -107,7 +107,7 @@ class SourceLimits:
 
     def opened(self, grant_id: str, source_id: str, principal: Principal, *, sent: bool) -> None:
         """Begin to count a grant. `sent`: the source sends to the reader; else it fetches."""
-        self._grants[grant_id] = _Grant(source_id, principal, sent)
+        self._grants[grant_id] = _CountedGrant(source_id, principal, sent)
         self._book.open(grant_id, principal, self._clock())
         self._meter(source_id).opened(grant_id, self._clock())
         self._share_out()

@@ -29,7 +29,7 @@ from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
 from mx.memory.collector import paused
-from mx.memory.describe import Described
+from mx.memory.describe import DescribedTensors
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
 from mx.storage.disk_file import Stamp
@@ -288,7 +288,7 @@ def hold_tensors(
 
 
 def lend_tensors(
-    described: Described,
+    described: DescribedTensors,
     arrays: Mapping[str, Array],
     tensors: Tensors,
     key: ModelKey,

@@ -63,7 +63,7 @@ class Participant(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MemoryFaults:
     """What is wrong with memory, "" for nothing. `moved` says which tensors are elsewhere by now;
     `wrong` names those that are not what was registered."""
 

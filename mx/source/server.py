@@ -36,7 +36,7 @@ from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import DocumentsServicer
-from mx.wire.same_files import FilesListing, Listed
+from mx.wire.same_files import FilesListing, ListedModel
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, peer_pb2
 
@@ -149,9 +149,9 @@ class SourceServer:
             found[served.held.key.name] += served.held.manifest.layout.payload_nbytes
         return found
 
-    def given_bytes(self) -> Counter[str]:
+    def given_nbytes(self) -> Counter[str]:
         """Return the bytes that readers had so far on open grants, by transport."""
-        return self._grants.given_bytes()
+        return self._grants.given_nbytes()
 
     async def start(self) -> None:
         """Listen.
@@ -252,10 +252,10 @@ class SourceServer:
             except (MxError, OSError) as error:
                 log.debug("which files were read is not listed on this host: %s", error)
 
-    def _files_read(self) -> list[Listed]:
+    def _files_read(self) -> list[ListedModel]:
         """Return the models that were read from files of this host."""
         return [
-            Listed(
+            ListedModel(
                 held.key.name,
                 held.key.revision,
                 held.manifest.ref.identity.hex(),

@@ -51,7 +51,7 @@ class ForeignLinkError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedPath:
     """A path without links: `below` names what is missing under the folder `folder`, and then the
     last name of the path, whether that exists or not. `fd` is a descriptor of that folder, which
     the caller closes; it allows no more than to open what is below."""
@@ -61,7 +61,7 @@ class Resolved:
     below: tuple[str, ...]
 
 
-def resolve(path: str) -> Resolved:
+def resolve(path: str) -> ResolvedPath:
     """Follow the links in a path as the kernel does, but none that belongs to a user other than
     this one and root. What was checked is what is followed.
 
@@ -124,11 +124,11 @@ def _moved(before: int, now: int) -> int:
     return now
 
 
-def _below(fd: int, folder: list[str], names: list[str]) -> Resolved:
+def _below(fd: int, folder: list[str], names: list[str]) -> ResolvedPath:
     rest = os.path.normpath("/".join(names)) if names else "."
     if rest == "." or rest.startswith(".."):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return Resolved(fd, "/" + "/".join(folder), tuple(rest.split("/")))
+    return ResolvedPath(fd, "/" + "/".join(folder), tuple(rest.split("/")))
 
 
 @contextmanager

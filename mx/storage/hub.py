@@ -58,7 +58,7 @@ class HubStore:
         return f"{self.repository}@{self.revision}"
 
     def open(self, opening: Opening) -> Checkpoint:
-        """Find or download the snapshot, and open it. Raises as `Store.open`."""
+        """Find or download the snapshot, and open it. Raises as `CheckpointStore.open`."""
         if find_spec("huggingface_hub") is None:
             raise _no_extra()
         found = self._run(opening)

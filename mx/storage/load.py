@@ -23,7 +23,7 @@ A = TypeVar("A", bound="Memory | SubsetMemory")
 
 
 @dataclass(frozen=True)
-class Destination:
+class HostDestination:
     """Host memory to fill an arena through: `view`, which maps `memfd` if there is one.
 
     `on_layer`, if there is one, is to be called with the index of each complete layer. `copy`, if
@@ -37,7 +37,7 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[A]):
+class LoadedCheckpoint(Generic[A]):
     """A checkpoint in memory: its manifest, the digests of all blocks, and the arena.
 
     `shortcuts` and `stamps` are as in `mx.storage.landing.Filled`.
@@ -51,20 +51,20 @@ class Loaded(Generic[A]):
 
 
 @contextlib.contextmanager
-def destination(arena: Memory | SubsetMemory, layout: Layout) -> Iterator[Destination]:
+def destination(arena: Memory | SubsetMemory, layout: Layout) -> Iterator[HostDestination]:
     """Give the host memory to fill an arena through, for the length of the block.
 
     For host memory it is the arena itself. For GPU memory it is a window, whose `on_layer` copies
     a layer to the GPU.
     """
     if isinstance(arena, SubsetMemory):
-        yield Destination(arena.view, copy=arena.write)
+        yield HostDestination(arena.view, copy=arena.write)
         return
     on_gpu = isinstance(arena, LiveMemory) and arena.device != "cpu"
     if not isinstance(arena, DeviceArena) and not on_gpu:
         view = arena.view
         assert not isinstance(view, DeviceView)
-        yield Destination(view, arena.memfd)
+        yield HostDestination(view, arena.memfd)
         return
     assert isinstance(arena, DeviceArena | LiveMemory)
     with arena.filling() as window:
@@ -73,7 +73,7 @@ def destination(arena: Memory | SubsetMemory, layout: Layout) -> Iterator[Destin
             layer = layout.layers[index]
             window.layer_done(layer.arena_offset, layer.nbytes)
 
-        yield Destination(window.view, on_layer=layer_done)
+        yield HostDestination(window.view, on_layer=layer_done)
 
 
 def load_checkpoint(
@@ -86,7 +86,7 @@ def load_checkpoint(
     opened: Callable[[Checkpoint], None] = lambda checkpoint: None,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Loaded[A]:
+) -> LoadedCheckpoint[A]:
     """Read a checkpoint once into a new arena, hashing it on the way.
 
     Args:
@@ -133,7 +133,7 @@ def load_opened(
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
-) -> Loaded[A]:
+) -> LoadedCheckpoint[A]:
     """Read a checkpoint whose headers were read, as `load_checkpoint` does.
 
     `in_layer_order` is as for `fill`. `on_layer` is called on reader threads with each layer that
@@ -167,4 +167,4 @@ def load_opened(
         arena.release()
         raise
     pages = Pages.whole(manifest, filled.pages)
-    return Loaded(manifest, pages, filled.shortcuts, arena, filled.stamps)
+    return LoadedCheckpoint(manifest, pages, filled.shortcuts, arena, filled.stamps)

@@ -78,7 +78,7 @@ class ObjectStore:
         return shown_url(self.url)
 
     def open(self, opening: Opening) -> Checkpoint:
-        """List the folder, and read its files' headers. Raises as `Store.open`."""
+        """List the folder, and read its files' headers. Raises as `CheckpointStore.open`."""
         return _open(Requests(self.url, opening))
 
 

@@ -87,7 +87,7 @@ def fill(
     readers: list[SpanReader] = []
     with as_bytes(destination) as view:
         arena = _arena(view, memfd, layout, copy)
-        job = _Job(layout, shortcuts, progress, cancelled, on_layer)
+        job = _FillJob(layout, shortcuts, progress, cancelled, on_layer)
         try:
             for file in checkpoint.files:
                 readers.append(SpanReader(file, layout, index_of, arena))
@@ -150,7 +150,7 @@ def fill_from_tensors(
     )
     with as_bytes(destination) as view:
         arena = _arena(view, memfd, layout)
-        job = _Job(layout, shortcuts, None, cancelled, on_layer)
+        job = _FillJob(layout, shortcuts, None, cancelled, on_layer)
 
         def work() -> None:
             for index, base, start, end in job.blocks(layout, pieces):
@@ -187,7 +187,7 @@ def hash_in_place(
         ClosedError: `cancelled` returned True.
     """
     on_gpu = device_of(arena) != "cpu"
-    job = _Job(layout, not on_gpu, None, cancelled, None)
+    job = _FillJob(layout, not on_gpu, None, cancelled, None)
     pieces = deque[tuple[int, int]]()
     for index, tensor in enumerate(layout.tensors):
         if before is not None and only is not None and tensor.name not in only:
@@ -225,7 +225,7 @@ def _arena(
     return ArenaWriter(view, memfd, copy)
 
 
-class _Job:
+class _FillJob:
     """The threads that fill one arena, and the state that they share."""
 
     def __init__(

@@ -331,7 +331,7 @@ class Staging:
         )
 
 
-def _resolve(out: Path) -> folders.Resolved:
+def _resolve(out: Path) -> folders.ResolvedPath:
     """Return where `out` leads to. Raises OutputError."""
     try:
         return folders.resolve(str(out))

@@ -29,7 +29,7 @@ class Opening:
     timeout_s: float
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """A checkpoint's place. `step` is the name of its step in the chain, `place` names it for
     people, and `threads` is how many reads at a time are worth while."""
 
@@ -65,7 +65,7 @@ class DiskStore:
         return str(self.path)
 
     def open(self, opening: Opening) -> Checkpoint:
-        """Open it. Raises as `Store.open`."""
+        """Open it. Raises as `CheckpointStore.open`."""
         from mx.storage.safetensors import open_checkpoint
 
         return open_checkpoint(self.path)

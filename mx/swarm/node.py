@@ -52,20 +52,20 @@ class Reads(Protocol):
         """Report every later change of `holdings`. Returns the chunks that are verified now."""
 
     def coordinate(self) -> None:
-        """From now on read only what is allowed."""
+        """Read only what is allowed, from now on."""
 
     def read_freely(self) -> None:
-        """From now on read from any source."""
+        """Read from any source from now on."""
 
     def allow(self, source: str, chunk: int) -> bool:
         """Let the chunk be read from this source. Returns False if it is verified already."""
 
     def withdraw(self, source: str, chunk: int) -> None:
-        """Stop reading the chunk from this source: another one gives it."""
+        """Stop reading the chunk from this source: another one serves it."""
 
 
 @dataclass
-class _Peer:
+class _ConnectedPeer:
     record: SourceRecord
     stream: PeerStream
     seeds: bool
@@ -112,7 +112,7 @@ class Node:
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._gives = True
-        self._silent: set[str] = set()  # sources that give nothing any more
+        self._silent: set[str] = set()  # sources that serve nothing any more
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
         self._receiver = Receiver(
@@ -120,7 +120,7 @@ class Node:
         )
         self._uploads = Uploads(grid.chunk_nbytes, by_address=False)
         self._patience = Patience(time.monotonic())
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _ConnectedPeer] = {}
         self._numbers: dict[str, int] = {}
         self._count = 0
         self._reading: dict[int, int] = {}  # chunk -> the peer that it is read from
@@ -132,7 +132,7 @@ class Node:
     # -- coordinated and free reading -------------------------------------------------------------
 
     def coordinate(self) -> None:
-        """From now on request chunks before reading them: others pull from the same source."""
+        """Request chunks before reading them, from now on: others pull from the same source."""
         if self.coordinated or self._reads is None:
             return
         self._wake()
@@ -149,7 +149,7 @@ class Node:
         self._do(self._receiver.plan(time.monotonic()))
 
     def read_freely(self) -> None:
-        """From now on read from any source: there is no peer to request chunks from."""
+        """Read from any source from now on: there is no peer to request chunks from."""
         if self.coordinated and self._reads is not None:
             self.coordinated = False
             self._receiver.width = 0
@@ -157,7 +157,7 @@ class Node:
             self._changed()
 
     def reading_ended(self) -> None:
-        """From now on only serve others: the pull's transfer is about to end."""
+        """Only serve others from now on: the pull's transfer is about to end."""
         self._reads = None
 
     @property
@@ -166,7 +166,7 @@ class Node:
 
     @property
     def waits_until_s(self) -> float:
-        """Until when peers may give what is missing, if nothing happens before."""
+        """The time until which peers may serve what is missing, if nothing happens before."""
         if not self.coordinated:
             return -math.inf
         seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
@@ -270,7 +270,7 @@ class Node:
             self._news(functools.partial(self._patience.joined, record.key))
         self._count += 1
         number = self._count
-        self._peers[number] = _Peer(record, stream, seeds, readable)
+        self._peers[number] = _ConnectedPeer(record, stream, seeds, readable)
         self._numbers[record.key] = number
         self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
         self._uploads.joined(number, stream, Reader(stream.address, record.source_id))
@@ -340,7 +340,9 @@ class Node:
                     " exist"
                 )
 
-    def _heard_of(self, number: int, peer: _Peer, kind: str, chunk: int, now_s: float) -> None:
+    def _heard_of(
+        self, number: int, peer: _ConnectedPeer, kind: str, chunk: int, now_s: float
+    ) -> None:
         """Act on a message about one chunk."""
         match kind:
             case "request":
@@ -392,7 +394,7 @@ class Node:
                 case Interested():
                     peer.stream.send(SwarmMessage(interested=True))
 
-    def _connect(self, peer: _Peer) -> None:
+    def _connect(self, peer: _ConnectedPeer) -> None:
         """Have the pull connect to the peer. Only the first request does so: connecting all peers
         to all others at once would take a second of a core."""
         if not peer.connected:

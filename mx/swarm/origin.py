@@ -31,7 +31,7 @@ MOST_OF_READER = 2
 
 
 @dataclass
-class _Peer:
+class _SeededPeer:
     record: SourceRecord
     stream: PeerStream
     have: int
@@ -47,7 +47,7 @@ class Origin:
         self._uploads = Uploads(chunk_nbytes, by_address=True)
         self._standing = self._uploads.standing
         self._all = (1 << chunk_count) - 1
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _SeededPeer] = {}
         self._numbers = 0
         self._coordinated = False
         self._opened = False  # every chunk was announced: readers may request any
@@ -96,7 +96,7 @@ class Origin:
             return
         self._numbers += 1
         number = self._numbers
-        peer = self._peers[number] = _Peer(record, stream, held, reader)
+        peer = self._peers[number] = _SeededPeer(record, stream, held, reader)
         self._uploads.joined(number, stream, reader)
         welcome = peer_pb2.Welcome(accepted=True, seeds=True, coordinated=self._coordinated)
         if self._opened:
@@ -136,7 +136,7 @@ class Origin:
             meet = peer_pb2.Peers(sources=[codec.source_to_wire(record) for record in known])
             self._peers[newcomer].stream.send(SwarmMessage(peers=meet))
 
-    def _heard(self, number: int, peer: _Peer, message: SwarmMessage) -> None:
+    def _heard(self, number: int, peer: _SeededPeer, message: SwarmMessage) -> None:
         kind = message.WhichOneof("message")
         if kind is None:  # what a later release says besides
             return

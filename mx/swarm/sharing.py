@@ -31,7 +31,7 @@ class Host(Protocol):
     """Serves what a pull has received so far: `mx.source.relay.Relay`. On the loop."""
 
     async def start(self, node: Node) -> None:
-        """Listen, and offer the pull's memory. Raises MxError."""
+        """Listen, and relay from the pull's memory. Raises MxError."""
 
     def record(self) -> SourceRecord | None:
         """Return the record by which others find the pull; None before it listens."""
@@ -46,7 +46,7 @@ class Host(Protocol):
 
         Args:
             holdings: The chunks that are verified.
-            sources: Returns the known sources, which may give side files that readers want.
+            sources: Returns the known sources, which may serve side files that readers want.
         """
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ class Sharing:
 
     @property
     def waits_until_s(self) -> float:
-        """Until when peers may give what is missing, if nothing happens before."""
+        """The time until which peers may serve what is missing, if nothing happens before."""
         return -math.inf if self._node is None else self._node.waits_until_s
 
     # -- how it begins ----------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Sharing:
             self.coordinate()
 
     def coordinate(self) -> None:
-        """From now on request chunks before reading them."""
+        """Request chunks before reading them, from now on."""
         self.begin()
         if self._node is not None:
             self._node.coordinate()
@@ -222,7 +222,7 @@ class Sharing:
     # -- the end ----------------------------------------------------------------------------------
 
     def reading_ended(self) -> None:
-        """From now on only serve others, if they read here: the pull's transfer is about to end."""
+        """Only serve others from now on, if they read here: the pull's transfer is about to end."""
         self._reads = None
         if self._timer is not None:
             self._timer.cancel()

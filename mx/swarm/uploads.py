@@ -1,4 +1,4 @@
-"""What a source gives to its readers: the slots, which `mx.core.swarm.slots` assigns, and the
+"""What a source serves to its readers: the slots, which `mx.core.swarm.slots` assigns, and the
 messages about them. Pulls and origins both have one."""
 
 from __future__ import annotations

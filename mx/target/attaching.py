@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from mx.core.connections import Connections, Entry
+from mx.core.connections import Connections, PathEntry
 from mx.core.types import Manifest
 from mx.errors import ConfigError, DigestError, LocalError, MxError, NotAllowedError
 from mx.runtime import in_thread, uncut
@@ -28,7 +28,9 @@ class Attacher:
     causes: list[MxError]
     left: list[LeftSource] = field(default_factory=list)
 
-    async def run(self) -> tuple[tuple[Connection, View] | None, tuple[Connection, Entry] | None]:
+    async def run(
+        self,
+    ) -> tuple[tuple[Connection, View] | None, tuple[Connection, PathEntry] | None]:
         """Return a connection and the source's mapped memory, or None; and else, if there is one,
         an open connection to memory that can't be mapped but may be copied."""
         for entry in self.connections.attachable():
@@ -46,7 +48,7 @@ class Attacher:
                 return None, (connection, entry)
         return None, None
 
-    async def _attach(self, entry: Entry) -> tuple[Connection | None, View | None]:
+    async def _attach(self, entry: PathEntry) -> tuple[Connection | None, View | None]:
         """Return a connection if one could be opened, and the source's memory if it could be
         mapped. The causes say why not."""
         self.connections.begin(entry)

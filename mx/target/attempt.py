@@ -84,7 +84,7 @@ class Attempt:
         return 0 if delivery is None else delivery.written_nbytes
 
     def paths(self) -> list[PathReport]:
-        """Return what has come over each path so far."""
+        """Return the bytes received over each path so far."""
         return []
 
     def _deliver(self, manifest: Manifest, *, strong: bool) -> Delivery:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mx.errors import MxError
 from mx.log import event
-from mx.wire.cache import CacheClient, HeldAt, Wanted
+from mx.wire.cache import CacheClient, HeldAt, WantedModel
 
 if TYPE_CHECKING:
     from mx.target.options import PullOptions
@@ -33,7 +33,7 @@ async def ask_cache(options: PullOptions, on_progress: Callable[[int, int], None
     try:
         client = CacheClient(options.cache, timeout_s=options.connect_timeout_s)
         found = await client.hold(
-            Wanted(options.name, options.revision, options.variant, options.coordinator or ""),
+            WantedModel(options.name, options.revision, options.variant, options.coordinator or ""),
             on_progress,
         )
     except MxError as error:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mx.core.pages import Pages
     from mx.core.planner import Plan
     from mx.core.types import Manifest, SourceRecord
-    from mx.storage.stores import Store
+    from mx.storage.stores import CheckpointStore
     from mx.target.edition import EditionLog
     from mx.target.events import EventLog
     from mx.target.options import PullOptions
@@ -91,7 +91,7 @@ class Chain:
 
         Args:
             paths: What came over each path.
-            error: Why they did not give everything; None: they did.
+            error: Why they did not serve everything; None: they did.
         """
         if self.steps or not (self.options.bound or self.options.stores):
             return
@@ -162,7 +162,7 @@ class Chain:
         """Return True if the model may be read from a store as a whole.
 
         Args:
-            error: Why the sources did not give it.
+            error: Why the sources did not serve it.
             described: True if they described it.
         """
         if not self.options.stores or isinstance(error, LocalError):
@@ -182,13 +182,13 @@ class Chain:
     async def whole(
         self,
         failure: MxError | None,
-        attempt: Callable[[Store, bool], Awaitable[PullReport]],
+        attempt: Callable[[CheckpointStore, bool], Awaitable[PullReport]],
         begin_again: Callable[[], bool],
     ) -> PullReport:
         """Read all of the model from the first store that has it.
 
         Args:
-            failure: Why the sources did not give it; None: there are none.
+            failure: Why the sources did not serve it; None: there are none.
             attempt: Reads it from a store; the second argument is True for the last one.
             begin_again: Returns True if nothing of an attempt that failed was delivered.
 
@@ -269,7 +269,7 @@ class Chain:
 
     async def _read(
         self,
-        store: Store,
+        store: CheckpointStore,
         manifest: Manifest,
         pages: Pages,
         transfer: Transfer,

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from mx.core.connections import Connections, Entry, PeerLeftError
+from mx.core.connections import Connections, PathEntry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
 from mx.errors import ChunkElsewhereError, ConfigError, MxError, NoSourceError, PeerLostError
@@ -87,8 +87,8 @@ class ConnectionPool:
         self._causes = causes
         #: Set once a path was opened, or could not be, or there is none.
         self.tried = asyncio.Event()
-        self._opening: dict[Entry, asyncio.Task[Connection]] = {}
-        self._live: dict[int, tuple[Entry, Connection]] = {}
+        self._opening: dict[PathEntry, asyncio.Task[Connection]] = {}
+        self._live: dict[int, tuple[PathEntry, Connection]] = {}
         self._useless: list[Connection] = []  # open, but the transfer can't read through them
         self._joined: dict[str, object] = {}  # neighbours, and their streams
         self._left: dict[str, str] = {}  # endpoint -> why
@@ -234,7 +234,7 @@ class ConnectionPool:
 
     # -- connections ------------------------------------------------------------------------------
 
-    def take(self, connection: Connection, entry: Entry) -> None:
+    def take(self, connection: Connection, entry: PathEntry) -> None:
         """Read through an open connection. Raises MxError if its session can't use the arena."""
         if connection.lease.coordinated:
             self._sharing.shared(connection.path.medium)
@@ -256,7 +256,7 @@ class ConnectionPool:
             self._opening[entry] = task
             task.add_done_callback(functools.partial(self._opened, entry))
 
-    def _opened(self, entry: Entry, task: asyncio.Task[Connection]) -> None:
+    def _opened(self, entry: PathEntry, task: asyncio.Task[Connection]) -> None:
         del self._opening[entry]
         self.tried.set()
         error = None if task.cancelled() else task.exception()

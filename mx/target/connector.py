@@ -94,7 +94,7 @@ class Connector:
         try:
             if (offered_nbytes := sum(regions[:1])) < layout.arena_nbytes:
                 raise PeerProtocolError(
-                    f"{connection.peer} offers {offered_nbytes} bytes for a model that takes "
+                    f"{connection.peer} serves {offered_nbytes} bytes for a model that takes "
                     f"{layout.arena_nbytes}",
                     peer=connection.peer,
                 )

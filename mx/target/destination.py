@@ -16,7 +16,7 @@ from mx.views import cut
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class PartMemory:
     """The memory in which one part lands: its blocks, and the pieces that a session reads into.
     `buffer` holds a part that is read aside, until it is freed."""
 
@@ -50,7 +50,7 @@ class Destination:
         self._lock = threading.Lock()
         self._free: list[Span] = []  # buffers that no part uses
 
-    def land(self, part: Part) -> Landing:
+    def land(self, part: Part) -> PartMemory:
         """Return the memory in which a part is to land."""
         base, places = self._places(part)
         runs = places if len(places) == 1 else runs_of(places)
@@ -66,21 +66,21 @@ class Destination:
         pieces: list[Piece] = []
         for view in views:
             pieces.append(Piece(0, base + runs[len(pieces)][0], view))
-        return Landing(part, blocks, pieces, buffer)
+        return PartMemory(part, blocks, pieces, buffer)
 
     def blocks(self, part: Part) -> list[Span]:
         """Return the blocks of a part in their place."""
         return self._spans(*self._places(part))
 
-    def copy_out(self, landing: Landing) -> None:
+    def copy_out(self, landing: PartMemory) -> None:
         """Copy what is wanted of a part that was read aside to its place."""
         self._write(landing.part, landing.blocks)
 
     def write(self, part: Part, data: memoryview) -> None:
-        """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
+        """Scatter a part's wanted blocks to their destinations."""
         self._write(part, self._blocks_in(data, part))
 
-    def free(self, landing: Landing) -> None:
+    def free(self, landing: PartMemory) -> None:
         """Keep the buffer of a part for others: nothing writes there any more. Idempotent."""
         buffer, landing.buffer = landing.buffer, None
         if buffer is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mx.core.types import Layer, Layout, Manifest
     from mx.memory.live import Memory
     from mx.swarm.sharing import Sharing
-    from mx.target.events import EventLog, Readiness
+    from mx.target.events import EditionReadiness, EventLog
     from mx.target.options import PullOptions
     from mx.views import View
 
@@ -40,7 +40,7 @@ class EditionLog:
     Reported on any thread; `changed`, `lost`, `ended`, `failure` and `causes` change on the loop on
     which it was made."""
 
-    def __init__(self, pull: EventLog, ready: Readiness, tensors_of: TensorsOf) -> None:
+    def __init__(self, pull: EventLog, ready: EditionReadiness, tensors_of: TensorsOf) -> None:
         """
         Args:
             pull: The pull's log.
@@ -142,7 +142,7 @@ class EditionLog:
             self._loop.call_soon_threadsafe(run)
 
 
-class _Access:
+class _TensorLookup:
     """Gives the tensors of a layer's event. It does not keep the edition, nor its memory."""
 
     def __init__(self, edition: Edition) -> None:
@@ -164,7 +164,7 @@ class Edition:
     """
 
     def __init__(
-        self, options: PullOptions, log: EventLog, ready: Readiness, reader_id: str = ""
+        self, options: PullOptions, log: EventLog, ready: EditionReadiness, reader_id: str = ""
     ) -> None:
         """
         Args:
@@ -183,7 +183,7 @@ class Edition:
         #: (bytes so far, bytes in total) that were read, shown while no layout is known.
         self.counted = (0, 0)
         self.lock = threading.Lock()
-        self._access = _Access(self)
+        self._access = _TensorLookup(self)
         self.log = EditionLog(log, ready, self._access)
         self.files = SideFiles(options, ready)
         self._into = options.into

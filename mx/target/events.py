@@ -1,6 +1,6 @@
 """A pull's event log, which callers wait on and subscribe to, and what each edition records in it.
 
-The log has one present `Readiness`. An edition's threads record in their own
+The log has one present `EditionReadiness`. An edition's threads record in their own
 (`mx.target.edition`): once another one is the present, what they record reaches neither a waiter
 nor a subscriber.
 """
@@ -39,7 +39,7 @@ def _ignored(error: BaseException) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class Readiness:
+class EditionReadiness:
     """What is known and ready of one edition; the log's lock guards it."""
 
     events: dict[int, LayerEvent] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Readiness:
 
 
 @dataclass(slots=True)
-class _Report:
+class _EventReport:
     """An event, of which edition it is, and who learns that a callback has refused it."""
 
     event: LayerEvent
-    ready: Readiness
+    ready: EditionReadiness
     raised: Raised
 
 
@@ -63,7 +63,7 @@ class _Subscriber:
     """A callback, and the events with which it is still to be called."""
 
     callback: Callback
-    queue: deque[_Report] = field(default_factory=deque)
+    queue: deque[_EventReport] = field(default_factory=deque)
     busy: bool = False
 
 
@@ -79,7 +79,7 @@ class EventLog:
         # a signal comes out of them.
         self._lock = threading.RLock()
         self._sleepers: set[Latch] = set()  # of the threads that wait
-        self._present = Readiness()
+        self._present = EditionReadiness()
         self._failing: MxError | None = None
         self._subscribers: list[_Subscriber] = []
         self._failure_watchers: list[Callable[[MxError], None]] = []
@@ -89,27 +89,27 @@ class EventLog:
 
     # -- changes ------------------------------------------------------------------------------
 
-    def begin_again(self) -> Readiness | None:
+    def begin_again(self) -> EditionReadiness | None:
         """Begin another edition of the same weights, with other memory, and return it: it has no
         layers and no manifest until `planned`. Returns None if layers or memory of the present one
         were given to the caller."""
         with self._lock:
             if self._present.events or self._present.kept:
                 return None
-            self._present = Readiness(told=self._present.told)
+            self._present = EditionReadiness(told=self._present.told)
             return self._present
 
-    def begin_anew(self) -> Readiness:
+    def begin_anew(self) -> EditionReadiness:
         """Begin an edition of whatever weights the model has by now, and return it: no layer is
         ready any more, and each is reported again."""
         with self._lock:
-            self._present = Readiness()
+            self._present = EditionReadiness()
             for subscriber in self._subscribers:
                 subscriber.queue.clear()
             self._wake()
             return self._present
 
-    def planned(self, ready: Readiness, n_layers: int, manifest: Manifest | None) -> None:
+    def planned(self, ready: EditionReadiness, n_layers: int, manifest: Manifest | None) -> None:
         """See `mx.target.edition.EditionLog`."""
         with self._lock:
             if manifest is not None and ready.told not in (None, manifest.ref.identity):
@@ -121,7 +121,7 @@ class EventLog:
             ready.n_layers, ready.manifest = n_layers, manifest
             self._wake()
 
-    def layer_ready(self, ready: Readiness, event: LayerEvent, raised: Raised) -> bool:
+    def layer_ready(self, ready: EditionReadiness, event: LayerEvent, raised: Raised) -> bool:
         """See `mx.target.edition.EditionLog`."""
         with self._lock:
             if event.index in ready.events:
@@ -131,7 +131,7 @@ class EventLog:
             if ready is not self._present:
                 return last
             for subscriber in self._subscribers:
-                subscriber.queue.append(_Report(event, ready, raised))
+                subscriber.queue.append(_EventReport(event, ready, raised))
             subscribers = list(self._subscribers)
             self._wake()
         for subscriber in subscribers:
@@ -200,7 +200,9 @@ class EventLog:
         subscriber = _Subscriber(callback)
         with self._lock:
             ready = self._present
-            subscriber.queue += (_Report(each, ready, _ignored) for each in ready.events.values())
+            subscriber.queue += (
+                _EventReport(each, ready, _ignored) for each in ready.events.values()
+            )
             if not self.ended:
                 self._subscribers.append(subscriber)
         self._call(subscriber, None)
@@ -214,7 +216,7 @@ class EventLog:
                 return
         callback(self._failing)
 
-    def _call(self, subscriber: _Subscriber, ready: Readiness | None) -> None:
+    def _call(self, subscriber: _Subscriber, ready: EditionReadiness | None) -> None:
         """Call it with what is queued. Raises what it raises for events of this edition (None: of
         any); the others' errors are reported to those whose events they are."""
         while True:
@@ -371,7 +373,7 @@ class LayerReader:
 
     def __init__(self, log: EventLog) -> None:
         self.index = 0
-        self.ready: Readiness | None = None
+        self.ready: EditionReadiness | None = None
         self._log = log
 
     def next(self) -> LayerEvent | None:

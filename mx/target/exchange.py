@@ -1,4 +1,4 @@
-"""What ranks on one host hand each other: blocks that one has read and verified, and others want.
+"""Passes blocks between ranks on one host: those that one has read and verified, and others want.
 
 Each rank has a *ring*: slots of shared memory, which the others map. It copies blocks into a slot
 and says so; the others copy their part from there and say that they have; then the slot is free
@@ -66,7 +66,7 @@ class Pulling(Protocol):
     """The pull whose blocks are exchanged: `mx.target.transfer.Transfer`."""
 
     def write_given(self, part: Part, data: memoryview) -> None:
-        """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
+        """Scatter a part's wanted blocks to their destinations."""
 
     def given(self, rank: int, part: Part) -> None:
         """A part that this rank has read is in its place."""
@@ -278,7 +278,7 @@ class Exchange:
         known = part.begin < part.end and self._shares.expects(fellow.rank, part)
         nbytes = self._grid.part_nbytes(part.chunk, part.begin, part.end) if known else 0
         if not 0 < nbytes <= ASIDE_BYTES or slot >= fellow.ring.slots:
-            raise PeerProtocolError(f"rank {fellow.rank} on this host gave what is not its share")
+            raise PeerProtocolError(f"rank {fellow.rank} on this host sent blocks of another rank")
         if fellow.ring.use(slot) == count:
             self._pull.write_given(part, fellow.ring.slot(slot, nbytes))
         if fellow.ring.use(slot) != count:

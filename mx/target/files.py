@@ -12,11 +12,11 @@ from mx import trace
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
 from mx.runtime import in_thread, uncut, unexpected
-from mx.target.events import Readiness
+from mx.target.events import EditionReadiness
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.report import LeftSource
-from mx.target.resolver import Found, retry_until_found
+from mx.target.resolver import FoundPaths, retry_until_found
 from mx.wire.documents import WritePage
 from mx.wire.locate import Located, Locator
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
 
 
-class Collector:
+class DocumentCollector:
     """Collects documents that come in pages, and in whole or in part several times."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ async def write_files(
         located: The model, and its sources when it was found.
         manifest: The model's manifest.
         write: Takes the pages, on a thread; at offset 0 a document begins anew.
-        left: Gets the sources that did not give them.
+        left: Gets the sources that did not serve them.
         on_wait: Called when a wait for a source begins.
 
     Returns:
@@ -114,7 +114,7 @@ async def write_files(
 async def write_first(
     options: PullOptions,
     locator: Locator,
-    found: Found,
+    found: FoundPaths,
     write: WritePage,
     on_wait: Callable[[], None],
 ) -> None:
@@ -149,7 +149,7 @@ def write_documents(
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownFiles:
     """What is known of the files: which there are, and those that are here; and where to get the
     others (None: all are here)."""
 
@@ -165,7 +165,7 @@ class SideFiles:
     They are got by the first `get`, once for all that ask, and kept until `close`.
     """
 
-    def __init__(self, options: PullOptions, ready: Readiness) -> None:
+    def __init__(self, options: PullOptions, ready: EditionReadiness) -> None:
         """
         Args:
             options: The pull's options.
@@ -175,7 +175,7 @@ class SideFiles:
         self.left: list[LeftSource] = []
         self._options = options
         self._ready = ready
-        self._known: _Known | None = None
+        self._known: _KnownFiles | None = None
         self._changed = asyncio.Event()
         self._files: dict[str, bytes] | None = None
         self._task: asyncio.Task[dict[str, bytes]] | None = None
@@ -185,20 +185,20 @@ class SideFiles:
 
     def described(self, located: Located, manifest: Manifest) -> None:
         """Take the manifest that a source or the coordinator gave."""
-        self._know(_Known(manifest.packaging, manifest.documents, manifest, located))
+        self._know(_KnownFiles(manifest.packaging, manifest.documents, manifest, located))
 
     def loaded(self, manifest: Manifest) -> None:
         """Take the manifest of a checkpoint on disk, with its files."""
-        self._know(_Known(manifest.packaging, manifest.documents, manifest))
+        self._know(_KnownFiles(manifest.packaging, manifest.documents, manifest))
 
     def opened(self, checkpoint: Checkpoint) -> None:
         """Take the files of a checkpoint on disk, before its weights are read. Only these say
         which weights they are: with a pin, or if the caller knows already, this does nothing."""
         if "@" not in self._options.name and self._ready.told is None:
             wanted = self._options.wanted_files(checkpoint.packaging)
-            self._know(_Known(wanted, checkpoint.side_documents))
+            self._know(_KnownFiles(wanted, checkpoint.side_documents))
 
-    def _know(self, known: _Known) -> None:
+    def _know(self, known: _KnownFiles) -> None:
         self._known = known
         self._changed.set()
 
@@ -263,11 +263,11 @@ class SideFiles:
         self._files = {side.path: documents[side.digest] for side in known.packaging.side_files}
         return self._files
 
-    async def _documents(self, known: _Known) -> Mapping[bytes, bytes]:
+    async def _documents(self, known: _KnownFiles) -> Mapping[bytes, bytes]:
         digests = {side.digest for side in known.packaging.side_files}
         if known.manifest is None or known.located is None or digests <= known.documents.keys():
             return {digest: known.documents[digest] for digest in digests}
-        collector = Collector()
+        collector = DocumentCollector()
         self.source = await write_files(
             self._options, known.located, known.manifest, collector.write, self.left
         )

@@ -12,7 +12,7 @@ from mx.core.types import Packaging
 from mx.errors import ConfigError, LocalError, MxError, NoSourceError, OutputError
 from mx.runtime import in_thread, uncut, unexpected
 from mx.storage.staged_writer import FilesWriter
-from mx.storage.stores import Store
+from mx.storage.stores import CheckpointStore
 from mx.target.edition import Edition
 from mx.target.events import EventLog, changed
 from mx.target.files import write_documents, write_files
@@ -112,7 +112,7 @@ class FilesJob:
                     raise
         raise ConfigError("there is no store to read")
 
-    async def _from_store(self, store: Store) -> PullReport:
+    async def _from_store(self, store: CheckpointStore) -> PullReport:
         phase = self._log.phase = f"reading {store.step}"
         checkpoint = await open_store(store, self.options)
         packaging = self.options.wanted_files(checkpoint.packaging)

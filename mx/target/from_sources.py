@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mx import trace
-from mx.core.connections import Connections, Entry
+from mx.core.connections import Connections, PathEntry
 from mx.core.pages import Pages
 from mx.core.progress import Progress, progress_of
 from mx.core.types import Layout, Manifest, SourceRecord
@@ -30,7 +30,7 @@ from mx.target.edition import Edition
 from mx.target.prefill import Fill, prefilling
 from mx.target.reads import Connection
 from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
-from mx.target.resolver import Found, fetch_manifest, locate, retry_until_found
+from mx.target.resolver import FoundPaths, fetch_manifest, locate, retry_until_found
 from mx.transport import Preparing, View
 from mx.wire.locate import Locator
 
@@ -61,7 +61,7 @@ REST_S = 10.0
 
 
 class FromSources(Attempt):
-    """One attempt to read the model from sources, and what they do not give from the stores, if
+    """One attempt to read the model from sources, and what they do not serve from the stores, if
     those hold the same weights."""
 
     def __init__(self, context: Context, edition: Edition) -> None:
@@ -86,14 +86,14 @@ class FromSources(Attempt):
         )
 
     def paths(self) -> list[PathReport]:
-        """Return what has come over each path so far."""
+        """Return the bytes received over each path so far."""
         return [] if self._transfer is None else self._transfer.paths()
 
     async def run(self) -> PullReport:
         """Find, read and commit the model.
 
         Raises:
-            MxError: The sources did not give it, nor the stores what was missing.
+            MxError: The sources did not serve it, nor the stores what was missing.
         """
         options, context, closing = self._options, self._context, self._closing
         wake = self.edition.log.changed.set
@@ -130,7 +130,7 @@ class FromSources(Attempt):
 
     # -- resolve, plan ----------------------------------------------------------------------------
 
-    async def _resolve(self, locator: Locator, connector: Connector) -> Found:
+    async def _resolve(self, locator: Locator, connector: Connector) -> FoundPaths:
         options = self._options
         # A source that changes its weights comes back.
         wait_s = max(options.wait_s, FOLLOW_S) if options.follow else options.wait_s
@@ -144,7 +144,7 @@ class FromSources(Attempt):
         self.edition.files.described(found.located, found.manifest)
         return found
 
-    async def _find(self, locator: Locator, connector: Connector) -> Found:
+    async def _find(self, locator: Locator, connector: Connector) -> FoundPaths:
         """Look the model up once, plan, begin to connect, and fetch the manifest meanwhile.
 
         Raises:
@@ -169,11 +169,11 @@ class FromSources(Attempt):
         if options.hold:  # later readers of this pull may write the side files
             sides = await locator.side_files(manifest, located)
             manifest = replace(manifest, documents=manifest.documents | sides)
-        return Found(located, manifest, paths)
+        return FoundPaths(located, manifest, paths)
 
     # -- allocate, prefill ------------------------------------------------------------------------
 
-    async def _allocate(self, found: Found, delivery: Delivery) -> tuple[Memory, Transfer]:
+    async def _allocate(self, found: FoundPaths, delivery: Delivery) -> tuple[Memory, Transfer]:
         """Return new memory, and the transfer into it, which `_closing` ends."""
         from mx.memory.live import LiveMemory
         from mx.target.transfer import Transfer
@@ -235,7 +235,7 @@ class FromSources(Attempt):
     # -- transfer ---------------------------------------------------------------------------------
 
     async def _read(
-        self, locator: Locator, connector: Connector, found: Found, delivery: Delivery
+        self, locator: Locator, connector: Connector, found: FoundPaths, delivery: Delivery
     ) -> PullReport:
         """Attach a source's memory, or transfer over all paths that go together, and over others
         when those are lost."""
@@ -247,7 +247,7 @@ class FromSources(Attempt):
         fill = prefilling(delivery, options.reuse, attachable=attachable)
 
         self._log.phase = "connecting"
-        unmapped: tuple[Connection, Entry] | None = None  # its memory can still be copied
+        unmapped: tuple[Connection, PathEntry] | None = None  # its memory can still be copied
         if attachable and fill is None:
             attacher = Attacher(connector, connections, manifest, delivery, causes)
             mapped, unmapped = await attacher.run()
@@ -340,7 +340,7 @@ class FromSources(Attempt):
         )
         return self._report(manifest, [path], by, left=self._history.left)
 
-    def _sharing(self, found: Found, arena: Memory, transfer: Transfer) -> Sharing:
+    def _sharing(self, found: FoundPaths, arena: Memory, transfer: Transfer) -> Sharing:
         from mx.swarm.sharing import Sharing
 
         manifest, options, plan = found.manifest, self._options, self._context.plan
@@ -365,7 +365,7 @@ class FromSources(Attempt):
         return sharing
 
     async def _complete(self, manifest: Manifest, transfer: Transfer, sharing: Sharing) -> None:
-        """Read what the sources did not give from the stores, which hold the same weights."""
+        """Read what the sources did not serve from the stores, which have the same weights."""
         chain, edition_log = self._context.chain, self.edition.log
         failure = self._failure(manifest, transfer)
         chain.sources_gave(transfer.paths(), failure)
@@ -375,7 +375,7 @@ class FromSources(Attempt):
             raise chain.error(failure)
 
     def _failure(self, manifest: Manifest, transfer: Transfer) -> MxError:
-        """Return why the sources did not give everything."""
+        """Return why the sources did not serve everything."""
         edition_log, causes, key = self.edition.log, self._history.causes, str(self._history.key)
         if not transfer.started:
             return none_opened(key, causes)

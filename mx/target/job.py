@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mx import trace
 from mx.core.progress import Progress
-from mx.core.reuse import Held
+from mx.core.reuse import HeldWeights
 from mx.core.types import ModelKey
 from mx.errors import (
     ConfigError,
@@ -24,11 +24,11 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.runtime import uncut, unexpected
-from mx.storage.stores import Store
+from mx.storage.stores import CheckpointStore
 from mx.target.attempt import Attempt, Context, History
 from mx.target.chain import Chain
 from mx.target.edition import Edition
-from mx.target.events import EventLog, Readiness, changed
+from mx.target.events import EditionReadiness, EventLog, changed
 from mx.target.from_sources import FromSources
 from mx.target.options import PullOptions
 from mx.target.paths import target_place
@@ -94,7 +94,7 @@ class Job:
 
     # -- editions ---------------------------------------------------------------------------------
 
-    def _not_begun(self, ready: Readiness) -> Attempt:
+    def _not_begun(self, ready: EditionReadiness) -> Attempt:
         """Return an attempt that has not begun, with an edition of its own."""
         options, reader_id = self.options, ""
         in_place = not isinstance(options.into, memoryview)
@@ -104,7 +104,7 @@ class Job:
             reader_id = str(uuid.uuid4())
         return Attempt(self._context, Edition(options, self._log, ready, reader_id))
 
-    def _succeed(self, ready: Readiness) -> None:
+    def _succeed(self, ready: EditionReadiness) -> None:
         """Put a new edition in the place of the present one, which ends."""
         ended, self._attempt = self._attempt, self._not_begun(ready)
         ended.edition.end(changed())
@@ -175,7 +175,7 @@ class Job:
             return report
         return await chain.whole(failure, self._from_store, begin_again)
 
-    async def _from_store(self, store: Store, last: bool) -> PullReport:
+    async def _from_store(self, store: CheckpointStore, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
         from mx.target.whole import FromStore
 
@@ -232,7 +232,7 @@ class Job:
         edition = self.edition
         manifest, pages, arena = edition.manifest, edition.pages, edition.arena
         if manifest is not None and pages is not None and arena is not None:
-            self.options.reuse.append(Held(manifest, pages, host_bytes(arena.view)))
+            self.options.reuse.append(HeldWeights(manifest, pages, host_bytes(arena.view)))
 
     # -- ends -------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mx.core.types import Packaging
 from mx.errors import MxError
 from mx.runtime import in_thread
-from mx.storage.stores import Opening, Store
+from mx.storage.stores import CheckpointStore, Opening
 from mx.target.options import PullOptions
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ async def stoppable(
 
 
 async def open_store(
-    store: Store, options: PullOptions, over: threading.Event | None = None
+    store: CheckpointStore, options: PullOptions, over: threading.Event | None = None
 ) -> Checkpoint:
     """Open a store. Once `over` is set, reads of what was opened end soon. Raises as
-    `Store.open`."""
+    `CheckpointStore.open`."""
     loop = asyncio.get_running_loop()
 
     def work(cancelled: Callable[[], bool]) -> Checkpoint:

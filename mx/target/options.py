@@ -11,28 +11,28 @@ from mx.core.revisions import MAIN
 from mx.core.types import CHECKPOINT, Layout, ModelKey, Packaging
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
-from mx.wire.locate import Where
+from mx.wire.locate import LocateRequest
 
 if TYPE_CHECKING:
     from mx.core.local_ranks import LocalRanks
-    from mx.core.reuse import Held
+    from mx.core.reuse import HeldWeights
     from mx.core.selection import Selection
     from mx.memory.in_place import InPlace
     from mx.memory.live import Memory
-    from mx.storage.stores import Store
+    from mx.storage.stores import CheckpointStore
     from mx.swarm.sharing import MakeHost
     from mx.target.report import StepReport
     from mx.transport import TlsFiles
 
 
 @dataclass(frozen=True)
-class PullOptions(Where):
+class PullOptions(LocateRequest):
     """Made by the API from its arguments and the settings.
 
     `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it, and
     without a `variant` "checkpoint", or the only one that is listed.
     `coordinator` or `peer` says where to look for sources, unless `from_sources` is False; `stores`
-    are read in their order for what sources do not give. With `bound` what a source or the
+    are read in their order for what sources do not serve. With `bound` what a source or the
     coordinator has said of the weights holds for the stores too; otherwise a store is taken as it
     is where no layer was delivered before. `skipped` are the steps of the chain that this pull does
     not have. `files_only` pulls no weights, but all side files, or those of the
@@ -49,7 +49,7 @@ class PullOptions(Where):
     """
 
     from_sources: bool = True
-    stores: tuple[Store, ...] = ()
+    stores: tuple[CheckpointStore, ...] = ()
     bound: bool = False
     skipped: tuple[StepReport, ...] = ()
     store_timeout_s: float = 30.0
@@ -60,7 +60,7 @@ class PullOptions(Where):
     device: str = "cpu"
     hold: bool = False
     into: memoryview | InPlace | None = None
-    reuse: list[Held] = field(default_factory=list)
+    reuse: list[HeldWeights] = field(default_factory=list)
     follow: bool = False
     transport: str | None = None
     strong: bool = False

@@ -83,11 +83,11 @@ class PageFetcher:
             raise (
                 self._causes[-1]
                 if self._causes
-                else IncompleteError(f"no source gives all block digests of {model}")
+                else IncompleteError(f"no source has all block digests of {model}")
             ) from None
 
     async def _ask_all(self) -> None:
-        """Ask one source after the other, the next one as soon as those before give nothing: any
+        """Ask one source after the other, the next one as soon as those before send nothing: any
         number of sources may be silent."""
         pages = self._transfer.pages
         candidates = self._candidates()
@@ -154,7 +154,7 @@ class PageFetcher:
         else:
             if not pages.missing or not source.whole:
                 return
-            failure = PeerProtocolError(f"{peer} does not give the block digests", peer=peer)
+            failure = PeerProtocolError(f"{peer} does not send the block digests", peer=peer)
         now_s = time.monotonic()
         since_s = self._failing_since_s.setdefault(source.key, now_s)
         if now_s - since_s < self._stall_timeout_s:

@@ -17,7 +17,7 @@ from mx.transport import Transport, Unavailable
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
     """Return the transport's path; where it reaches no GPU, its path to this host's memory, from
-    which mx copies to the target's GPU, or between the memories of both hosts: a source that offers
+    which mx copies to the target's GPU, or between the memories of both hosts: a source that serves
     such a transport copies from its GPU. None if there is none of these."""
     path = transport.reach(here, there)
     if path is not None or here.device == there.device == "cpu":

@@ -70,7 +70,7 @@ class ProgressReporter:
         self._key = key
         self._requests_host = requests_host
         self._requests_port = 0
-        self._done_bytes, self._at_s = 0, state.started_s
+        self._done_nbytes, self._at_s = 0, state.started_s
         self._ended = self._closing = False
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -138,8 +138,8 @@ class ProgressReporter:
     def _status(self) -> PullStatus:
         progress, now_s = self._progress(), time.monotonic()
         passed_s = max(now_s - self._at_s, 1e-3)
-        rate = max(0, progress.bytes_done - self._done_bytes) / passed_s / 1e9
-        self._done_bytes, self._at_s = progress.bytes_done, now_s
+        rate = max(0, progress.bytes_done - self._done_nbytes) / passed_s / 1e9
+        self._done_nbytes, self._at_s = progress.bytes_done, now_s
         phase = PullPhase.RUNNING
         if self._ended or self._closing:
             phase = PullPhase.FAILED if self._state.report is None else PullPhase.COMPLETE

@@ -223,7 +223,7 @@ class _Meeting:
     def _introduce(
         self, came: dict[int, tuple[socket.socket, int]], closing: contextlib.ExitStack
     ) -> list[tuple[int, socket.socket, int]]:
-        """Give each rank a socket to each other one, and its ring. Returns what is rank 0's."""
+        """Give each rank a socket to each other one, and its ring. Returns rank 0's."""
         rings = {0: self._ring.fd} | {rank: fd for rank, (_, fd) in came.items()}
         ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in rings}
         own = contextlib.ExitStack()

@@ -213,6 +213,7 @@ class PullReport:
         )
 
     def to_json(self) -> dict[str, object]:
+        """Return the report as `mx pull --json` prints it."""
         return {
             "model": self.model,
             "identity": self.identity,

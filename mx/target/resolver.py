@@ -37,7 +37,7 @@ LONGEST_S = 2.0
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPaths:
     """A model, and the paths to sources that hold all of it (none, if only parts are held)."""
 
     located: Located

@@ -12,7 +12,7 @@ from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.errors import MxError
 from mx.memory.arena import Hasher, MakeHasher
-from mx.target.destination import Landing
+from mx.target.destination import PartMemory
 from mx.transport import host_view
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PartSink:
         self,
         transfer: Transfer,
         connection: int,
-        landing: Landing,
+        landing: PartMemory,
         make_hasher: MakeHasher,
         vouched: memoryview | None,
         staged: bool = False,

@@ -343,11 +343,11 @@ class Transfer:
     # -- which source may be read from ------------------------------------------------------------
 
     def coordinate(self) -> None:
-        """From now on read chunks only from sources that allow them."""
+        """Read chunks only from sources that allow them, from now on."""
         self._call(TransferMachine.coordinate)
 
     def read_freely(self) -> None:
-        """From now on read every chunk from every source."""
+        """Read every chunk from every source from now on."""
         self.react(lambda machine: machine.read_freely(time.monotonic()))
 
     def allow(self, source: str, chunk: int) -> bool:
@@ -361,10 +361,10 @@ class Transfer:
         for number in self._call(lambda machine: machine.withdraw(source, chunk)):
             self.connection_lost(number, ChunkElsewhereError("the chunk was requested elsewhere"))
 
-    # -- parts that ranks on this host hand each other --------------------------------------------
+    # -- parts that other ranks on this host have read --------------------------------------------
 
     def write_given(self, part: Part, data: memoryview) -> None:
-        """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
+        """Scatter a part's wanted blocks to their destinations."""
         self._destination.write(part, data)
 
     def given(self, rank: int, part: Part) -> None:

@@ -12,9 +12,9 @@ from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.memory.verify import check_overlapping
 from mx.runtime import in_thread, uncut
-from mx.storage.load import Loaded, load_opened
+from mx.storage.load import LoadedCheckpoint, load_opened
 from mx.storage.staging import Staging
-from mx.storage.stores import OBJECTS, Opening, Store
+from mx.storage.stores import OBJECTS, CheckpointStore, Opening
 from mx.target.attempt import Attempt, Context
 from mx.target.edition import Edition
 from mx.target.report import PathReport, PullReport, VerifiedBy
@@ -30,7 +30,9 @@ class FromStore(Attempt):
     is that of all its bytes.
     """
 
-    def __init__(self, context: Context, edition: Edition, store: Store, *, last: bool) -> None:
+    def __init__(
+        self, context: Context, edition: Edition, store: CheckpointStore, *, last: bool
+    ) -> None:
         super().__init__(context, edition)
         options = context.options
         self._store = store
@@ -44,7 +46,7 @@ class FromStore(Attempt):
 
         Raises:
             CheckpointError: The checkpoint is malformed, or not the pinned or expected one.
-            MxError: As `Store.open` and `load_opened`, and for `out` as `Staging`.
+            MxError: As `CheckpointStore.open` and `load_opened`, and for `out` as `Staging`.
         """
         options, store = self._options, self._store
         # Uncut: once the pull is closed no thread may write to `into`.
@@ -94,7 +96,7 @@ class FromStore(Attempt):
 
     def _load(
         self, loop: asyncio.AbstractEventLoop, layout_version: int | None
-    ) -> Loaded[Memory | SubsetMemory]:
+    ) -> LoadedCheckpoint[Memory | SubsetMemory]:
         """Read the checkpoint into new memory. `out` is checked before. Blocks."""
         options, store, closed = self._options, self._store, self._context.closed
         if options.out is not None:
@@ -102,7 +104,7 @@ class FromStore(Attempt):
         checkpoint = store.open(Opening(closed.is_set, loop, options.store_timeout_s))
         # Until its weights are read, a pin proves nothing of it.
         loop.call_soon_threadsafe(self.edition.files.opened, checkpoint)
-        loaded: Loaded[Memory | SubsetMemory] = load_opened(
+        loaded: LoadedCheckpoint[Memory | SubsetMemory] = load_opened(
             checkpoint,
             self._allocate,
             layout_version=layout_version,

@@ -109,7 +109,7 @@ class Recorder:
         self._go.set()
 
 
-class Source:
+class BenchSource:
     """An exposure on the bench, with its memory."""
 
     def __init__(self, exposure: Exposure, memories: Sequence[Memory]) -> None:
@@ -134,7 +134,7 @@ class Bench:
         self._seed = 100
         #: The seed of the last remote source's first region.
         self.last_seed = 0
-        self._sources: list[Source] = []
+        self._sources: list[BenchSource] = []
         self._sessions: list[Session] = []
         self._remotes: list[RemoteSource] = []
         self._sinks: list[Recorder] = []
@@ -171,7 +171,7 @@ class Bench:
         block_digests: bytes | None = None,
         places: Places | None = None,
         tls: TlsFiles | None = None,
-    ) -> Source:
+    ) -> BenchSource:
         """Expose memory of these sizes, one region each; scattered ones in `places`. `tls`: with
         these files in place of the harness's."""
         self._seed += 10
@@ -199,11 +199,11 @@ class Bench:
                 memory.close()
             raise
         exposure.set_generation(GENERATION)
-        source = Source(exposure, memories)
+        source = BenchSource(exposure, memories)
         self._sources.append(source)
         return source
 
-    def scattered(self, nbytes: int, places: Places | None = None) -> Source | str:
+    def scattered(self, nbytes: int, places: Places | None = None) -> BenchSource | str:
         """Expose memory that is in several places. Returns why not if the transport refuses it."""
         try:
             return self.source(nbytes, kind=Kind.SCATTERED, places=places)
@@ -221,7 +221,7 @@ class Bench:
 
     def open(
         self,
-        source: Source,
+        source: BenchSource,
         *,
         streams: int = 2,
         generation: int = GENERATION,

@@ -377,7 +377,7 @@ class FakeTransport:
         if grant.rail is not None:
             self.rails.append(grant.rail)
         if grant.content and not self.holds(exposure, grant):
-            message = f"{grant.peer} offers other weights than those that were asked for"
+            message = f"{grant.peer} serves other weights than those that were asked for"
             raise PeerProtocolError(message, peer=grant.peer)
         return self.session_type(grant, exposure, grant_id, expected)
 

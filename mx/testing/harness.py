@@ -16,7 +16,7 @@ from typing import Protocol
 from mx.core.topology import Place
 from mx.testing.child import ChildSource, load_transport
 from mx.testing.faultproxy import FaultProxy
-from mx.testing.holdings import Holdings
+from mx.testing.holdings import HeldResources
 from mx.testing.memory import Kind
 from mx.transport import Rail, Session, TlsFiles, Transport
 from mx.units import MIB
@@ -112,7 +112,7 @@ class Harness:
 
 def _connections() -> Iterator[tuple[str, str]]:
     """(local, remote) IPv4 addresses of this process's connected sockets."""
-    ours = {target for _, target in Holdings.now().descriptors}
+    ours = {target for _, target in HeldResources.now().descriptors}
     for table in ("tcp", "udp"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()

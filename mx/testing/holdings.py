@@ -13,7 +13,7 @@ _MOMENT_S = 0.05
 
 
 @dataclass(frozen=True)
-class Holdings:
+class HeldResources:
     """Kernel threads by id, descriptors by number and target, maps of memfds and /dev/shm, and
     Python's threads by id and name."""
 
@@ -23,7 +23,7 @@ class Holdings:
     python_threads: frozenset[str]
 
     @classmethod
-    def now(cls) -> Holdings:
+    def now(cls) -> HeldResources:
         descriptors = set()
         for number in os.listdir("/proc/self/fd"):
             # The listing's own descriptor is gone by now.
@@ -42,7 +42,7 @@ class Holdings:
         )
 
     @classmethod
-    def after_join(cls) -> Holdings:
+    def after_join(cls) -> HeldResources:
         """Return what is held now, without threads of the kernel that are gone in a moment: it
         takes that long to be rid of a thread that has been joined."""
         found = cls.now()
@@ -50,7 +50,7 @@ class Holdings:
         threads = found.threads & cls.now().threads
         return cls(threads, found.descriptors, found.mappings, found.python_threads)
 
-    def beyond(self, before: Holdings) -> list[str]:
+    def beyond(self, before: HeldResources) -> list[str]:
         """Return what `self` has and `before` had not, a line each."""
         return [
             *(f"thread {tid}" for tid in sorted(self.threads - before.threads)),

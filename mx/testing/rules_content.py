@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mx.testing.bench import Bench, Source, require
+from mx.testing.bench import Bench, BenchSource, require
 from mx.testing.harness import GENERATION
 from mx.transport import BLOCK_DIGEST_BYTES, MAX_CONTENT_BYTES, Session, Vouching
 from mx.units import MIB
@@ -45,7 +45,9 @@ def refuses_other_weights(bench: Bench) -> None:
     _refused(bench, source, WANTED, GENERATION, "memory that has changed got its label back")
 
 
-def _refused(bench: Bench, source: Source, content: bytes, generation: int, message: str) -> None:
+def _refused(
+    bench: Bench, source: BenchSource, content: bytes, generation: int, message: str
+) -> None:
     grant_id, ticket = source.grant()
     what = bench.refuses(grant_id, ticket, source.sizes, generation=generation, content=content)
     require(not what, f"{message}: {what}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
 from mx.testing.bench import Bench, RuleBroken, SinkError, require
-from mx.testing.holdings import Holdings
+from mx.testing.holdings import HeldResources
 from mx.testing.memory import Kind
 from mx.transport import (
     BLOCK_DIGEST_BYTES,
@@ -238,9 +238,9 @@ def exposure_joins_truly(bench: Bench) -> None:
 def _ends_truly(bench: Bench, ending: Session | Exposure) -> None:
     if not ending.join(bench.harness.deadline_s):
         return  # other rules say that it must
-    then = Holdings.after_join()
+    then = HeldResources.after_join()
     time.sleep(LIE_S)
-    gone = then.beyond(Holdings.now())
+    gone = then.beyond(HeldResources.now())
     require(not gone, "join did not wait for: " + "; ".join(gone))
 
 
@@ -324,7 +324,7 @@ def _attaches_host(bench: Bench) -> None:
 
 def leaves_nothing(bench: Bench) -> None:
     """After `join` no thread, descriptor or mapping is left, and no view of the memory."""
-    before = Holdings.now()
+    before = HeldResources.now()
     for ending in ("idle", "running", "revoked"):
         source = bench.source(
             bench.harness.big_nbytes, content=b"weights", block_digests=bytes(BLOCK_DIGEST_BYTES)
@@ -352,6 +352,6 @@ def leaves_nothing(bench: Bench) -> None:
                 require(False, "the exposure holds on to its regions' views")
     # The kernel takes a moment to be rid of a thread that has been joined.
     bench.eventually(
-        lambda: not Holdings.now().beyond(before),
-        lambda: "left behind: " + "; ".join(Holdings.now().beyond(before)),
+        lambda: not HeldResources.now().beyond(before),
+        lambda: "left behind: " + "; ".join(HeldResources.now().beyond(before)),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 
 from mx.cuda import driver as cuda
-from mx.cuda.device import Device, DeviceMemory, Stream
+from mx.cuda.device import CudaStream, Device, DeviceMemory
 from mx.transport import DeviceView, Span, View, contiguous
 
 HOST = "cpu"
@@ -45,7 +45,7 @@ def _copy(span: DeviceView, host: bytearray, *, into_span: bool) -> None:
     if not host:
         return
     address = ctypes.addressof(ctypes.c_char.from_buffer(host))
-    with Device.open(cuda.load(), span.device) as device, Stream(device) as stream:
+    with Device.open(cuda.load(), span.device) as device, CudaStream(device) as stream:
         driver = device.driver
         with device.current():
             if into_span:

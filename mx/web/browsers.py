@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from mx.web.follow import Connection, Follower
+from mx.web.follow import Connectivity, Follower
 
 #: The most browsers, in all and from one address.
 MAX_BROWSERS = 64
@@ -112,7 +112,7 @@ class Browsers:
         follower, board = self._follower, self._follower.board
         number = began = 0
         begun = synced = False
-        told: Connection | None = None
+        told: Connectivity | None = None
         while True:
             changing = follower.changing  # before the board is read: what comes after is not missed
             if follower.connection is not told:
@@ -138,7 +138,7 @@ class Browsers:
                         async with asyncio.timeout(TICK_S):
                             await changing.wait()
 
-    def _connection(self, connection: Connection) -> str:
+    def _connection(self, connection: Connectivity) -> str:
         return json.dumps(
             {
                 "address": self._address,

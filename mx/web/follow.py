@@ -40,7 +40,7 @@ _REFUSED_BACKOFF_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class Connectivity:
     """Whether the coordinator answers, since when (on the follower's clock), and why not; "" while
     it has not been tried."""
 
@@ -64,7 +64,7 @@ class Follower:
             board: Where rows go.
             clock: The time in seconds, monotonic.
         """
-        self.connection = Connection(False, clock())
+        self.connection = Connectivity(False, clock())
         self.board = board
         self.clock = clock
         self._client = client
@@ -124,7 +124,7 @@ class Follower:
             if self.connection.is_up or not self._is_said:  # each further reason is on the page
                 self._is_said, since_s = True, self.clock()
                 event(log, "web.coordinator_lost", level=logging.WARNING, text=why)
-            self.connection = Connection(False, since_s, why)
+            self.connection = Connectivity(False, since_s, why)
             self._tell()
 
     async def _follow(self) -> None:
@@ -135,7 +135,7 @@ class Follower:
             nonlocal snapshots
             snapshots -= 1
             if not snapshots:
-                self.connection = Connection(True, self.clock())
+                self.connection = Connectivity(True, self.clock())
                 event(log, "web.coordinator_answers")
             self._tell()
 

@@ -65,7 +65,7 @@ HANDSHAKE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WebOptions:
     """The options of `mx web`: where it listens and what it follows, both HOST:PORT."""
 
     listen: str
@@ -189,7 +189,7 @@ class _Server(uvicorn.Server):
         await beside(self._serve([sock]), end())
 
 
-async def serve(options: Options, stop: asyncio.Event, listening: Callable[[str], None]) -> None:
+async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[str], None]) -> None:
     """Serve the page until `stop` is set.
 
     Args:

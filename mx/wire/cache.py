@@ -26,7 +26,7 @@ MOST_CALLS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedModel:
     """What a client wants held; the fields are those of `HoldRequest`."""
 
     name: str
@@ -106,7 +106,9 @@ class CacheClient:
         await self._channel.close(None)
 
     async def hold(
-        self, wanted: Wanted, on_progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        wanted: WantedModel,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> HeldAt | str:
         """Ask the cache to hold a model, and wait until it does.
 
@@ -194,7 +196,7 @@ class CacheServicer:
 
     def __init__(
         self,
-        hold: Callable[[Wanted, list[tuple[int, int]]], Awaitable[HeldAt]],
+        hold: Callable[[WantedModel, list[tuple[int, int]]], Awaitable[HeldAt]],
         status: Callable[[], Awaitable[CacheStatus]],
     ) -> None:
         """
@@ -208,7 +210,7 @@ class CacheServicer:
 
     async def Hold(self, request: pb.HoldRequest, context: Any) -> AsyncIterator[pb.HoldEvent]:
         del context
-        wanted = Wanted(
+        wanted = WantedModel(
             request.name,
             request.revision,
             request.variant,

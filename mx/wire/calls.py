@@ -28,7 +28,7 @@ MOST_UNREAD_BYTES_OF_ADDRESS = 64 * MIB
 UNREAD_S = 60.0
 
 
-class _Quota:
+class _AddressQuota:
     """Counts by address. `what` names what is counted in a refusal: "{} running calls"."""
 
     def __init__(self, what: str, most: int, most_of_address: int) -> None:
@@ -62,12 +62,12 @@ class Calls:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.running = _Quota("{} running calls", MOST_CALLS, MOST_CALLS_OF_ADDRESS)
-        self.unread_bytes = _Quota(
+        self.running = _AddressQuota("{} running calls", MOST_CALLS, MOST_CALLS_OF_ADDRESS)
+        self.unread_nbytes = _AddressQuota(
             "{} of unread answers", MOST_UNREAD_BYTES, MOST_UNREAD_BYTES_OF_ADDRESS
         )
         #: The calls with an answer that has not been taken, in the order in which they were sent.
-        self.unread: dict[Call, None] = {}
+        self.unread: dict[ServerCall, None] = {}
         self._of_peer: Counter[str] = Counter()
 
     @property
@@ -75,14 +75,14 @@ class Calls:
         """The connections that have running calls."""
         return frozenset(self._of_peer)
 
-    def begin(self, context: Any) -> Call:
+    def begin(self, context: Any) -> ServerCall:
         """Count a call until it ends, and return it.
 
         Raises:
             CapacityError: There are too many, in all or from its address.
         """
         peer = context.peer()
-        call = Call(self, peer, address_of_peer(peer))
+        call = ServerCall(self, peer, address_of_peer(peer))
         self.running.add(call.address, 1)
         self._of_peer[peer] += 1
 
@@ -112,7 +112,7 @@ class Calls:
         return frozenset(each for each in many if address_of_peer(each) in addresses)
 
 
-class Call:
+class ServerCall:
     """One running call, which sends one message at a time."""
 
     __slots__ = ("_calls", "_nbytes", "address", "peer", "since_s")
@@ -131,7 +131,7 @@ class Call:
         Raises:
             CapacityError: Too many bytes have not been taken, in all or by the call's address.
         """
-        self._calls.unread_bytes.add(self.address, nbytes)
+        self._calls.unread_nbytes.add(self.address, nbytes)
         self._nbytes = nbytes
         self.since_s = self._calls.clock()
         self._calls.unread[self] = None
@@ -140,7 +140,7 @@ class Call:
         """Record that the message was taken. Idempotent."""
         if self in self._calls.unread:
             del self._calls.unread[self]
-            self._calls.unread_bytes.take(self.address, self._nbytes)
+            self._calls.unread_nbytes.take(self.address, self._nbytes)
 
 
 def _take(counts: Counter[str], key: str, number: int) -> None:

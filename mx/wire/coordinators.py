@@ -30,7 +30,7 @@ from mx.log import Throttle, event
 from mx.transport import TlsFiles
 from mx.wire.address import each_address
 from mx.wire.channel import Remote, Role, dial
-from mx.wire.rpc import Call, Stub
+from mx.wire.rpc import ClientCall, Stub
 from mx.wire.status import foreign, translate
 from mx.wire.tls import diagnose
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -148,7 +148,7 @@ class Coordinators:
                 await self._next(link, error, failed)
 
     async def follow(
-        self, begin: Callable[[Link], Call], decode: Callable[[Any], _T]
+        self, begin: Callable[[Link], ClientCall], decode: Callable[[Any], _T]
     ) -> AsyncGenerator[_T, None]:
         """Yield the decoded messages of a stream. The next coordinator is asked for it if one does
         not answer at all; a stream that has begun ends with an error, and may be begun again.

@@ -69,8 +69,8 @@ def in_use() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What `Connections.make_room` has done: `count` connections were ended, most of them from
-    `address`, while `used` of `limit` descriptors were in use."""
+    """What `AcceptedConnections.make_room` has done: `count` connections were ended, most of them
+    from `address`, while `used` of `limit` descriptors were in use."""
 
     used: int
     limit: int
@@ -78,7 +78,7 @@ class Ended:
     address: str
 
 
-class Connections:
+class AcceptedConnections:
     """The accepted connections of one server, found by its port among the process's descriptors.
 
     Works where no descriptor is left, too: it keeps one for that. `close` it.

@@ -40,7 +40,7 @@ from mx.wire.v1 import peer_pb2
 
 
 @dataclass(frozen=True)
-class Where:
+class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
     coordinator."""
 
@@ -71,7 +71,7 @@ class Located:
 class Locator:
     """One pull's look-ups; on the loop. `close` it."""
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, where: LocateRequest) -> None:
         self._where = where
         self._client: CoordinatorClient | None = None
         #: How many sources there were when `again` was called last.

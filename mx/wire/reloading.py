@@ -180,7 +180,7 @@ def _shown(pem: Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
-class _Used(NamedTuple):
+class _UsedFiles(NamedTuple):
     """The files of a client: their state as they were looked at last, the contents that are used,
     until when without another look, and why others are not."""
 
@@ -191,7 +191,7 @@ class _Used(NamedTuple):
 
 
 #: The files of clients that were used last.
-_good: dict[TlsFiles, _Used] = {}
+_good: dict[TlsFiles, _UsedFiles] = {}
 
 
 def client_files(tls: TlsFiles) -> Pem:
@@ -206,11 +206,11 @@ def client_files(tls: TlsFiles) -> Pem:
         return known.pem
     try:
         check_client_files(tls)
-        used = _Used(state, read_tls(tls))
+        used = _UsedFiles(state, read_tls(tls))
     except MxError as error:
         if known is None:
             raise
-        used = _Used(state, known.pem, now_s + AGAIN_S, str(error))
+        used = _UsedFiles(state, known.pem, now_s + AGAIN_S, str(error))
         if (state, used.refused) != (known.state, known.refused):
             _say_kept(tls, error)
     _good.pop(tls, None)

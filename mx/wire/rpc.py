@@ -48,7 +48,7 @@ def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes
     return parse
 
 
-class Call:
+class ClientCall:
     """A running call of grpc.aio. Its answer is handed out only if the process that answers speaks
     the versions of this one; else that is an MxError. The rest is as grpc.aio has it."""
 
@@ -75,7 +75,7 @@ class Call:
         await self._check()
         return message
 
-    def __aiter__(self) -> Call:
+    def __aiter__(self) -> ClientCall:
         return self
 
     async def __anext__(self) -> Any:
@@ -99,8 +99,8 @@ class Call:
 class Stub:
     """A client stub: a callable per method.
 
-    The calls are `Call`s: an answer in other versions is an error. An answer that does not parse
-    raises an error on first use.
+    The calls are `ClientCall`s: an answer in other versions is an error. An answer that does not
+    parse raises an error on first use.
     """
 
     def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor, who: Remote) -> None:
@@ -129,8 +129,8 @@ class Stub:
             self._methods[method.name] = functools.partial(self._begin, begin, who)
 
     @staticmethod
-    def _begin(begin: Callable[..., Any], who: Remote, *request: Any, **options: Any) -> Call:
-        return Call(begin(*request, metadata=headers(), **options), who)
+    def _begin(begin: Callable[..., Any], who: Remote, *request: Any, **options: Any) -> ClientCall:
+        return ClientCall(begin(*request, metadata=headers(), **options), who)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -38,7 +38,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedModel:
     """A model whose weights a source has read from files: `identity` in hexadecimal."""
 
     name: str
@@ -50,7 +50,9 @@ class Listed:
 class FilesListing:
     """Lists the files that this process's sources have read; on the loop. `close` it."""
 
-    def __init__(self, models: Callable[[], Sequence[Listed]], folder: Path | None = None) -> None:
+    def __init__(
+        self, models: Callable[[], Sequence[ListedModel]], folder: Path | None = None
+    ) -> None:
         """
         Args:
             models: Returns what is served at the moment.
@@ -112,7 +114,7 @@ class FilesListing:
             path.unlink(missing_ok=True)
 
 
-def sources_of(files: Collection[Stamp], folder: Path | None = None) -> list[Listed]:
+def sources_of(files: Collection[Stamp], folder: Path | None = None) -> list[ListedModel]:
     """Return the models that sources of this user on this host have read from just these files.
 
     Args:
@@ -121,7 +123,7 @@ def sources_of(files: Collection[Stamp], folder: Path | None = None) -> list[Lis
     """
     folder = folder or default_folder()
     wanted = frozenset(files)
-    found: list[Listed] = []
+    found: list[ListedModel] = []
     until_s = time.monotonic() + _ALL_S
     for path in _sockets(folder):
         if time.monotonic() >= until_s:
@@ -152,7 +154,7 @@ def _sweep(folder: Path) -> None:
                     path.unlink()
 
 
-def _asked(path: Path) -> list[Listed]:
+def _asked(path: Path) -> list[ListedModel]:
     """Return what the process at a socket lists; nothing if it is not this user's."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_ANSWER_S)
@@ -182,7 +184,7 @@ def _received(sock: socket.socket) -> bytes:
     return bytes(data)
 
 
-def _read(data: bytes) -> list[Listed]:
+def _read(data: bytes) -> list[ListedModel]:
     check_json(data)
     found = json.loads(data)
     if not isinstance(found, dict) or found.get("version") != 1:
@@ -192,7 +194,7 @@ def _read(data: bytes) -> list[Listed]:
         stamps = frozenset(stamp_of(each) for each in files)
         if all(isinstance(each, str) for each in (name, revision, identity)):
             bytes.fromhex(identity)
-            listed.append(Listed(name, revision, identity, stamps))
+            listed.append(ListedModel(name, revision, identity, stamps))
     return listed
 
 

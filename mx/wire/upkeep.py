@@ -9,7 +9,7 @@ from mx.log import Throttle, event
 from mx.runtime import in_thread
 from mx.wire.address import address_of_peer
 from mx.wire.calls import UNREAD_S, Calls
-from mx.wire.descriptors import Connections, Ended
+from mx.wire.descriptors import AcceptedConnections, Ended
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.2
@@ -29,7 +29,7 @@ class Upkeep:
         Raises:
             OSError: No descriptor is left.
         """
-        self._connections = Connections(port) if port else None
+        self._connections = AcceptedConnections(port) if port else None
         self._calls = calls
         self._refusals = refusals
         self._ended = Throttle()
@@ -63,7 +63,7 @@ class Upkeep:
                 self._ending = asyncio.create_task(ending, name="mx-end-connections")
 
     async def _end(
-        self, connections: Connections, stuck: frozenset[str], greedy: frozenset[str]
+        self, connections: AcceptedConnections, stuck: frozenset[str], greedy: frozenset[str]
     ) -> None:
         try:
             if stuck or greedy:

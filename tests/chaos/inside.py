@@ -17,7 +17,9 @@ _MACHINES = (
     "Seeder",
     "Slots",
     "TransferMachine",
+    "_ConnectedPeer",
     "_Peer",
+    "_SeededPeer",
 )
 _DEEP = reprlib.Repr()
 _DEEP.maxdict = _DEEP.maxlist = _DEEP.maxset = _DEEP.maxdeque = 20

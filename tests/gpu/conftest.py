@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mx.cuda import driver as cuda
-from mx.cuda.device import Device, PinnedMemory, Stream
+from mx.cuda.device import CudaStream, Device, PinnedMemory
 from mx.transport import Unavailable
 from tests.gpu.claims import FIGURES, table
 from tests.gpu.rig import Spy
@@ -52,7 +52,7 @@ def _warm() -> Iterator[None]:
         yield
         return
     with Device(cuda.load(), 0) as device:
-        with Stream(device) as stream, PinnedMemory(device, 4096):
+        with CudaStream(device) as stream, PinnedMemory(device, 4096):
             stream.synchronize()
         yield
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import mx.graphs
 from mx.cuda import blake3
-from mx.cuda.device import Device, Stream
+from mx.cuda.device import CudaStream, Device
 from mx.cuda.driver import DeviceAttribute
 from mx.cuda.graphs import GraphCalls
 from mx.graphs.eager import EagerCall
-from mx.graphs.package import Place
+from mx.graphs.package import GraphPlace
 
 # -- a kernel of mx's own ------------------------------------------------------------------------
 
@@ -63,10 +63,10 @@ class Placed:
     def __init__(self, digest: Digest, region: mx.graphs.Region) -> None:
         self.digest, self._region = digest, region
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> GraphPlace:
         nbytes = self.digest.sizes[name]
         offset = self.digest.at[name] - self._region.base
-        return Place(name, 0, offset, nbytes, "U8", (nbytes,))
+        return GraphPlace(name, 0, offset, nbytes, "U8", (nbytes,))
 
     def tensors(self, *names: str) -> dict[str, object]:
         return {name: self._region.tensor(self.place(name)) for name in names}
@@ -90,7 +90,7 @@ def capture_digest(out: str, shifted: str) -> None:
         mx.graphs.region(REGION_BYTES, shifted=shifted == "1") as region,
         region.device.current(),
         Placed(Digest(region.device, region.allocate), region) as placed,
-        Stream(region.device) as stream,
+        CudaStream(region.device) as stream,
     ):
         for name, value in chunks(1).items():
             placed.write(name, value)

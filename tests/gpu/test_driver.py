@@ -13,13 +13,13 @@ import pytest
 
 from mx.cuda import driver as drivers
 from mx.cuda.device import (
+    CudaEvent,
+    CudaStream,
     Device,
     DeviceMemory,
-    Event,
     IpcMemory,
     PinnedMemory,
     PinnedRegion,
-    Stream,
 )
 from mx.cuda.driver import Driver
 from mx.cuda.errors import CudaError, CudaMemoryError
@@ -75,9 +75,9 @@ def test_a_stream_waits_for_another_s_event(gpu: Device) -> None:
     driver = gpu.driver
     with (
         DeviceMemory(gpu, 8) as there,
-        Stream(gpu) as first,
-        Stream(gpu) as second,
-        Event(gpu) as event,
+        CudaStream(gpu) as first,
+        CudaStream(gpu) as second,
+        CudaEvent(gpu) as event,
     ):
         with gpu.current():
             driver.memset(there.address, 1, 8, first.handle)
@@ -92,12 +92,12 @@ def test_a_stream_waits_for_another_s_event(gpu: Device) -> None:
 
 def test_everything_is_given_back_in_any_order(driver: Driver, spy: Spy) -> None:
     device = Device(driver, 0)
-    stream, event = Stream(device), Event(device)
+    stream, event = CudaStream(device), CudaEvent(device)
     memory, host = DeviceMemory(device, 100), PinnedMemory(device, 100)
     device.close()
     device.close()
     with pytest.raises(ClosedError):
-        Stream(device)
+        CudaStream(device)
     for owned in (host, event, memory, stream):
         assert not spy.calls["cuDevicePrimaryCtxRelease"]
         owned.close()
@@ -122,7 +122,7 @@ def test_what_is_dropped_is_given_back(driver: Driver, spy: Spy) -> None:
 def test_what_the_driver_does_not_take_back_is_logged(
     gpu: Device, spy: Spy, caplog: pytest.LogCaptureFixture, dropped: bool
 ) -> None:
-    event, freed = Event(gpu), spy.calls["cuEventDestroy"]
+    event, freed = CudaEvent(gpu), spy.calls["cuEventDestroy"]
     refused = gpu.driver._d.CUresult.CUDA_ERROR_INVALID_HANDLE  # type: ignore[attr-defined]
 
     def refuse(real: Any, handle: Any) -> Any:
@@ -144,7 +144,7 @@ def test_errors_name_the_call_and_the_code(gpu: Device, spy: Spy) -> None:
         DeviceMemory(gpu, 1 << 40)
     assert isinstance(caught.value, CapacityError) and isinstance(caught.value, LocalError)
     spy.fail("cuEventRecord", "CUDA_ERROR_INVALID_HANDLE")
-    with Stream(gpu) as stream, Event(gpu) as event:
+    with CudaStream(gpu) as stream, CudaEvent(gpu) as event:
         with pytest.raises(CudaError) as failed:
             event.record(stream)
         assert failed.value.code == "CUDA_ERROR_INVALID_HANDLE"

@@ -12,7 +12,7 @@ from mx.cuda import driver as cuda
 from mx.cuda.device import Device, DeviceMemory
 from mx.errors import LocalError, NotAllowedError, PathError, PeerProtocolError, SourceError
 from mx.testing import spans
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import Bench, BenchSource
 from mx.testing.child import GRANT_ID, ChildSource
 from mx.testing.harness import PEER
 from mx.testing.memory import Kind, pattern
@@ -42,7 +42,7 @@ def altered(ticket: bytes, **changes: object) -> bytes:
     return json.dumps({**json.loads(ticket), **changes}).encode()
 
 
-def open_altered(bench: Bench, source: Source, **changes: object) -> None:
+def open_altered(bench: Bench, source: BenchSource, **changes: object) -> None:
     grant_id, ticket = source.grant()
     bench.open_ticket(grant_id, altered(ticket, **changes), source.sizes, tls=None)
 

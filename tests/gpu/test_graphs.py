@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mx.graphs
-from mx.cuda.device import Device, Stream
+from mx.cuda.device import CudaStream, Device
 from mx.cuda.ring import PinnedRing
 from mx.graphs.message import Capture
 from tests.gpu.graph_programs import (
@@ -64,7 +64,7 @@ def test_a_graph_of_another_process_computes_the_same(gpu: Device, tmp_path: Pat
         with (
             mx.graphs.region(REGION_BYTES, shifted=True) as own,
             gpu.current(),
-            Stream(gpu) as stream,
+            CudaStream(gpu) as stream,
             Placed(Digest(gpu, own.allocate), own) as eager,
         ):
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from mx import api, config
 from mx.core.topology import Place
 from mx.core.types import Manifest, ModelKey, SourceState
-from mx.cuda.device import Device, DeviceMemory, Stream
-from mx.cuda.ring import PinnedRing, Slot
+from mx.cuda.device import CudaStream, Device, DeviceMemory
+from mx.cuda.ring import PinnedRing, RingSlot
 from mx.errors import CapacityError, ConfigError, DigestError
 from mx.memory import tensors as tensor_views
 from mx.source.doubts import wrong_tensors
@@ -136,7 +136,7 @@ def test_streams_wait_instead_of_the_cpu(
     with pull(source, settings) as found:
         signals, tensors = found.signals(), found.early_state_dict()
         wanted = tensors[name]
-        with DeviceMemory(gpu, wanted.nbytes) as copy, Stream(gpu) as stream:
+        with DeviceMemory(gpu, wanted.nbytes) as copy, CudaStream(gpu) as stream:
             last = signals.layers - 1
             signals.wait_verified(last, stream.handle)
             with gpu.current():
@@ -158,7 +158,7 @@ def test_a_failed_pull_lets_streams_go(
 ) -> None:
     queued = threading.Event()
 
-    def lose(self: PinnedRing, slot: Slot, target: int, nbytes: int, offset: int = 0) -> None:
+    def lose(self: PinnedRing, slot: RingSlot, target: int, nbytes: int, offset: int = 0) -> None:
         assert queued.wait(60)
         slot.view[offset] ^= 1  # what is staged is hashed where it is staged
         slot.event.record(self._up)
@@ -166,7 +166,7 @@ def test_a_failed_pull_lets_streams_go(
     monkeypatch.setattr(PinnedRing, "push", lose)
     with pull(source, settings, transport="tcp") as found:
         signals = found.signals()
-        with Stream(gpu) as stream:
+        with CudaStream(gpu) as stream:
             signals.wait_verified(0, stream.handle)
             queued.set()
             stream.synchronize()

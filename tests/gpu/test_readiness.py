@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mx.cuda.device import Device, DeviceMemory, Stream
+from mx.cuda.device import CudaStream, Device, DeviceMemory
 from mx.errors import ClosedError, DigestError, LocalError
-from mx.memory.readiness import LayerSignals, Readiness
+from mx.memory.readiness import LayerReadiness, LayerSignals
 from mx.testing import spans
 from mx.transport import DeviceView
 from tests.gpu.rig import Spy
@@ -31,7 +31,7 @@ def bytes_of(memory: DeviceMemory) -> DeviceView:
     return DeviceView(memory.device.key, memory.address, 8, memory)
 
 
-def use(gpu: Device, memory: DeviceMemory, stream: Stream) -> None:
+def use(gpu: Device, memory: DeviceMemory, stream: CudaStream) -> None:
     with gpu.current():
         gpu.driver.memset(memory.address, 1, 8, stream.handle)
 
@@ -43,7 +43,7 @@ def used(memory: DeviceMemory) -> bool:
 def test_a_stream_waits_until_verified(
     gpu: Device, spy: Spy, signals: LayerSignals, memory: DeviceMemory
 ) -> None:
-    with Stream(gpu) as stream:
+    with CudaStream(gpu) as stream:
         signals.wait_verified(1, stream.handle)
         use(gpu, memory, stream)
         signals.verified(0)
@@ -61,7 +61,7 @@ def test_a_stream_waits_until_verified(
 def test_failure_releases_and_poisons(
     gpu: Device, signals: LayerSignals, memory: DeviceMemory
 ) -> None:
-    with Stream(gpu) as stream:
+    with CudaStream(gpu) as stream:
         signals.verified(0)
         signals.wait_verified(2, stream.handle)
         use(gpu, memory, stream)
@@ -74,11 +74,11 @@ def test_failure_releases_and_poisons(
         with pytest.raises(DigestError, match="chunk 7"):
             signals.wait_verified(1, stream.handle)
         signals.verified(2)  # too late
-        assert signals.state(2) is Readiness.POISONED
+        assert signals.state(2) is LayerReadiness.POISONED
 
 
 def test_a_stream_that_holds_up_the_pull_is_let_go(gpu: Device, memory: DeviceMemory) -> None:
-    with LayerSignals(Device(gpu.driver, 0), 2, 0.05) as signals, Stream(gpu) as stream:
+    with LayerSignals(Device(gpu.driver, 0), 2, 0.05) as signals, CudaStream(gpu) as stream:
         signals.verified(0)
         signals.wait_verified(1, stream.handle)
         use(gpu, memory, stream)
@@ -91,7 +91,7 @@ def test_a_stream_that_holds_up_the_pull_is_let_go(gpu: Device, memory: DeviceMe
 def test_close_lets_go_of_streams_that_wait(
     gpu: Device, signals: LayerSignals, memory: DeviceMemory
 ) -> None:
-    with Stream(gpu) as stream:
+    with CudaStream(gpu) as stream:
         signals.wait_verified(0, stream.handle)
         use(gpu, memory, stream)
         signals.close()

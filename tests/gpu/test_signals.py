@@ -2,7 +2,7 @@
 
 import ctypes
 
-from mx.cuda.device import Device, Event, PinnedMemory, Stream
+from mx.cuda.device import CudaEvent, CudaStream, Device, PinnedMemory
 from mx.testing import spans
 from mx.transport import DeviceView
 from mx.units import MIB
@@ -13,7 +13,7 @@ def test_a_stream_waits_for_the_verified_word(gpu: Device) -> None:
     source, target = (spans.destination(MIB, gpu.key) for _ in range(2))
     assert isinstance(source, DeviceView) and isinstance(target, DeviceView)
     spans.poke(source, b"old." * (MIB // 4))
-    with PinnedMemory(gpu, 4096) as words, Stream(gpu) as consumer, Event(gpu) as used:
+    with PinnedMemory(gpu, 4096) as words, CudaStream(gpu) as consumer, CudaEvent(gpu) as used:
         word = ctypes.c_uint32.from_address(words.address)
         word.value = 0
         with gpu.current():
@@ -30,7 +30,7 @@ def test_a_stream_waits_for_the_verified_word(gpu: Device) -> None:
 
 def test_words_are_compared_cyclically(gpu: Device) -> None:
     """A word may wrap around: >= is modulo 2**32."""
-    with PinnedMemory(gpu, 4096) as words, Stream(gpu) as consumer:
+    with PinnedMemory(gpu, 4096) as words, CudaStream(gpu) as consumer:
         word = ctypes.c_uint32.from_address(words.address)
         word.value = 2
         with gpu.current():

@@ -28,4 +28,4 @@ def say(address: str) -> None:
 
 if __name__ == "__main__":
     lie(daemon, "CoordinatorServicer", FalseServicer)
-    sys.exit(daemon.run(daemon.Options(listen="127.0.0.1:0"), say))
+    sys.exit(daemon.run(daemon.CoordinatorOptions(listen="127.0.0.1:0"), say))

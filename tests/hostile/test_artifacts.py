@@ -129,7 +129,7 @@ def test_no_field_of_a_set_can_be_changed(
             path = tmp_path / f"{number}.safetensors"
             _write(path, signed, document)
             try:
-                with package.Package(path) as opened:
+                with package.ArtifactPackage(path) as opened:
                     opened.verify()
             except IntegrityError:
                 pass

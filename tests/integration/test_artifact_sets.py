@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import mx
 from mx import config
 from mx.artifacts import carry, package
-from mx.artifacts.carry import Listed, fetch_document, fetched, find
-from mx.artifacts.package import Package
+from mx.artifacts.carry import ListedSet, fetch_document, fetched, find
+from mx.artifacts.package import ArtifactPackage
 from mx.core.artifact_names import listed_name
 from mx.errors import ArtifactError, MxError
 from tests.support import artifact_sets
@@ -34,7 +34,7 @@ def _contents(nbytes: int) -> dict[str, bytes]:
     return {f"inductor/{n:03}": os.urandom(nbytes // 16) for n in range(16)}
 
 
-def _read(package: Package) -> dict[str, bytes]:
+def _read(package: ArtifactPackage) -> dict[str, bytes]:
     return {each.path: package.read(each.blob) for each in package.document.files}
 
 
@@ -67,7 +67,7 @@ def test_a_set_is_listed_beside_its_model(
 
 
 @contextmanager
-def _another_set(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Listed, bytes]]:
+def _another_set(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[ListedSet, bytes]]:
     """What is listed is a set, yet another."""
     wanted = artifact_sets.write(tmp_path / "wanted.safetensors", CONTENTS, KEY)
     artifact_sets.write(tmp_path / "other.safetensors", {"inductor/x": b"evil"}, KEY)
@@ -76,7 +76,7 @@ def _another_set(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Li
 
 
 @contextmanager
-def _another_model(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Listed, bytes]]:
+def _another_model(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[ListedSet, bytes]]:
     """What is listed is for another model than its name says."""
     wanted = artifact_sets.write(tmp_path / "wanted.safetensors", CONTENTS, KEY, model="other")
     with _listed(tmp_path / "wanted.safetensors", wanted.set_id, settings) as found:
@@ -84,7 +84,7 @@ def _another_model(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[
 
 
 @contextmanager
-def _a_checkpoint(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Listed, bytes]]:
+def _a_checkpoint(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[ListedSet, bytes]]:
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -94,7 +94,7 @@ def _a_checkpoint(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[L
 
 
 @contextmanager
-def _huge(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Listed, bytes]]:
+def _huge(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[ListedSet, bytes]]:
     """Its document has more bytes than any."""
     import numpy as np
     from safetensors.numpy import save_file
@@ -106,7 +106,7 @@ def _huge(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Listed, b
 
 
 @contextmanager
-def _more_bytes(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Listed, bytes]]:
+def _more_bytes(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[ListedSet, bytes]]:
     """Its document is right, and it has more bytes than that says."""
     import numpy as np
     from safetensors.numpy import save_file
@@ -122,14 +122,14 @@ def _more_bytes(tmp_path: Path, settings: config.Settings) -> Iterator[tuple[Lis
 
 
 @contextmanager
-def _listed(path: Path, set_id: str, settings: config.Settings) -> Iterator[Listed]:
+def _listed(path: Path, set_id: str, settings: config.Settings) -> Iterator[ListedSet]:
     variant = mx.ProcessingKey(kind="compile-cache", signer="0" * 16)
     with mx.serve(path, model=listed_name("m", set_id), variant=variant, settings=settings):
         (found,) = find("m", settings=settings)
         yield found
 
 
-Liar = Callable[[Path, config.Settings], AbstractContextManager[tuple[Listed, bytes]]]
+Liar = Callable[[Path, config.Settings], AbstractContextManager[tuple[ListedSet, bytes]]]
 
 
 @pytest.mark.parametrize("liar", [_another_set, _another_model, _a_checkpoint, _huge, _more_bytes])
@@ -147,7 +147,7 @@ def test_other_bytes_than_the_documents_are_refused(tmp_path: Path, asked: confi
     from safetensors.numpy import save_file
 
     wanted = artifact_sets.write(tmp_path / "wanted.safetensors", CONTENTS, KEY)
-    with Package(tmp_path / "wanted.safetensors") as good:
+    with ArtifactPackage(tmp_path / "wanted.safetensors") as good:
         blobs = np.ones(good.document.nbytes, np.uint8)
     tensors = {package.DOCUMENT: np.frombuffer(wanted.data, np.uint8), "set.1.blobs": blobs}
     save_file(tensors, tmp_path / "false.safetensors")

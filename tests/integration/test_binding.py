@@ -18,7 +18,7 @@ import pytest
 from mx import api, config, plugins, runtime
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.reference import pinned_name
@@ -71,9 +71,11 @@ def loop() -> Iterator[None]:
 
 
 @contextmanager
-def coordinating(state: State | None = None, address: str = "127.0.0.1:0") -> Iterator[str]:
+def coordinating(
+    state: CoordinatorState | None = None, address: str = "127.0.0.1:0"
+) -> Iterator[str]:
     """A coordinator in this process; yields its address."""
-    coordinator = Coordinator(state=state or State())
+    coordinator = Coordinator(state=state or CoordinatorState())
     yield_address = run(coordinator.start(address))
     try:
         yield yield_address
@@ -131,7 +133,7 @@ def sources(address: str) -> list[Any]:
 def test_rows_come_from(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator keeps them; where it does not, the source has them."""
     first, second = held_model("m"), lent("m")
-    state = State()
+    state = CoordinatorState()
     with coordinating(state) as address, serving(first, address), serving(second, address):
         listed = {s.record.source_id: s.record for s in sources(address)}
         record = listed[second.source_id]
@@ -157,11 +159,11 @@ class Restarting:
 
     def __init__(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self.state = State()
+        self.state = CoordinatorState()
         self._life = ExitStack()
         self._life.enter_context(coordinating(self.state, self.address))
 
-    def restart(self, state: State) -> None:
+    def restart(self, state: CoordinatorState) -> None:
         self._life.close()
         self.state = state
         self._life.enter_context(coordinating(state, self.address))
@@ -189,7 +191,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         others = make_documents("others")
         usurper = make_record(others, name="m", endpoint=f"127.0.0.1:{free_port()}")
         usurper = owned(usurper, b"usurper")
-        state = State()
+        state = CoordinatorState()
         run(state.register(registration(usurper, SECRET), by_digest(others)))
         restarting.restart(state)
         until(lambda: server.stats().pin_only, "pins")
@@ -308,7 +310,7 @@ class Hider(CoordinatorServicer):
 
 @contextmanager
 def lying(kind: type[CoordinatorServicer]) -> Iterator[str]:
-    state = State()
+    state = CoordinatorState()
     services = [
         Service(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"], kind(state)),
         Service(

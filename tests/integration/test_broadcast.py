@@ -396,12 +396,12 @@ LATE = """
     import time
     value = torch.full((3 << 20,), rank, dtype=torch.uint8)
     tensors = {"layers.%d.w" % i: value.clone() for i in range(12)}
-    from mx.api.process_group import Group
-    wait = Group.drain
+    from mx.api.process_group import ProcessGroup
+    wait = ProcessGroup.drain
     def drain(group):
         say(waits=True)
         wait(group)
-    Group.drain = drain
+    ProcessGroup.drain = drain
     def on_layer(layer):
         if layer.index == (6 if rank else 4):
             say(layer=layer.name)

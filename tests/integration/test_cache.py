@@ -29,7 +29,7 @@ from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
 from mx.units import MIB
-from mx.wire.cache import CacheClient, HeldAt, Wanted
+from mx.wire.cache import CacheClient, HeldAt, WantedModel
 from tests.support.caching import Caching, origin, start_cache, unavailable
 from tests.support.commands import Command, Run, commands, start_coordinator
 
@@ -75,7 +75,7 @@ def attached(pull: api.Pull) -> bool:
     return all(path.attached for path in pull.wait(60).paths)
 
 
-def ask(caching: Caching, wanted: Wanted) -> HeldAt | str:
+def ask(caching: Caching, wanted: WantedModel) -> HeldAt | str:
     """Ask the cache itself."""
 
     async def asking() -> HeldAt | str:
@@ -134,7 +134,7 @@ def test_a_model_that_is_larger_than_the_cache(
     with caching.pull("one") as pull:
         assert not attached(pull)
     assert caching.held() == []
-    refusal = ask(caching, Wanted("one", coordinator=caching.coordinator))
+    refusal = ask(caching, WantedModel("one", coordinator=caching.coordinator))
     assert isinstance(refusal, str) and "the cache's memory is 16 MB" in refusal
 
 
@@ -262,11 +262,11 @@ def test_hostile_clients_get_errors_and_the_cache_lives(caching: Caching) -> Non
         sock.sendall(os.urandom(4096))
     coordinator = caching.coordinator
     for wanted in (
-        Wanted("x" * 5000, coordinator=coordinator),
-        Wanted("a\nb", coordinator=coordinator),
-        Wanted("", coordinator=coordinator),
-        Wanted("one@zz", coordinator=coordinator),
-        Wanted("one", variant="tp=9/2", coordinator=coordinator),
+        WantedModel("x" * 5000, coordinator=coordinator),
+        WantedModel("a\nb", coordinator=coordinator),
+        WantedModel("", coordinator=coordinator),
+        WantedModel("one@zz", coordinator=coordinator),
+        WantedModel("one", variant="tp=9/2", coordinator=coordinator),
     ):
         try:
             answer = ask(caching, wanted)
@@ -274,10 +274,10 @@ def test_hostile_clients_get_errors_and_the_cache_lives(caching: Caching) -> Non
             continue
         assert isinstance(answer, str)
     for wanted, words in (
-        (Wanted("one", coordinator="10.0.0.1:7600"), "asks the coordinator at"),
-        (Wanted("one", offered_at="10.0.0.1:7601"), "not on this host"),
-        (Wanted("one", offered_at="127.0.0.1:1"), ""),
-        (Wanted("one", variant="x=1", only_if_held=True), "no process has lent"),
+        (WantedModel("one", coordinator="10.0.0.1:7600"), "asks the coordinator at"),
+        (WantedModel("one", offered_at="10.0.0.1:7601"), "not on this host"),
+        (WantedModel("one", offered_at="127.0.0.1:1"), ""),
+        (WantedModel("one", variant="x=1", only_if_held=True), "no process has lent"),
     ):
         answer = ask(caching, wanted)
         assert isinstance(answer, str) and words in answer
@@ -369,7 +369,7 @@ def test_no_other_process_answers_in_the_place_of_one_that_offers(caching: Cachi
     with _answering(1.0, settings) as (_, right), _answering(2.0, settings) as (endpoint, other):
         assert right.pin != other.pin
         name = f"{MADE_FROM.name}@{right.pin.hex()}"
-        wanted = Wanted(name, MADE_FROM.revision, str(KEY), offered_at=endpoint)
+        wanted = WantedModel(name, MADE_FROM.revision, str(KEY), offered_at=endpoint)
         answer = ask(caching, wanted)
         assert isinstance(answer, str)
         assert f"does not hold one[{KEY}]@{right.pin.hex()}" in answer

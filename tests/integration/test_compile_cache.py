@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 CODE = """
 import json, os, sys
 from pathlib import Path
-from mx.artifacts.usage import Watch
+from mx.artifacts.usage import CacheWatch
 root = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent
-watch = Watch(root)
+watch = CacheWatch(root)
 import torch
 if "freeze" in sys.argv:
     import torch._inductor.config

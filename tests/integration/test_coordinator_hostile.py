@@ -38,10 +38,10 @@ SERVICE = "/mx.wire.v1.Coordinator/"
 _IMPATIENT = """
 import sys
 import mx.coordinator.progress, mx.coordinator.service, mx.wire.server
-from mx.coordinator.daemon import Options, run
+from mx.coordinator.daemon import CoordinatorOptions, run
 mx.wire.server.FIRST_MESSAGE_S = float(sys.argv[1])
 mx.coordinator.service._SILENT_S = mx.coordinator.progress.SILENT_S = 3.0
-sys.exit(run(Options(listen="127.0.0.1:0", lease_s=0.75)))
+sys.exit(run(CoordinatorOptions(listen="127.0.0.1:0", lease_s=0.75)))
 """
 
 

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from mx import codec
 from mx.coordinator.daemon import Coordinator
-from mx.coordinator.state import State, open_state
+from mx.coordinator.state import CoordinatorState, open_state
 from mx.coordinator.watchers import INTERVAL_S
 from mx.core.digest import document_digest
 from mx.core.pull_status import PullPhase, PullStatus
@@ -60,10 +60,10 @@ SECRET = b"s" * 32
 
 @asynccontextmanager
 async def coordinator(
-    state: State | None = None, *, lease_s: float = 5.0
+    state: CoordinatorState | None = None, *, lease_s: float = 5.0
 ) -> AsyncIterator[CoordinatorClient]:
     """A client of a coordinator that runs beside it."""
-    running = Coordinator(state=state or State(new_store(), lease_s=lease_s))
+    running = Coordinator(state=state or CoordinatorState(new_store(), lease_s=lease_s))
     client = CoordinatorClient(await running.start("127.0.0.1:0"))
     try:
         yield client
@@ -101,7 +101,7 @@ async def test_50_000_tensors_pass_the_default_message_limit() -> None:
 async def test_rows_go_with_their_source_and_the_manifest_with_the_last() -> None:
     rows = scattered_rows(4)
     first = make_record(DOCUMENTS, rows=rows, held=((0, 1),))
-    async with coordinator(State(new_store(), grace_s=0.0)) as client:
+    async with coordinator(CoordinatorState(new_store(), grace_s=0.0)) as client:
         every = by_digest([*DOCUMENTS, encode_rows(rows)])
         await register_at(client, first, every, source_secret=SECRET)
         await register(client)
@@ -198,7 +198,7 @@ def source_message(**options: Any) -> bytes:
 
 
 async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
-    state = State(new_store())
+    state = CoordinatorState(new_store())
     pages = [
         pb.RegisterRequest(page=page).SerializeToString()
         for digest, data in by_digest(DOCUMENTS).items()
@@ -251,7 +251,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
 
 async def test_limits_are_said() -> None:
     limits = Limits(models=1, sources=2)
-    small = State(new_store(), limits=limits, document_limit_bytes=4 * 1000)
+    small = CoordinatorState(new_store(), limits=limits, document_limit_nbytes=4 * 1000)
     async with coordinator(small) as client:
         await register(client)
         with pytest.raises(CoordinatorError, match="1 models"):
@@ -269,7 +269,7 @@ async def test_limits_are_said() -> None:
 
 
 async def test_documents_go_with_the_last_source() -> None:
-    state = State(new_store(), grace_s=0.0)
+    state = CoordinatorState(new_store(), grace_s=0.0)
     async with coordinator(state, lease_s=5.0) as client:
         record = make_record(DOCUMENTS)
         await register_at(

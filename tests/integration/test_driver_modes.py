@@ -165,13 +165,13 @@ _LETS_GO = """
 import gc
 import mx
 from benchmarks.processes import Cluster
-from mx.cuda.device import Device, DeviceMemory, Stream
+from mx.cuda.device import Device, DeviceMemory, CudaStream
 from mx.cuda.driver import load
 cluster = Cluster()
 try:
     cluster.serve({checkpoint!r}, "m", "--device", "cuda:0")
     os.environ["MX_STANDIN_LATE_US"] = "300000"
-    with Device(load(), 0) as device, Stream(device) as engine, DeviceMemory(device, 64) as own:
+    with Device(load(), 0) as device, CudaStream(device) as engine, DeviceMemory(device, 64) as own:
         pull = mx.pull("m", coordinator=cluster.coordinator, device="cuda:0")
         view = pull.device_buffer()
         with device.current():

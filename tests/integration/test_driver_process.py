@@ -161,12 +161,12 @@ def test_a_fork_of_a_process_that_uses_cuda(major: int, code: str) -> None:
 _SIGNALS = """
 import ctypes
 from mx.cuda import driver
-from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
+from mx.cuda.device import Device, DeviceMemory, PinnedMemory, CudaStream
 from mx.errors import LocalError
 from mx.memory.readiness import LayerSignals
 gpu = Device.open(driver.load(), "cuda:0")
 with LayerSignals(Device.open(driver.load(), "cuda:0"), 2, 2.0) as signals:
-    with Stream(gpu) as engine, Stream(gpu) as copies, PinnedMemory(gpu, 8) as host:
+    with CudaStream(gpu) as engine, CudaStream(gpu) as copies, PinnedMemory(gpu, 8) as host:
         memory = DeviceMemory(gpu, 8)
         signals.wait_verified(1, engine.handle)
         # What the pull itself waits for, before it can say that the layer is there.

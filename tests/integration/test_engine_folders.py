@@ -32,10 +32,10 @@ import mx
 from mx import config, namekey
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.choice import with_checkpoint
-from mx.engines.replica.names import Meant, meant_by
+from mx.engines.replica.names import EligibleModels, meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
-from mx.engines.replica.run import Run
+from mx.engines.replica.run import RankRun
 from mx.engines.replica.tensors import copy_into, slots_of
 from mx.errors import ConfigError, IntegrityError, MxError, NotAllowedError
 from mx.memory.arena import MemfdArena
@@ -103,12 +103,12 @@ def saved(folder: Path, seed: int = 0, shards: int = 1) -> Path:
 
 def started(
     called: Path | str, coordinator: str, revision: str | None = None, **options: Any
-) -> tuple[Plain, Run]:
+) -> tuple[Plain, RankRun]:
     """Load a model as an engine does: from peers if that is allowed, else from its folder."""
     read = LoaderOptions.read({"coordinator": coordinator, "lend": False, **options})
     group: Any = _Group()
     meant = meant_by(str(called), given=read.model, revision=revision)
-    run = Run("Engine", meant, read, {}, Ranks(group, group, (0, 1)), Path(called))
+    run = RankRun("Engine", meant, read, {}, Ranks(group, group, (0, 1)), Path(called))
     model = Plain()
     slots = slots_of(model, non_persistent=False)
     try:
@@ -319,7 +319,9 @@ def test_under_a_pin_a_key_that_can_not_be_believed_is_said(
         monkeypatch.setenv("MX_PEER_NAME_KEY", str(key))
         read = LoaderOptions.read({"coordinator": coordinator, "lend": False})
         meant = meant_by(source.pinned)
-        run = Run("Engine", meant, read, {"processed": state}, Ranks(group, group, (0, 1)), folder)
+        run = RankRun(
+            "Engine", meant, read, {"processed": state}, Ranks(group, group, (0, 1)), folder
+        )
         assert run.choice.state == "checkpoint"
         run.end()
     assert "0644" in caplog.text and "pinned checkpoint" in caplog.text
@@ -449,7 +451,7 @@ def test_a_folder_without_weights_is_its_name(coordinator: str, tmp_path: Path) 
     bare = tmp_path / "y" / "model"
     bare.mkdir(parents=True)
     (bare / "config.json").write_text("{}")
-    assert meant_by(str(bare)) == Meant(("model",), how="the name says so")
+    assert meant_by(str(bare)) == EligibleModels(("model",), how="the name says so")
     with mx.serve(served, coordinator=coordinator):
         model, run = started(bare, coordinator)
     assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(served))
@@ -632,12 +634,14 @@ def test_another_users_home_is_left_alone(tmp_path: Path) -> None:
 KEY = ProcessingKey(engine="test", version="1", dtype="fp32", state="processed", config="00ff00ff")
 
 
-def chosen(called: Path | str, coordinator: str, **options: Any) -> Run:
+def chosen(called: Path | str, coordinator: str, **options: Any) -> RankRun:
     """Return the run of an engine that takes processed states, too, once it has chosen."""
     read = LoaderOptions.read({"coordinator": coordinator, "fallback": True, **options})
     group: Any = _Group()
     meant = meant_by(str(called), given=read.model)
-    return Run("Engine", meant, read, {"processed": KEY}, Ranks(group, group, (0, 1)), Path(called))
+    return RankRun(
+        "Engine", meant, read, {"processed": KEY}, Ranks(group, group, (0, 1)), Path(called)
+    )
 
 
 def lent(

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import mx
 from mx.config import ENGINE_VARIABLE
-from mx.engines.replica.metrics import Collector
+from mx.engines.replica.metrics import EngineCollector
 from tests.support.commands import environment
 from tests.support.daemon import ROOT, daemon
 
@@ -37,7 +37,7 @@ from mx import log
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
-from mx.engines.replica.run import Run
+from mx.engines.replica.run import RankRun
 
 class Group:
     rank_in_group, world_size = 0, 1
@@ -45,7 +45,7 @@ class Group:
 log.set_up("info", "json")
 logging.getLogger("vllm").setLevel("INFO")
 options = LoaderOptions.read({"coordinator": sys.argv[1], "lend": False})
-run = Run("vLLM", meant_by("tiny"), options, {}, Ranks(Group(), Group(), (0, 1)), Path("tiny"))
+run = RankRun("vLLM", meant_by("tiny"), options, {}, Ranks(Group(), Group(), (0, 1)), Path("tiny"))
 with run.pull(hold=False) as pull:
     pull.wait()
 run.agreed(True)
@@ -159,7 +159,7 @@ def test_what_a_rank_has_no_more_is_0_in_metrics_that_several_processes_share(
 
 
 def test_a_folder_of_others_or_with_rubbish_shows_nothing(tmp_path: Path) -> None:
-    assert not [*Collector(tmp_path / "none").collect()]
+    assert not [*EngineCollector(tmp_path / "none").collect()]
     folder = tmp_path / "ranks"
     folder.mkdir(0o700)
     good = ["m", "", "tp=0/1", "ordinary", "", "", 1.5]
@@ -167,14 +167,14 @@ def test_a_folder_of_others_or_with_rubbish_shows_nothing(tmp_path: Path) -> Non
     for number, each in enumerate(rubbish):
         (folder / f"bad{number}.json").write_text(json.dumps(each))
     (folder / "cut.json").write_text(json.dumps(good)[:20])
-    assert not [*Collector(folder).collect()]
+    assert not [*EngineCollector(folder).collect()]
     (folder / "good.json").write_text(json.dumps(good))
-    info, seconds = Collector(folder).collect()
+    info, seconds = EngineCollector(folder).collect()
     assert [sample.labels["model"] for sample in info.samples] == ["m"]
     assert [sample.value for sample in seconds.samples] == [1.5]
     folder.chmod(0o755)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
-    assert not [*Collector(folder).collect()]
+    assert not [*EngineCollector(folder).collect()]
 
 
 def test_the_variable_is_no_setting() -> None:

@@ -15,7 +15,7 @@ import mx
 from mx import config
 from mx.engines.replica.lender import Lender
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.run import Loading
+from mx.engines.replica.run import RankLoading
 from mx.engines.replica.tensors import slots_of
 from mx.engines.vllm import worker as watching
 from tests.support.daemon import daemon
@@ -88,7 +88,7 @@ def lent(coordinator: str, request: pytest.FixtureRequest) -> Iterator[tuple[Wor
     model, name = Model(), request.node.name.translate({91: "-", 93: None})
     where = SimpleNamespace(worker_cls=f"{__name__}.Worker")
     worker = Worker(model, SimpleNamespace(parallel_config=where))
-    loading = Loading(name)
+    loading = RankLoading(name)
     watching.watch(loading, worker.vllm_config)
     options = LoaderOptions(settings=config.load({"coordinator": coordinator}))
     lender = loading.lender = Lender(slots_of(model, non_persistent=True), name, KEY, options)
@@ -202,5 +202,5 @@ def test_a_model_that_is_loaded_anew_ends_what_the_first_one_lends(
     worker, lender = lent
     name = lender.source and lender.source.model.name
     assert name
-    watching.watch(Loading(name), worker.vllm_config)
+    watching.watch(RankLoading(name), worker.vllm_config)
     assert not mx.list_sources(name, coordinator=coordinator)

@@ -14,7 +14,7 @@ import pytest
 
 import mx
 from mx import runtime
-from mx.calls import Call, Waiter
+from mx.calls import LoopCall, Waiter
 from mx.errors import ClosedError
 from mx.target.events import EventLog
 
@@ -37,7 +37,7 @@ class Made:
 
 
 @pytest.mark.parametrize(
-    "step", [runtime.LoopThread.call, Call.wait, runtime.LoopThread.ended, Call.take]
+    "step", [runtime.LoopThread.call, LoopCall.wait, runtime.LoopThread.ended, LoopCall.take]
 )
 def test_what_was_made_is_closed_though_the_exception_is_kept(step: Callable[..., Any]) -> None:
     all_made: list[Made] = []
@@ -121,7 +121,7 @@ def test_a_close_that_is_interrupted_anywhere_ends_when_it_is_called_again() -> 
 
 
 def test_a_result_is_closed_that_came_just_before_its_call_was_abandoned() -> None:
-    closed, calls = threading.Event(), set[Call[Any]]()
+    closed, calls = threading.Event(), set[LoopCall[Any]]()
 
     class Result:
         def close(self) -> None:
@@ -140,6 +140,6 @@ def test_a_result_is_closed_that_came_just_before_its_call_was_abandoned() -> No
         return await asyncio.to_thread(closed.wait, 30)
 
     waiter = Waiter()
-    call = Call(work, waiter, closes=True)
+    call = LoopCall(work, waiter, closes=True)
     assert asyncio.run(main())
     assert call.take() == ([], None)

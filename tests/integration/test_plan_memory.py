@@ -12,7 +12,7 @@ import pytest
 from mx import api, config, runtime
 from mx.api import tables
 from mx.coordinator.daemon import Coordinator
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 from tests.integration.lending import lender
 from tests.support.commands import Run, serve
 
@@ -54,7 +54,7 @@ def test_memory_is_shown_by_source_device_and_layer(
         assert lent.process.poll() is None
 
 
-def forgetful(state: State) -> Callable[[bytes], bytes | None]:
+def forgetful(state: CoordinatorState) -> Callable[[bytes], bytes | None]:
     """Return a lookup of documents that has none of the rows of listed sources."""
     document = state.document
     rows = set[bytes]()
@@ -67,7 +67,7 @@ def test_what_can_not_be_read_is_said_and_the_plan_stands(
 ) -> None:
     """The coordinator has dropped the rows and their source is gone; or they are too many."""
     held = runtime.acquire()
-    state = State()
+    state = CoordinatorState()
     monkeypatch.setattr(state, "document", forgetful(state))
     coordinator = Coordinator(state=state)
     address = runtime.run(lambda: coordinator.start("127.0.0.1:0"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mx.coordinator.state import State, open_state
+from mx.coordinator.state import CoordinatorState, open_state
 from mx.errors import CoordinatorError
 from tests.support.held_link import held_link
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
@@ -42,7 +42,7 @@ def set_clock(server: RedisServer, by_s: float) -> None:
     server.ask("EVAL", _SET, "0", str(int(by_s * 1000)))
 
 
-async def tick_until(state: State, source_id: str) -> None:
+async def tick_until(state: CoordinatorState, source_id: str) -> None:
     """Let time pass until a source is no longer listed."""
     give_up_s = time.monotonic() + PATIENCE_S
     while source_id in await ids(state):

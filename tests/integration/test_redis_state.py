@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mx.coordinator.state import State, open_state
+from mx.coordinator.state import CoordinatorState, open_state
 from mx.coordinator.stores import redis as redis_module
 from mx.coordinator.stores import redis_leases, redis_records
 from mx.coordinator.stores.redis import RedisStore
@@ -69,7 +69,7 @@ async def test_coordinators_see_one_state(server: RedisServer) -> None:
 async def test_of_two_that_bind_a_name_at_once_one_has_it(server: RedisServer) -> None:
     async with states(server) as both:
 
-        async def bind(state: State, number: int, documents: list[bytes]) -> bool:
+        async def bind(state: CoordinatorState, number: int, documents: list[bytes]) -> bool:
             record = make_record(documents, name=f"n{number}")
             try:
                 await state.register(registration(record, SECRET), by_digest(documents))
@@ -272,7 +272,7 @@ async def test_a_redis_that_refuses_to_write_is_not_called_full(
 ) -> None:
     """It becomes a replica, or has nowhere to save."""
 
-    async def refuses(state: State, said: str) -> None:
+    async def refuses(state: CoordinatorState, said: str) -> None:
         await until(lambda: said in str(state._store._trouble))  # type: ignore[attr-defined]
         with pytest.raises(CoordinatorError, match=said):
             await register(state)

@@ -163,7 +163,7 @@ def test_layers_are_the_same_however_they_are_cut_and_named() -> None:
     large, small = _held(base), _held(renamed)
     in_chunks(large.manifest, 16 * MIB)
     try:
-        held = reuse.Held(large.manifest, large.pages, host_view(large.arena.view))
+        held = reuse.HeldWeights(large.manifest, large.pages, host_view(large.arena.view))
         copies = reuse.same_chunks(small.manifest, small.pages, [held])
         assert copies.keys() == set(range(len(small.manifest.grid)))
         unknown = replace(held, pages=Pages(large.manifest))

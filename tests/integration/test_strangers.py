@@ -49,10 +49,10 @@ LOAD = ROOT / "benchmarks" / "crowd_load.py"
 _SMALL = """
 import asyncio, signal, sys
 from mx.coordinator.daemon import Coordinator
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 
 async def main():
-    coordinator = Coordinator(state=State(document_limit_bytes=16 << 20))
+    coordinator = Coordinator(state=CoordinatorState(document_limit_nbytes=16 << 20))
     print(await coordinator.start("127.0.0.1:0"), file=sys.stderr, flush=True)
     await asyncio.Event().wait()
 
@@ -196,13 +196,13 @@ async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
 _FEW = """
 import importlib.util, resource, sys
 import mx.wire.server
-from mx.coordinator.daemon import Options, run
+from mx.coordinator.daemon import CoordinatorOptions, run
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 mx.wire.server.IDLE_S = float(sys.argv[3])
 if importlib.util.find_spec("mx.wire.calls"):
     importlib.import_module("mx.wire.calls").UNREAD_S = 2.0
-sys.exit(run(Options(listen="127.0.0.1:0")))
+sys.exit(run(CoordinatorOptions(listen="127.0.0.1:0")))
 """
 _SERVE = """
 import resource, sys
@@ -219,7 +219,7 @@ sys.exit(main())
 #: A daemon whose program opens files of its own, once it listens.
 _OTHERS = """
 import os, resource, sys
-from mx.coordinator.daemon import Options, run
+from mx.coordinator.daemon import CoordinatorOptions, run
 soft, own = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
 files = []
@@ -229,7 +229,7 @@ def say(address):
         files.append(os.open(os.devnull, os.O_RDONLY))
     print(address, file=sys.stderr, flush=True)
 
-sys.exit(run(Options(listen="127.0.0.1:0"), say))
+sys.exit(run(CoordinatorOptions(listen="127.0.0.1:0"), say))
 """
 #: A program that embeds a source, and has files of its own.
 _EMBEDS = """

@@ -17,7 +17,7 @@ import pytest
 from mx import api, config
 from mx.api.serving import join_or_embed
 from mx.core.layout_rules import newest
-from mx.core.versions import HINT, WIRE_VERSION, Span, own
+from mx.core.versions import HINT, WIRE_VERSION, VersionRange, own
 from mx.errors import (
     EXIT_NO_SOURCE,
     EXIT_OK,
@@ -48,8 +48,8 @@ del RULES[oldest()]
 """
 SPEAKS = {
     OLDER: "wire 1 (an older mx, which sends no versions)",
-    NEWER: str(replace(own(), wire=Span(WIRE_VERSION + 2, WIRE_VERSION + 2))),
-    NEWER_LAYOUT: str(replace(own(), layout=Span(newest() + 1, newest() + 1))),
+    NEWER: str(replace(own(), wire=VersionRange(WIRE_VERSION + 2, WIRE_VERSION + 2))),
+    NEWER_LAYOUT: str(replace(own(), layout=VersionRange(newest() + 1, newest() + 1))),
 }
 other = pytest.mark.parametrize("change", [OLDER, NEWER], ids=["older", "newer"])
 

@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _DAEMON = """
 import sys
-from mx.coordinator.daemon import Options, run
+from mx.coordinator.daemon import CoordinatorOptions, run
 from mx.transport import TlsFiles
 listen, lease_s, *tls = sys.argv[1:]
-options = Options(listen=listen, lease_s=float(lease_s), tls=TlsFiles(*tls) if tls else None)
+files = TlsFiles(*tls) if tls else None
+options = CoordinatorOptions(listen=listen, lease_s=float(lease_s), tls=files)
 sys.exit(run(options))
 """
 

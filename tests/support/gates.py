@@ -38,14 +38,14 @@ class Gate:
             with values.changed:
                 self._waiting.discard(value)
 
-    def fill(self, places: arrival._Places, tensors: Any, values: pending.Values) -> None:
+    def fill(self, places: arrival._PendingTensors, tensors: Any, values: pending.Values) -> None:
         with values.changed:
             while not self._open and all(value.here for value in self._waiting):
                 values.changed.wait()
         _FILL(places, tensors, values)
 
 
-_WAIT, _FILL = pending.Values.wait, arrival._Places.fill
+_WAIT, _FILL = pending.Values.wait, arrival._PendingTensors.fill
 
 
 @contextmanager
@@ -56,8 +56,11 @@ def gate() -> Iterator[Gate]:
     def wait(values: pending.Values, value: pending.Value) -> Any:
         return made.wait(values, value)
 
-    def fill(places: arrival._Places, tensors: Any, values: pending.Values) -> None:
+    def fill(places: arrival._PendingTensors, tensors: Any, values: pending.Values) -> None:
         made.fill(places, tensors, values)
 
-    with patch.object(pending.Values, "wait", wait), patch.object(arrival._Places, "fill", fill):
+    with (
+        patch.object(pending.Values, "wait", wait),
+        patch.object(arrival._PendingTensors, "fill", fill),
+    ):
         yield made

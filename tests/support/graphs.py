@@ -11,6 +11,8 @@ from mx.graphs.package import (
     Edge,
     EmptyNode,
     Graph,
+    GraphOutput,
+    GraphPlace,
     Image,
     Input,
     Kernel,
@@ -20,8 +22,6 @@ from mx.graphs.package import (
     MemcpyNode,
     MemsetNode,
     Node,
-    Output,
-    Place,
     RegionSpec,
 )
 
@@ -38,9 +38,12 @@ def small() -> Graph:
         environment=(("driver", "13000"), ("sm", "9.0")),
         pin="pin-1",
         regions=(RegionSpec(BASE, NBYTES), RegionSpec(OTHER, NBYTES)),
-        weights=(Place("w", 0, 0, 32, "F32", (2, 4)), Place("tied", 0, 0, 32, "F32", (8,))),
-        inputs=(Input(Place("x", 1, 256, 4, "BF16", (2,)), b"abcd"),),
-        outputs=(Output(Place("y", 1, 512, 2, "U8", (2,)), b"d" * 32),),
+        weights=(
+            GraphPlace("w", 0, 0, 32, "F32", (2, 4)),
+            GraphPlace("tied", 0, 0, 32, "F32", (8,)),
+        ),
+        inputs=(Input(GraphPlace("x", 1, 256, 4, "BF16", (2,)), b"abcd"),),
+        outputs=(GraphOutput(GraphPlace("y", 1, 512, 2, "U8", (2,)), b"d" * 32),),
         images=(Image(b"i" * 32, 1000),),
         libraries=(Library("libcublasLt.so.12", "00ff", b"f" * 32),),
         calls=(LibraryCall("mm 8x8", 0),),
@@ -66,13 +69,13 @@ def graphs(draw: Any) -> Graph:
     """Draw a graph that keeps all bounds."""
     regions = (RegionSpec(BASE, NBYTES), RegionSpec(OTHER, NBYTES))[: draw(st.integers(1, 2))]
 
-    def places(prefix: str, part: int, least: int = 0) -> tuple[Place, ...]:
+    def places(prefix: str, part: int, least: int = 0) -> tuple[GraphPlace, ...]:
         sizes = draw(st.lists(st.integers(0, 5000), min_size=least, max_size=4))
         found, at = [], part * _PART
         for number, size in enumerate(sizes):
             region = draw(st.integers(0, len(regions) - 1))
             name = f"{prefix}.{number}" + draw(st.sampled_from(["", "é", ".weight"]))
-            found.append(Place(name, region, at, 2 * size, "BF16", (size, 1)))
+            found.append(GraphPlace(name, region, at, 2 * size, "BF16", (size, 1)))
             at += 10_240
         return tuple(found)
 
@@ -130,7 +133,7 @@ def graphs(draw: Any) -> Graph:
         regions,
         places("w", 0),
         tuple(Input(place, bytes(place.nbytes)) for place in places("x", 1)),
-        tuple(Output(place, bytes(32)) for place in places("y", 2, 1)),
+        tuple(GraphOutput(place, bytes(32)) for place in places("y", 2, 1)),
         images,
         libraries,
         calls,

@@ -14,7 +14,7 @@ from mx.errors import PeerProtocolError, SourceError, StaleGenerationError
 from mx.testing.bench import Bench
 from mx.testing.child import GRANT_ID, ChildSource
 from mx.testing.harness import PEER
-from mx.testing.holdings import Holdings
+from mx.testing.holdings import HeldResources
 from mx.testing.memory import pattern
 from mx.transport import Session
 from mx.units import MIB
@@ -62,14 +62,14 @@ class LabelRules:
         others = bench.source(MIB, content=OTHERS)
         error = refusal(bench, others.grant()[1], OURS)
         assert isinstance(error, PeerProtocolError)
-        assert "offers other weights" in str(error)
+        assert "serves other weights" in str(error)
         session = bench.open(ours, content=OURS)
         assert copied(bench, session) == ours.memories[0].expected
 
     def test_a_ticket_of_another_process_for_another_model_is_refused(self, bench: Bench) -> None:
         with process(bench, OTHERS) as child:
             said = str(refusal(bench, child.ticket, OURS))
-            assert "offers other weights" in said, said
+            assert "serves other weights" in said, said
             session = bench.open_ticket(GRANT_ID, child.ticket, [MIB], tls=None, content=OTHERS)
             assert copied(bench, session) == pattern(MIB, 5)
 
@@ -97,10 +97,10 @@ class LabelRules:
         self, bench: Bench
     ) -> None:
         with process(bench, OTHERS) as child:
-            before = Holdings.now()
+            before = HeldResources.now()
             for _ in range(20):
                 refusal(bench, child.ticket, OURS)
             bench.eventually(
-                lambda: not Holdings.now().beyond(before),
-                lambda: "left behind: " + "; ".join(Holdings.now().beyond(before)),
+                lambda: not HeldResources.now().beyond(before),
+                lambda: "left behind: " + "; ".join(HeldResources.now().beyond(before)),
             )

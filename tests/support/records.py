@@ -12,7 +12,7 @@ from mx.core.layout import TensorSpec, plan_layout
 from mx.core.manifest import encode
 from mx.core.ownership import Receipt
 from mx.core.registration import Intent, Registration
-from mx.core.registry import Registered, Registry
+from mx.core.registry import RegisteredSource, Registry
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
@@ -128,7 +128,7 @@ def register_source(
     receipt: Receipt | None = None,
     address: str = "",
     **intent: Any,
-) -> Registered:
+) -> RegisteredSource:
     """Register a source with the machine. `receipt` is what the coordinator has read."""
     asked = registration(record, secret, **intent)
     return registry.register(now, asked, receipt=receipt, address=address)

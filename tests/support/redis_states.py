@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from mx.coordinator.state import State, open_state
+from mx.coordinator.state import CoordinatorState, open_state
 from mx.core.registry import Registry
 from mx.core.types import SourceRecord, SourceState
 from tests.support.owners import owned
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 @asynccontextmanager
 async def states(
     server: RedisServer, many: int = 2, *, lease_s: float = 5.0, answer_s: float = 10.0
-) -> AsyncIterator[list[State]]:
+) -> AsyncIterator[list[CoordinatorState]]:
     """As many coordinators' states over one Redis, which has so long to answer."""
     async with AsyncExitStack() as stack:
         stack.enter_context(patience(answer_s))
@@ -35,14 +35,18 @@ async def states(
 
 
 async def register(
-    state: State, name: str = "llama", *, documents: list[bytes] = DOCUMENTS, owner: bytes = b"o"
+    state: CoordinatorState,
+    name: str = "llama",
+    *,
+    documents: list[bytes] = DOCUMENTS,
+    owner: bytes = b"o",
 ) -> SourceRecord:
     record = owned(make_record(documents, name=name), owner)
     answer = await state.register(registration(record, SECRET), by_digest(documents))
     return answer.record
 
 
-async def beat(state: State, record: SourceRecord, readers: int = 0) -> None:
+async def beat(state: CoordinatorState, record: SourceRecord, readers: int = 0) -> None:
     await state.event(
         lambda registry, now: registry.heartbeat(
             now, record.source_id, SECRET, SourceState.SERVING, readers=readers
@@ -50,7 +54,7 @@ async def beat(state: State, record: SourceRecord, readers: int = 0) -> None:
     )
 
 
-async def end(state: State, record: SourceRecord) -> None:
+async def end(state: CoordinatorState, record: SourceRecord) -> None:
     await state.event(lambda registry, now: registry.deregister(now, record.source_id, SECRET))
 
 
@@ -61,5 +65,5 @@ async def until(holds: Callable[[], object]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def ids(state: State) -> set[str]:
+async def ids(state: CoordinatorState) -> set[str]:
     return {each.record.source_id for each in await state.ask(Registry.sources)}

@@ -23,7 +23,7 @@ from mx.coordinator.stores.sqlite import SqliteStore
 from mx.core.changes import Answered, Change, Entry, Meant
 from mx.core.memory_store import MemoryStore
 from mx.core.registration import Registration
-from mx.core.registry import Registered, Registry
+from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import Store
 from mx.core.types import SourceRecord
 from tests.support.redis_server import patience, redis_server
@@ -178,7 +178,7 @@ class FollowedRegistry(Registry):
         found: _T = self._runner.run(self.store.atomically(inside))
         return found
 
-    def register(self, now: float, registration: Registration, **more: Any) -> Registered:
+    def register(self, now: float, registration: Registration, **more: Any) -> RegisteredSource:
         event = super().register
         return self._event(lambda: event(now, registration, **more))
 

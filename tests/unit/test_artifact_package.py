@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mx.artifacts import package, trust
-from mx.artifacts.package import Package
+from mx.artifacts.package import ArtifactPackage
 from mx.errors import ArtifactError, CheckpointError, ConfigError, IntegrityError
 from mx.storage.disk_file import read_tensor_file
 from tests.support import artifact_sets
@@ -23,7 +23,7 @@ CONTENTS = {"inductor/x.py": b"code", "inductor/y.so": b"more code", "triton/x.j
 def test_blobs_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "set.safetensors"
     signed = artifact_sets.write(path, CONTENTS, KEY, environment={"torch": "2"})
-    with Package(path) as found:
+    with ArtifactPackage(path) as found:
         found.verify()
         assert found.signed == signed
         assert len(found.document.blobs) == 2  # two files share one
@@ -35,7 +35,7 @@ def test_many_bytes_are_in_parts(tmp_path: Path) -> None:
     path = tmp_path / "set.safetensors"
     contents = {f"triton/{n}": os.urandom(3_000_000) for n in range(6)}
     artifact_sets.write(path, contents, KEY)
-    with Package(path) as found:
+    with ArtifactPackage(path) as found:
         assert {f.path: found.read(f.blob) for f in found.document.files} == contents
     names = [each.spec.name for each in read_tensor_file(path, "").tensors]
     assert names == [package.DOCUMENT, "set.1.blobs", "set.2.blobs", "set.3.blobs"]
@@ -50,7 +50,7 @@ def test_no_byte_of_it_can_be_changed(tmp_path: Path) -> None:
     for at in range(0, len(good), 7):  # test_artifact_trust changes every byte of a document
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         try:
-            with Package(path) as found:
+            with ArtifactPackage(path) as found:
                 found.verify()
         except IntegrityError:
             continue
@@ -61,10 +61,10 @@ def test_no_byte_of_it_can_be_changed(tmp_path: Path) -> None:
     for cut in range(0, len(good), 35):
         path.write_bytes(good[:cut])
         with pytest.raises(IntegrityError):
-            Package(path)
+            ArtifactPackage(path)
     path.write_bytes(good + b"x")
     with pytest.raises(CheckpointError):
-        Package(path)
+        ArtifactPackage(path)
 
 
 def test_a_checkpoint_is_no_set(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_no_set(tmp_path: Path) -> None:
     for tensors in wrong:
         save_file(tensors, path)
         with pytest.raises(ArtifactError):
-            Package(path)
+            ArtifactPackage(path)
 
 
 def test_a_long_document_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_long_document_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     artifact_sets.write(path, CONTENTS, KEY)
     monkeypatch.setattr(package, "MAX_SIGNED_BYTES", 10)
     with pytest.raises(ArtifactError, match="its document has"):
-        Package(path)
+        ArtifactPackage(path)
 
 
 def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_what_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "set.safetensors"
     artifact_sets.write(path, CONTENTS, KEY)
-    with Package(path) as found:
+    with ArtifactPackage(path) as found:
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(ArtifactError, match="was cut"):
             found.verify()
@@ -124,7 +124,7 @@ def test_what_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
 def test_a_large_blob_is_checked_in_parts(tmp_path: Path) -> None:
     path = tmp_path / "set.safetensors"
     artifact_sets.write(path, {"inductor/x": bytes(4 * package.PART_BYTES)}, KEY)
-    with Package(path) as found:
+    with ArtifactPackage(path) as found:
         tracemalloc.start()
         try:
             found.verify()

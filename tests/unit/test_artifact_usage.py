@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.artifacts.usage import Watch
+from mx.artifacts.usage import CacheWatch
 from mx.core.variant import Difference
 from mx.text import has_control
 
@@ -65,7 +65,7 @@ def test_used_is_hits_and_nothing_else(
 ) -> None:
     counters.count("inductor", "fxgraph_cache_miss")  # before: of something else
     hit(counters)
-    watch = Watch(root)
+    watch = CacheWatch(root)
     if hits:
         hit(counters)
     if miss != "none":
@@ -92,7 +92,7 @@ def test_used_is_hits_and_nothing_else(
 def test_what_counts_as_a_new_object(
     root: Path, counters: Counters, path: str, counts: bool
 ) -> None:
-    watch = Watch(root)
+    watch = CacheWatch(root)
     hit(counters)
     put(root, path)
     found = watch.report()
@@ -101,7 +101,7 @@ def test_what_counts_as_a_new_object(
 
 
 def test_an_object_that_was_replaced_is_new(root: Path, counters: Counters) -> None:
-    watch = Watch(root)
+    watch = CacheWatch(root)
     hit(counters)
     put(root, "other", b"x")
     (root / "other").rename(root / OBJECT)
@@ -113,7 +113,7 @@ def test_without_counters_reading_is_no_proof(root: Path, monkeypatch: pytest.Mo
     """The engine's compiler ran in another process: what it read is shown, and not believed."""
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)  # another test's
     (root / OBJECT).read_bytes()  # before: of something else
-    watch = Watch(root)
+    watch = CacheWatch(root)
     found = watch.report()
     assert (found.state, found.opened, found.objects, found.counted) == ("unused", 0, 2, False)
     if os.statvfs(root).f_flag & os.ST_NOATIME:
@@ -124,7 +124,7 @@ def test_without_counters_reading_is_no_proof(root: Path, monkeypatch: pytest.Mo
     assert (found.state, found.opened, found.counted) == ("partly", 1, False)
     assert "1 of 2 objects read" in found.text
     assert "no counters" in found.text
-    again = Watch(root)  # of a second start in the same folder
+    again = CacheWatch(root)  # of a second start in the same folder
     assert again.report().opened == 0
     (root / OBJECT).read_bytes()
     assert again.report().opened == 1
@@ -141,7 +141,7 @@ def test_the_factor_of_vllms_key_that_differs_is_named(root: Path) -> None:
     factors(root, "0" * 10, env=env, code_hash="a", config_hash="b", compiler_hash="c")
     factors(root, "1" * 10, env=env, code_hash="z", config_hash="z", compiler_hash="z")
     factors(root, "0" * 10, rank="rank_1_0", env={}, code_hash="far", config_hash="far")
-    watch = Watch(root)
+    watch = CacheWatch(root)
     assert watch.report().differences == ()
     ours = {"VLLM_USE_X": False, "VLLM_Y": None}
     factors(root, "2" * 10, env=ours, code_hash="a", config_hash="b2", compiler_hash="c")
@@ -158,14 +158,14 @@ def test_the_factor_of_vllms_key_that_differs_is_named(root: Path) -> None:
      b"{" + b",".join(b'"%d": 0' % n for n in range(100_000)) + b"}"],
 )  # fmt: skip
 def test_hostile_factors_explain_nothing(root: Path, text: bytes) -> None:
-    watch = Watch(root)
+    watch = CacheWatch(root)
     put(root, KEY.format("0" * 10), text)
     assert watch.report().differences == ()
 
 
 def test_factors_are_shown_without_control_characters(root: Path) -> None:
     factors(root, "0" * 10, code_hash="a\x1b[2J\n" + "x" * 1000)
-    watch = Watch(root)
+    watch = CacheWatch(root)
     factors(root, "1" * 10, code_hash="b\u202e")
     found = watch.report()
     [differs] = found.differences
@@ -189,7 +189,7 @@ def test_any_json_is_compared_or_left_out(
 ) -> None:
     root = tmp_path_factory.mktemp("factors")
     put(root, KEY.format("0" * 10), json.dumps(read).encode())
-    watch = Watch(root)
+    watch = CacheWatch(root)
     factors(root, "1" * 10, code_hash="x")
     found = watch.report()
     assert not has_control(found.text)
@@ -198,7 +198,7 @@ def test_any_json_is_compared_or_left_out(
 
 
 def test_a_folder_that_went_away_was_not_used(root: Path) -> None:
-    watch = Watch(root)
+    watch = CacheWatch(root)
     for path in sorted(root.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert watch.report().state == "unused"

@@ -9,7 +9,7 @@ import pytest
 
 from mx.core.changes import Meant
 from mx.core.registration import Registration
-from mx.core.registry import Registered
+from mx.core.registry import RegisteredSource
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
 from tests.support.owners import owned, receipt_of
@@ -29,7 +29,7 @@ OWNER = b"owner"
 class Owned(FollowedRegistry):
     """A registry where everybody but EVE holds the owner's key."""
 
-    def register(self, now: float, registration: Registration, **more: Any) -> Registered:
+    def register(self, now: float, registration: Registration, **more: Any) -> RegisteredSource:
         mine = owned(registration.record, EVE if registration.secret == EVE else OWNER)
         return super().register(now, replace(registration, record=mine), **more)
 

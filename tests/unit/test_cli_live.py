@@ -60,7 +60,7 @@ def test_a_line_says_how_long_it_takes_and_what_is_written() -> None:
 
 
 def test_a_rate_is_of_the_last_seconds_of_a_phase() -> None:
-    rate = live.Rate()
+    rate = live.RecentRate()
 
     def at(nbytes: int, now_s: float, phase: str = "reading") -> float:
         return rate.at(Progress(nbytes, 1000, phase=phase), now_s)

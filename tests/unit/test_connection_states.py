@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.connections import TRANSITIONS, Connections, Entry, Event, Rest, State
+from mx.core.connections import (
+    TRANSITIONS,
+    ConnectionEvent,
+    Connections,
+    ConnectionState,
+    PathEntry,
+    Rest,
+)
 from mx.core.planner import SourcePath, why_not
 from mx.errors import (
     DigestError,
@@ -38,19 +45,19 @@ ERRORS: tuple[MxError, ...] = (
 
 def test_nothing_leads_out_of_excluded_and_live_comes_from_opening_alone() -> None:
     assert all(
-        after is State.EXCLUDED
+        after is ConnectionState.EXCLUDED
         for (before, _), after in TRANSITIONS.items()
-        if before is State.EXCLUDED
+        if before is ConnectionState.EXCLUDED
     )
-    assert [before for (before, _), after in TRANSITIONS.items() if after is State.LIVE] == [
-        State.OPENING
-    ]
-    entry = Entry(TCP0)
+    assert [
+        before for (before, _), after in TRANSITIONS.items() if after is ConnectionState.LIVE
+    ] == [ConnectionState.OPENING]
+    entry = PathEntry(TCP0)
     with pytest.raises(KeyError):
-        entry.step(Event.OPENED)
+        entry.step(ConnectionEvent.OPENED)
 
 
-def live(connections: Connections, *paths: SourcePath) -> list[Entry]:
+def live(connections: Connections, *paths: SourcePath) -> list[PathEntry]:
     """Open whatever is to be opened; it has to be these."""
     entries = connections.assign(0.0)
     assert [entry.path for entry in entries] == list(paths)
@@ -122,7 +129,7 @@ def test_an_excluded_source_never_comes_back(error: MxError, opens: bool) -> Non
     connections.join(first.key, [UCX0])
     assert connections.assign(0.0) == []
     connections.lost(second, PeerLostError("cut"), 0.0, lease_runs=True)
-    assert second.state is State.EXCLUDED
+    assert second.state is ConnectionState.EXCLUDED
 
 
 def test_all_paths_to_a_source_of_another_version_rest_until_it_is_found_again() -> None:
@@ -164,8 +171,8 @@ def test_whatever_happens_what_is_in_use_goes_together(seed: int) -> None:
         for rail in (0, 1)
     ]
     connections, now_s = Connections(patience_s=5.0), 0.0
-    opening: list[Entry] = []
-    open_: list[Entry] = []
+    opening: list[PathEntry] = []
+    open_: list[PathEntry] = []
     for _ in range(150):
         now_s += rng.random()
         name = source(rng.choice("abc")).key
@@ -191,7 +198,7 @@ def test_whatever_happens_what_is_in_use_goes_together(seed: int) -> None:
                 connections.leave(name)
         before = [entry.path for entry in connections.in_use]
         for entry in connections.assign(now_s):
-            assert entry.state is State.OPENING and not connections.excluded(entry.key)
+            assert entry.state is ConnectionState.OPENING and not connections.excluded(entry.key)
             mine = [each for each in before if each.source.key == entry.key]
             assert all(each.bottleneck != entry.path.bottleneck for each in mine)
             before.append(entry.path)
@@ -199,6 +206,6 @@ def test_whatever_happens_what_is_in_use_goes_together(seed: int) -> None:
         assert {*opening, *open_} == set(connections.in_use)
         assert connections.assign(now_s) == []
         for entry in connections._entries:
-            assert (entry.rest is not None) == (entry.state is State.RESTING)
+            assert (entry.rest is not None) == (entry.state is ConnectionState.RESTING)
             assert entry.rest is not Rest.BUSY or entry.retry_at_s > 0
     assert why_not(paths[0], []) is None

@@ -39,7 +39,7 @@ def test_not_a_byte_is_read_of_a_source_that_is_refused() -> None:
         del region
         try:
             assert "can't be read" in str(refusal(bench, exposure.grant("g"), OTHERS, 0))
-            assert "offers other weights" in str(refusal(bench, exposure.grant("g"), OURS, 0))
+            assert "serves other weights" in str(refusal(bench, exposure.grant("g"), OURS, 0))
         finally:
             exposure.close()
             assert exposure.join(10)

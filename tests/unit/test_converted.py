@@ -11,15 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.engines.transformers.converted import key_of
-from mx.engines.transformers.lookup import Served
+from mx.engines.transformers.lookup import ServedModel
 
-SERVED = Served(ModelKey("org/m", "main"), f"org/m@{'ab' * 32}", "ab" * 32, Path("/nowhere"))
+SERVED = ServedModel(ModelKey("org/m", "main"), f"org/m@{'ab' * 32}", "ab" * 32, Path("/nowhere"))
 
 
 def key(
     *args: Any,
     cls: Any = LlamaForCausalLM,
-    served: Served = SERVED,
+    served: ServedModel = SERVED,
     version: str = "5.23.0",
     **kwargs: Any,
 ) -> ProcessingKey | None:
@@ -27,7 +27,7 @@ def key(
 
 
 def test_what_changes_the_weights_changes_the_key() -> None:
-    other = Served(SERVED.key, f"org/m@{'cd' * 32}", "cd" * 32, SERVED.folder)
+    other = ServedModel(SERVED.key, f"org/m@{'cd' * 32}", "cd" * 32, SERVED.folder)
     keys = [
         key(),
         key(dtype=torch.float32),

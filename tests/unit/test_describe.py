@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 import mx.memory.torch_source  # noqa: F401  # torch's tensors are understood once it is imported
 from mx.errors import ConfigError
 from mx.memory.arrays import arrays_of
-from mx.memory.describe import Described, describe_arrays
+from mx.memory.describe import DescribedTensors, describe_arrays
 
 
-def described(**tensors: Any) -> Described:
+def described(**tensors: Any) -> DescribedTensors:
     return describe_arrays(arrays_of(tensors))
 
 
-def owners(found: Described) -> dict[str, tuple[str, int]]:
+def owners(found: DescribedTensors) -> dict[str, tuple[str, int]]:
     return {alias.name: (alias.target, alias.offset_bytes) for alias in found.aliases}
 
 

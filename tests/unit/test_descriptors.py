@@ -15,7 +15,7 @@ import pytest
 from mx.core.local_ranks import index_of
 from mx.core.types import ManifestRef
 from mx.memory.arena import MemfdArena
-from mx.memory.huge import _Work
+from mx.memory.huge import _HugePageWork
 from mx.storage.journal import Journal
 from mx.storage.staging import Staging
 from mx.target.exchange import Exchange
@@ -53,7 +53,7 @@ def journal(folder: Path) -> Close:
 def huge_pages(folder: Path) -> Close:
     descriptor = os.memfd_create("mx:test")
     try:
-        return _Work(descriptor, 4096).cancel
+        return _HugePageWork(descriptor, 4096).cancel
     finally:
         os.close(descriptor)
 

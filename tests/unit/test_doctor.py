@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mx import config
-from mx.api.doctor import CHECKS, Finding, Level, Subject, examine, host, network
+from mx.api.doctor import CHECKS, ExaminedHost, Finding, Level, examine, host, network
 from mx.core.topology import Gpu, GpuPeer, Nic, Place
 from mx.errors import ConfigError
 from mx.hardware import Topology
@@ -21,9 +21,9 @@ from tests.support.certificates import Authority
 from tests.support.daemon import ROOT
 
 
-def subject(root: Path = Path("/"), **given: Any) -> Subject:
+def subject(root: Path = Path("/"), **given: Any) -> ExaminedHost:
     settings = config.load(given, environ={}, file="/dev/null")
-    return Subject(settings, root, time.time())
+    return ExaminedHost(settings, root, time.time())
 
 
 def levels(findings: Iterable[Finding]) -> list[Level]:
@@ -149,7 +149,7 @@ def test_name_keys(tmp_path: Path) -> None:
     assert found.level in (Level.WARNING, Level.OK)
 
 
-def seen(root: Path, topology: Topology, **given: Any) -> Subject:
+def seen(root: Path, topology: Topology, **given: Any) -> ExaminedHost:
     """Return a subject on another machine."""
     found = subject(root, **given)
     vars(found)["topology"] = topology  # where functools.cached_property keeps it
@@ -250,7 +250,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates"), "ours")
 
 
-def with_files(authority: Authority, name: str, *more: Any, **given: Any) -> Subject:
+def with_files(authority: Authority, name: str, *more: Any, **given: Any) -> ExaminedHost:
     tls = authority.certificate(name, *more)
     files: dict[str, Any] = {
         "tls_cert": tls.certificate,

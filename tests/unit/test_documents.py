@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("each_store")
 GRACE_S = 10.0
 
 
-def store(limit_bytes: int = 100) -> Documents:
-    return Documents(new_store(), limit_bytes=limit_bytes, grace_s=GRACE_S)
+def store(limit_nbytes: int = 100) -> Documents:
+    return Documents(new_store(), limit_nbytes=limit_nbytes, grace_s=GRACE_S)
 
 
 def test_a_held_document_stays_and_a_released_one_stays_for_its_grace() -> None:
@@ -32,7 +32,7 @@ def test_a_held_document_stays_and_a_released_one_stays_for_its_grace() -> None:
     documents.sweep(2000 + GRACE_S - 1)
     assert documents.get(b"k") == b"data"
     documents.sweep(2000 + GRACE_S)
-    assert documents.get(b"k") is None and documents.used_bytes == 0
+    assert documents.get(b"k") is None and documents.used_nbytes == 0
 
 
 def test_keep_extends_the_grace_of_a_document() -> None:
@@ -53,10 +53,10 @@ def test_the_limit_counts_reservations() -> None:
     documents.unreserve(6, "d")
     documents.put(0, b"k", b"12345", "e")
     documents.put(0, b"k", b"12345", "f")
-    assert documents.used_bytes == 35
+    assert documents.used_nbytes == 35
     assert documents.used_by("e") == 5 and documents.used_by("f") == 0
     documents.discard([b"k", b"unknown"])
-    assert documents.used_bytes == 30 and len(documents) == 0
+    assert documents.used_nbytes == 30 and len(documents) == 0
 
 
 def test_an_address_has_a_quarter() -> None:
@@ -70,7 +70,7 @@ def test_an_address_has_a_quarter() -> None:
     documents.reserve(10, "b")
     documents.unreserve(4, "a")
     documents.put(0, b"two", b"1", "a")
-    assert documents.used_by("a") == 7 and documents.used_bytes == 17
+    assert documents.used_by("a") == 7 and documents.used_nbytes == 17
 
 
 def test_another_holder_pays_once_the_first_one_is_gone() -> None:
@@ -89,7 +89,7 @@ def test_another_holder_pays_once_the_first_one_is_gone() -> None:
     documents.reserve(10, "d")
     assert documents.keep(8, b"k", "d")  # without a share it does not stay for longer
     documents.sweep(3 + GRACE_S)
-    assert len(documents) == 0 and documents.used_bytes == 10
+    assert len(documents) == 0 and documents.used_nbytes == 10
 
 
 @given(
@@ -120,7 +120,7 @@ def test_bytes_add_up_and_nothing_held_is_dropped(
             documents.sweep(now)
         kept = [k for k in holders if documents.get(k)]
         assert all(k in kept for k, count in holders.items() if count)
-        assert documents.used_bytes == sum(map(len, kept))
+        assert documents.used_nbytes == sum(map(len, kept))
     for key, count in holders.items():
         for _ in range(count):
             documents.release(now, [key])

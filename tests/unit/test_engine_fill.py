@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mx
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.run import PROCESSED, Run
+from mx.engines.replica.run import PROCESSED, RankRun
 from mx.engines.replica.tensors import slots_of
 
 
@@ -19,7 +19,7 @@ class _Pulled(Exception):
     pass
 
 
-class _Filling(Run):
+class _Filling(RankRun):
     """A run up to its pull."""
 
     lends = PROCESSED
@@ -58,13 +58,13 @@ def test_an_engine_attaches_to_no_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatc
         raise _Pulled
 
     monkeypatch.setattr(mx, "pull", pull)
-    run: Any = object.__new__(Run)
+    run: Any = object.__new__(RankRun)
     run.name, run.pin, run.keys = "m", "ab" * 32, {}
     run.choice, run.options = Choice(CHECKPOINT), LoaderOptions()
     into = {"a": torch.ones(1)}
     for how in ({}, {"device": "cuda:1"}, {"into": into}):
         with pytest.raises(_Pulled):
-            Run.pull(run, hold=False, **how)
+            RankRun.pull(run, hold=False, **how)
     assert asked == [
         {"device": "cpu", "attach": True, "into": None},
         {"device": "cuda:1", "attach": False, "into": None},

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mx.core.estimates import (
     ATTACH_S,
     SETUP_S,
-    Load,
     Size,
+    SourceLoad,
     estimate,
     in_order_of_readiness,
 )
@@ -64,12 +64,12 @@ def test_times_follow_from_declared_and_rather_from_measured_bandwidth() -> None
 
 
 def test_what_a_source_gives_to_others_is_not_there_for_one_more() -> None:
-    busy = {"a": Load(readers=3, gb_per_s=1.0)}
+    busy = {"a": SourceLoad(readers=3, gb_per_s=1.0)}
     found = estimate(MODEL, "t", SIZE, plan_of(source("a")), measured={}, loads=busy)
     assert found.gb_per_s == pytest.approx(0.25)
     assert found.costs[0].readers == 3
     assert found.costs[0].slowdown == pytest.approx(4 / 3)
-    half = {"a": Load(readers=1, gb_per_s=0.2)}
+    half = {"a": SourceLoad(readers=1, gb_per_s=0.2)}
     found = estimate(MODEL, "t", SIZE, plan_of(source("a")), measured={}, loads=half)
     assert found.gb_per_s == pytest.approx(0.8)
     assert found.costs[0].slowdown == pytest.approx(1.0)
@@ -108,7 +108,7 @@ def test_whatever_others_claim_an_estimate_is_a_number(
         Size(nbytes, nbytes // 3),
         plan_of(source("a"), source("b"), gb_per_s=declared),
         measured={} if measured is None else {"a": measured},
-        loads={"a": Load(readers, gives)},
+        loads={"a": SourceLoad(readers, gives)},
     )
     first_s, ready_s = found.seconds_to_first_layer, found.seconds_to_ready
     assert first_s is not None and ready_s is not None

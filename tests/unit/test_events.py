@@ -23,7 +23,7 @@ from mx.errors import (
     RevisionChangedError,
 )
 from mx.target.edition import EditionLog
-from mx.target.events import EventLog, Readiness
+from mx.target.events import EditionReadiness, EventLog
 from mx.target.report import LayerEvent, PullReport, VerifiedBy, no_tensors
 
 
@@ -32,7 +32,7 @@ def landed(index: int) -> tuple[Layer, VerifiedBy]:
     return Layer(index, f"layer.{index}", 1, 0, (), 0), VerifiedBy.DIGEST
 
 
-def edition(state: EventLog, ready: Readiness | None = None) -> EditionLog:
+def edition(state: EventLog, ready: EditionReadiness | None = None) -> EditionLog:
     """Return what an edition records in: of a new one, or of this one."""
     return EditionLog(state, ready or state.begin_anew(), no_tensors)
 

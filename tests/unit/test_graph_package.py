@@ -17,6 +17,8 @@ from mx.graphs.package import (
     EmptyNode,
     Graph,
     GraphError,
+    GraphOutput,
+    GraphPlace,
     Image,
     Input,
     Kernel,
@@ -25,8 +27,6 @@ from mx.graphs.package import (
     LibraryCall,
     MemcpyNode,
     MemsetNode,
-    Output,
-    Place,
     RegionSpec,
 )
 from mx.units import GIB, MIB
@@ -73,7 +73,7 @@ def _same(**changes: Any) -> Any:
 
 
 MEMSET, MEMCPY = MemsetNode(BASE, 0, 0, 1, 8, 1), MemcpyNode(BASE, OTHER, 8)
-PLACE = Place("x", 0, 1024, 2, "U8", (2,))
+PLACE = GraphPlace("x", 0, 1024, 2, "U8", (2,))
 #: What is changed, and what the error says of it.
 SPOILED: dict[str, tuple[Any, str]] = {
     "fields": (_same(environment=tuple((f"f{n:03}", "") for n in range(65))), "environment: 65"),
@@ -114,8 +114,11 @@ SPOILED: dict[str, tuple[Any, str]] = {
         "inputs: 65",
     ),
     "no output": (_same(outputs=()), "outputs: 0"),
-    "an output's digest": (_same(outputs=(Output(PLACE, b"d" * 31),)), "31 bytes"),
-    "an output's place": (_same(outputs=(Output(replace(PLACE, offset=9**13), b"d" * 32),)), "not"),
+    "an output's digest": (_same(outputs=(GraphOutput(PLACE, b"d" * 31),)), "31 bytes"),
+    "an output's place": (
+        _same(outputs=(GraphOutput(replace(PLACE, offset=9**13), b"d" * 32),)),
+        "not",
+    ),
     "an image's digest": (_same(images=(Image(b"", 1),)), "digest of 0"),
     "an image's length": (_same(images=(Image(b"i" * 32, 257 * MIB),)), "an image of"),
     "an empty image": (_same(images=(Image(b"i" * 32, 0),)), "an image of 0"),
@@ -221,7 +224,7 @@ def test_large_counts_are_refused_before_objects_are_made() -> None:
 def test_golden_inputs_are_bounded() -> None:
     nbytes = 17 * MIB
     regions = (RegionSpec(BASE, 64 * MIB), *small().regions[1:])
-    place = Place("x", 0, 1024, nbytes, "U8", (nbytes,))
+    place = GraphPlace("x", 0, 1024, nbytes, "U8", (nbytes,))
     with pytest.raises(GraphError, match="golden inputs"):
         check(replace(small(), regions=regions, inputs=(Input(place, bytes(nbytes)),)))
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 
-from mx.graphs.states import Cause, Progress, Reason, State, Step
+from mx.graphs.states import Cause, GraphProgress, GraphStep, Reason, State
 
 ONE, OTHER = Reason(Cause.GOLDEN, "other bytes"), Reason(Cause.DRIVER, "lost")
 
 
 def test_every_way_through() -> None:
     """Every sequence of five steps ends where its documentation says."""
-    for steps in itertools.product(Step, repeat=5):
-        progress = Progress()
+    for steps in itertools.product(GraphStep, repeat=5):
+        progress = GraphProgress()
         proved = False
         for step in steps:
             before = progress.state
@@ -25,18 +25,20 @@ def test_every_way_through() -> None:
                 assert progress.state in (before, State.CLOSED)
             if before is State.LAUNCHED:
                 assert progress.state is not State.PROVED
-        assert (progress.state is State.CLOSED) == (Step.CLOSE in steps)
+        assert (progress.state is State.CLOSED) == (GraphStep.CLOSE in steps)
 
 
 def test_the_first_reason_stays() -> None:
-    progress = Progress()
+    progress = GraphProgress()
     assert progress.refuse(ONE) and not progress.refuse(OTHER)
     assert progress.reason is ONE and progress.state is State.REFUSED
-    assert not any(progress.may(step) for step in (Step.RESTORE, Step.PROVE, Step.LAUNCH))
+    assert not any(
+        progress.may(step) for step in (GraphStep.RESTORE, GraphStep.PROVE, GraphStep.LAUNCH)
+    )
     assert str(ONE) == "golden: other bytes"
 
 
 def test_a_closed_one_is_not_refused() -> None:
-    progress = Progress()
-    assert progress.take(Step.CLOSE)
+    progress = GraphProgress()
+    assert progress.take(GraphStep.CLOSE)
     assert not progress.refuse(ONE) and progress.reason is None

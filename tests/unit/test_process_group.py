@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from mx.api.process_group import Group, Step
+from mx.api.process_group import CollectiveStep, ProcessGroup
 
 
 class Late:
@@ -36,9 +36,9 @@ class Late:
 
 
 def test_memory_comes_back_from_steps_whose_end_is_known_early() -> None:
-    group = Group.__new__(Group)
+    group = ProcessGroup.__new__(ProcessGroup)
     works = [Late() for _ in range(3)]
-    group._steps = [Step(work, torch.device("cpu")) for work in works]
+    group._steps = [CollectiveStep(work, torch.device("cpu")) for work in works]
     told: list[str] = []
     for work in works:
         group.after_all(lambda: told.append("early"))

@@ -13,7 +13,7 @@ import pytest
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.changes import ChangeKind
 from mx.core.registration import Registration
-from mx.core.registry import Limits, Registered
+from mx.core.registry import Limits, RegisteredSource
 from mx.core.types import SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -38,7 +38,7 @@ WEIGHTS = {text: make_documents(text) for text in "ABC"}
 class Owned(FollowedRegistry):
     """A registry in which each secret stands for a name key of its own."""
 
-    def register(self, now: float, registration: Registration, **more: Any) -> Registered:
+    def register(self, now: float, registration: Registration, **more: Any) -> RegisteredSource:
         mine = owned(registration.record, registration.secret)
         return super().register(now, replace(registration, record=mine), **more)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.answers import in_turn
 from mx.core.changes import ChangeKind
-from mx.core.registry import Limits, Registered
+from mx.core.registry import Limits, RegisteredSource
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -370,7 +370,7 @@ class Machine(RuleBasedStateMachine):
             if isinstance(expected, tuple):
                 expected = self.model.register(record, secret, flags, *expected)
 
-        def register() -> Registered:
+        def register() -> RegisteredSource:
             return register_source(
                 self.machine,
                 self.model.now,

@@ -24,7 +24,7 @@ from mx.errors import (
     PeerTimeoutError,
     SourceError,
 )
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import Bench, BenchSource
 from mx.testing.harness import Harness
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposedRegion, ExposeOptions, Piece, Read, host_view
@@ -78,14 +78,14 @@ def altered(ticket: bytes, **changes: object) -> bytes:
 
 
 @contextmanager
-def lying(bench: Bench, memory: Memory, nbytes: int, descriptor: int) -> Iterator[Source]:
+def lying(bench: Bench, memory: Memory, nbytes: int, descriptor: int) -> Iterator[BenchSource]:
     """A source that hands out `descriptor`, whatever it is, as a region of `nbytes`."""
     exposure = ShmTransport().expose([memory.region(0)], ExposeOptions())
     assert isinstance(exposure, shm_exposure.ShmExposure)
     exposure._regions = [(shm_exposure.ENTRY.pack(0, nbytes, 4096, True, 0), descriptor)]
     exposure.set_generation(1)
     try:
-        yield Source(exposure, [memory])
+        yield BenchSource(exposure, [memory])
     finally:
         exposure.close()
         assert exposure.join(10)
@@ -151,7 +151,7 @@ HERE = 77_777
 
 
 @contextmanager
-def scattered_at(bench: Bench, columns: list[int], said: int) -> Iterator[Source]:
+def scattered_at(bench: Bench, columns: list[int], said: int) -> Iterator[BenchSource]:
     """A source that says that its region, of 4096 bytes, lies in `said` places."""
     memory = Memory(4096, 1, Kind.ANONYMOUS)
     exposure = ShmTransport().expose([memory.region(0)], ExposeOptions())
@@ -162,7 +162,7 @@ def scattered_at(bench: Bench, columns: list[int], said: int) -> Iterator[Source
     exposure._places[0].byteswap()
     exposure.set_generation(1)
     try:
-        yield Source(exposure, [memory])
+        yield BenchSource(exposure, [memory])
     finally:
         exposure.close()
         assert exposure.join(10)
@@ -233,7 +233,7 @@ def test_an_address_with_nothing_there_is_refused_at_once(bench: Bench) -> None:
     exposure = ShmTransport().expose([wrong], ExposeOptions())
     try:
         with pytest.raises(PeerProtocolError, match="can't be read"):
-            bench.open(Source(exposure, [memory]))
+            bench.open(BenchSource(exposure, [memory]))
     finally:
         exposure.close()
         assert exposure.join(10)
@@ -252,7 +252,7 @@ def test_memory_unmapped_in_the_middle_is_an_error(bench: Bench) -> None:
     with ExitStack() as stack:
         stack.callback(lambda: exposure.join(10))
         stack.callback(exposure.close)
-        session = bench.open(Source(exposure, [memory]), sizes=(1 << 60,))
+        session = bench.open(BenchSource(exposure, [memory]), sizes=(1 << 60,))
         # Far beyond what is mapped, or in another's memory: refused first, by the sizes.
         sink = bench.read(session, 0, 4 * MIB, memoryview(bytearray(1)), tag="beyond")
         bench.failure(sink, SourceError, "beyond")
@@ -378,7 +378,7 @@ def test_many_regions_with_and_without_descriptors(bench: Bench) -> None:
             stack.callback(memory.close)
         stack.callback(lambda: exposure.join(10))
         stack.callback(exposure.close)
-        session = bench.open(Source(exposure, memories))
+        session = bench.open(BenchSource(exposure, memories))
         stack.callback(lambda: session.join(10))
         stack.callback(session.close)
         views = [memoryview(bytearray(memory.nbytes)) for memory in memories]

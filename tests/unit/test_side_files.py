@@ -15,8 +15,8 @@ from mx.core.types import Manifest
 from mx.errors import ClosedError, IntegrityError, PeerLostError, RevisionChangedError
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import DiskStore
-from mx.target.events import EventLog, Readiness, changed
-from mx.target.files import Collector, SideFiles
+from mx.target.events import EditionReadiness, EventLog, changed
+from mx.target.files import DocumentCollector, SideFiles
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from tests.support.checkpoints import manifest_of
@@ -39,7 +39,7 @@ def test_a_document_is_what_was_sent_since_it_last_began(
     sent: list[tuple[bytes, bytes, int]], piece: int
 ) -> None:
     """Each source sends a document up to some byte; the last one's counts."""
-    collector, expected = Collector(), {}
+    collector, expected = DocumentCollector(), {}
     for digest, data, cut in sent:
         for offset in range(0, max(1, min(cut, len(data))), piece):
             collector.write(digest, offset, data[:cut][offset : offset + piece])
@@ -67,7 +67,7 @@ async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:
 
 async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), Readiness())
+    files = SideFiles(PullOptions("m"), EditionReadiness())
     first, second = await asked(files), await asked(files)
     files.opened(opened)
     assert await first == await second == CONFIG
@@ -79,7 +79,7 @@ async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -
 
 async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), Readiness())
+    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), EditionReadiness())
     files.opened(opened)
     request = await asked(files)
     files.loaded(manifest)
@@ -89,7 +89,7 @@ async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
 
 async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Path) -> None:
     opened, _ = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), Readiness())
+    files = SideFiles(PullOptions("m"), EditionReadiness())
     first, second = await asked(files), await asked(files)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -100,7 +100,7 @@ async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Pat
 
 
 async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
-    files = SideFiles(PullOptions("m"), Readiness())
+    files = SideFiles(PullOptions("m"), EditionReadiness())
     requests = [await asked(files), await asked(files)]
     files.end(PeerLostError("it died", peer="a:1"))
     errors = await asyncio.gather(*requests, files.get(), return_exceptions=True)
@@ -110,13 +110,13 @@ async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
 
 
 async def test_closed_it_has_none(tmp_path: Path) -> None:
-    files = SideFiles(PullOptions("m"), Readiness())
+    files = SideFiles(PullOptions("m"), EditionReadiness())
     request = await asked(files)
     await files.close()
     with pytest.raises(ClosedError):
         await request
     opened, _ = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), Readiness())
+    files = SideFiles(PullOptions("m"), EditionReadiness())
     files.opened(opened)
     assert await files.get() == CONFIG
     await files.close()
@@ -142,7 +142,7 @@ async def test_who_has_the_files_gets_no_other_weights(tmp_path: Path) -> None:
 
 
 async def test_files_of_an_edition_that_is_over_are_not_given(tmp_path: Path) -> None:
-    files = SideFiles(PullOptions("m"), Readiness())
+    files = SideFiles(PullOptions("m"), EditionReadiness())
     request = await asked(files)
     files.end(changed())
     with pytest.raises(RevisionChangedError):

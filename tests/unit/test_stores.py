@@ -17,7 +17,7 @@ import pytest
 
 from mx.coordinator.marks import Marks
 from mx.coordinator.proofs import Proofs
-from mx.coordinator.state import State, open_state
+from mx.coordinator.state import CoordinatorState, open_state
 from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import copied, decode, encode
 from mx.coordinator.stores.kept import KeptStore
@@ -27,8 +27,8 @@ from mx.core.changes import Change, ChangeKind, Meant, Tail
 from mx.core.marks import Mark
 from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
-from mx.core.registry import Registered, Registry
-from mx.core.store import Kind, Store
+from mx.core.registry import RegisteredSource, Registry
+from mx.core.store import CountedKind, Store
 from mx.core.types import ModelKey, SourceState
 from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
 from tests.support.owners import owned
@@ -71,13 +71,13 @@ class TestConformance:
         async with opened(new_store()) as store:
 
             def refuse() -> None:
-                store.count(Kind.MODELS, "a", 1)
+                store.count(CountedKind.MODELS, "a", 1)
                 store.append(Meant("llama", "b", "main"))
                 raise BindingError("bound to other weights")
 
             with pytest.raises(BindingError):
                 await store.atomically(refuse)
-            assert store.counted(Kind.MODELS, "a") == (1, 1) and store.latest == 1
+            assert store.counted(CountedKind.MODELS, "a") == (1, 1) and store.latest == 1
 
     async def test_steps_see_what_they_write_and_others_see_it_when_it_is_kept(self) -> None:
         async with opened(new_store()) as store:
@@ -92,28 +92,30 @@ class TestConformance:
                 assert state is not None and state.bound is not None
                 assert [s.record.source_id for s in store.sources()] == [record.source_id]
                 assert [state.name for state in store.names()] == ["llama"]
-                return store.counted(Kind.SOURCES, "a")[0]
+                return store.counted(CountedKind.SOURCES, "a")[0]
 
             assert await store.atomically(steps) == 1
             assert store.source(record.source_id) is not None
-            assert store.counted(Kind.SOURCES, "a") == (1, 1)
+            assert store.counted(CountedKind.SOURCES, "a") == (1, 1)
             await store.atomically(lambda: registry.deregister(0, record.source_id, SECRET))
             assert store.source(record.source_id) is None
             assert store.gone(record.source_id) is not None
-            assert store.counted(Kind.SOURCES, "a") == (0, 0)
+            assert store.counted(CountedKind.SOURCES, "a") == (0, 0)
 
     async def test_many_steps_at_once_all_take_effect(self) -> None:
         async with opened(new_store()) as store:
 
             async def count() -> None:
                 def steps() -> None:
-                    store.count(Kind.MODELS, "a", 1)
-                    store.append(Meant("llama", "b", str(store.counted(Kind.MODELS, "a")[1])))
+                    store.count(CountedKind.MODELS, "a", 1)
+                    store.append(
+                        Meant("llama", "b", str(store.counted(CountedKind.MODELS, "a")[1]))
+                    )
 
                 await store.atomically(steps)
 
             await asyncio.gather(*(count() for _ in range(200)))
-            assert store.counted(Kind.MODELS, "a") == (200, 200)
+            assert store.counted(CountedKind.MODELS, "a") == (200, 200)
             found = store.read(0)
             assert found is not None
             assert [e.revision for e in found if isinstance(e, Meant)] == [
@@ -166,7 +168,7 @@ async def test_what_was_bound_outlives_its_coordinator(path: str) -> None:
     assert os.listdir(os.path.dirname(path)) == ["state.db"]
     assert os.stat(path).st_mode & 0o777 == 0o600
     async with opened(SqliteStore(path)) as store:
-        later, seen = State(store, lease_s=5.0, grace_s=10.0), list[Tail]()
+        later, seen = CoordinatorState(store, lease_s=5.0, grace_s=10.0), list[Tail]()
         clock = later.now()
         later.now = lambda: clock
         later.follow(seen.append)
@@ -193,9 +195,9 @@ async def test_a_receipt_of_an_earlier_epoch_does_not_count_after_a_restart(path
     """Nothing was lost since: who has the name by now keeps it."""
     others = make_documents("B")
 
-    async def live(receipt: Receipt | None = None) -> tuple[Registered, list[bool]]:
+    async def live(receipt: Receipt | None = None) -> tuple[RegisteredSource, list[bool]]:
         store = SqliteStore(path)
-        state = State(store, lease_s=5.0, grace_s=0.2)
+        state = CoordinatorState(store, lease_s=5.0, grace_s=0.2)
         await state.open()
         try:
             record = owned(make_record(others), b"alice")

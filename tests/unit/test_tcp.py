@@ -27,7 +27,7 @@ from mx.errors import (
     PeerTimeoutError,
     SourceError,
 )
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import Bench, BenchSource
 from mx.testing.faultproxy import FaultProxy
 from mx.testing.harness import GENERATION, Harness
 from mx.transport import ExposeOptions, Piece, Read, Session, TlsFiles
@@ -57,14 +57,14 @@ def reroute(ticket: bytes, *addresses: tuple[str, int]) -> bytes:
     return json.dumps(json.loads(ticket) | {"addresses": addresses}).encode()
 
 
-Proxied = Callable[[Source, int], tuple[FaultProxy, Session]]
+Proxied = Callable[[BenchSource, int], tuple[FaultProxy, Session]]
 
 
 @pytest.fixture
 def proxied(bench: Bench) -> Iterator[Proxied]:
     with ExitStack() as stack:
 
-        def make(source: Source, streams: int = 1) -> tuple[FaultProxy, Session]:
+        def make(source: BenchSource, streams: int = 1) -> tuple[FaultProxy, Session]:
             grant_id, ticket = source.grant()
             proxy = stack.enter_context(FaultProxy(address_of(ticket)))
             ticket = reroute(ticket, proxy.address)

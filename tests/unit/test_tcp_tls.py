@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mx.errors import PeerRefusedError, SourceError
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import Bench, BenchSource
 from mx.testing.harness import Harness
 from mx.transport import Authenticating, Session, TlsFiles
 from mx.units import KIB
@@ -39,7 +39,7 @@ def member(authority: Authority, name: str, uri: str) -> TlsFiles:
     return authority.certificate(name, f"subjectAltName=URI:{uri}")
 
 
-def granted(source: Source, principal: str) -> tuple[str, bytes]:
+def granted(source: BenchSource, principal: str) -> tuple[str, bytes]:
     """A ticket for a principal."""
     grant_id, ticket = source.grant()
     assert isinstance(source.exposure, Authenticating)
@@ -47,7 +47,7 @@ def granted(source: Source, principal: str) -> tuple[str, bytes]:
     return grant_id, ticket
 
 
-def reads(bench: Bench, session: Session, source: Source) -> None:
+def reads(bench: Bench, session: Session, source: BenchSource) -> None:
     view = bench.destination(64 * KIB)
     bench.succeed(bench.read(session, 0, 0, view))
     assert bench.peek(view) == source.memories[0].expected

@@ -19,7 +19,7 @@ def test_a_span_without_listeners_costs_no_object() -> None:
 
 
 def test_completed_span_has_duration_by_the_listeners_clock() -> None:
-    events: list[trace.Event] = []
+    events: list[trace.SpanEvent] = []
     ticks = itertools.count(100)
     with (
         trace.listening(events.append, clock=lambda: float(next(ticks))),
@@ -35,7 +35,7 @@ def test_completed_span_has_duration_by_the_listeners_clock() -> None:
 
 
 def test_failed_span_carries_the_error_and_lets_it_through() -> None:
-    events: list[trace.Event] = []
+    events: list[trace.SpanEvent] = []
     error = PeerLostError("gone", peer="h:1")
     with (
         trace.listening(events.append),
@@ -50,8 +50,8 @@ def test_failed_span_carries_the_error_and_lets_it_through() -> None:
 
 
 def test_two_listeners_and_the_end_of_listening() -> None:
-    first: list[trace.Event] = []
-    second: list[trace.Event] = []
+    first: list[trace.SpanEvent] = []
+    second: list[trace.SpanEvent] = []
     with trace.listening(first.append):
         with trace.listening(second.append), trace.span("both"):
             pass

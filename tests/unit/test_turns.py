@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import State
+from mx.coordinator.state import CoordinatorState
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.support.records import by_digest, make_documents, make_record, registration
 
@@ -22,7 +22,7 @@ class Context:
 
 
 async def test_lists_of_one_address_let_the_call_of_another_in() -> None:
-    state = State(lease_s=600.0)
+    state = CoordinatorState(lease_s=600.0)
     servicer = CoordinatorServicer(state)
     documents = make_documents("A")
     for _ in range(500):

@@ -26,7 +26,7 @@ from mx.errors import (
     SourceError,
 )
 from mx.testing import conformance
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import Bench, BenchSource
 from mx.testing.harness import GENERATION
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Medium, TlsFiles, Unavailable
@@ -47,7 +47,7 @@ def bench() -> Iterator[Bench]:
         yield bench
 
 
-def agents(source: Source) -> list[AgentProcess]:
+def agents(source: BenchSource) -> list[AgentProcess]:
     assert isinstance(source.exposure, UcxExposure)
     return list(source.exposure._agents.values())
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from mx.core import versions
 from mx.core.layout_rules import IN_USE_S, RULES, InUse, newest
-from mx.core.versions import MAX_TEXT_CHARS, SILENT, Span, Versions, decode, mismatch, own
+from mx.core.versions import MAX_TEXT_CHARS, SILENT, VersionRange, Versions, decode, mismatch, own
 from mx.errors import PeerProtocolError
 from mx.wire.versions import VERSIONS_KEY, answered, headers, sent
 
 numbers = st.integers(1, 65_535)
-spans = st.tuples(numbers, numbers).map(lambda ends: Span(min(ends), max(ends)))
+spans = st.tuples(numbers, numbers).map(lambda ends: VersionRange(min(ends), max(ends)))
 others = st.dictionaries(
     st.from_regex(r"[a-z]{1,8}", fullmatch=True).filter(
         lambda name: name not in ("wire", "layout", "digest", "wiremin", "layoutmin")
@@ -25,7 +25,7 @@ others = st.dictionaries(
 
 @given(spans, spans, numbers, others)
 def test_what_is_encoded_is_decoded(
-    wire: Span, layout: Span, digest: int, more: dict[str, int]
+    wire: VersionRange, layout: VersionRange, digest: int, more: dict[str, int]
 ) -> None:
     made = Versions(wire, layout, digest, tuple(more.items()))
     text = made.encode()
@@ -89,7 +89,7 @@ def test_a_peer_is_understood_if_it_speaks_the_same() -> None:
 
 
 def speaks(wire: tuple[int, int], layout: tuple[int, int] = (2, 3), digest: int = 2) -> Versions:
-    return Versions(Span(*wire), Span(*layout), digest)
+    return Versions(VersionRange(*wire), VersionRange(*layout), digest)
 
 
 @pytest.mark.parametrize(

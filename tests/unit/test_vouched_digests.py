@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 
 from mx.errors import LocalError, PeerLostError, PeerProtocolError, PeerTimeoutError, SourceError
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import Bench, BenchSource
 from mx.testing.child import GRANT_ID, ChildSource
 from mx.testing.harness import PEER, Harness
-from mx.testing.holdings import Holdings
+from mx.testing.holdings import HeldResources
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposedRegion, ExposeOptions, Session, Vouching
 from mx.units import MIB
@@ -59,7 +59,7 @@ def vouches(session: Session) -> bool:
     return isinstance(session, Vouching) and session.vouched_digests() is not None
 
 
-def of_digests(held: Holdings) -> list[str]:
+def of_digests(held: HeldResources) -> list[str]:
     """Return the descriptors and maps of digests, of sources and readers alike."""
     lines = [*(link for _, link in held.descriptors), *held.mappings]
     return [line for line in lines if "/memfd:mx-digests" in line]
@@ -67,12 +67,12 @@ def of_digests(held: Holdings) -> list[str]:
 
 @contextmanager
 def nothing_left(bench: Bench) -> Iterator[None]:
-    before = Holdings.now()
+    before = HeldResources.now()
     yield
     gc.collect()
     bench.eventually(
-        lambda: not Holdings.now().beyond(before),
-        lambda: "left behind: " + "; ".join(Holdings.now().beyond(before)),
+        lambda: not HeldResources.now().beyond(before),
+        lambda: "left behind: " + "; ".join(HeldResources.now().beyond(before)),
     )
 
 
@@ -118,11 +118,11 @@ def test_digests_in_other_items_than_bytes() -> None:
 
 @pytest.mark.parametrize("none", [None, b"", memoryview(b"")])
 def test_without_digests_there_is_nothing(bench: Bench, none: bytes | None) -> None:
-    before = Holdings.now()
+    before = HeldResources.now()
     source = bench.source(4096, content=WEIGHTS, block_digests=none)
     session = bench.open(source, content=WEIGHTS)
     assert not vouches(session)
-    assert of_digests(Holdings.now()) == of_digests(before) == []
+    assert of_digests(HeldResources.now()) == of_digests(before) == []
 
 
 def test_what_are_no_digests_is_not_taken() -> None:
@@ -135,21 +135,21 @@ def test_one_memfd_for_all_readers_which_ends_with_the_exposure(bench: Bench) ->
     with nothing_left(bench):
         memory = Memory(4096, 1)
         exposure = expose([memory.region(0)], ExposeOptions(content=WEIGHTS, block_digests=DIGESTS))
-        (made,) = of_digests(Holdings.now())
+        (made,) = of_digests(HeldResources.now())
         sessions = [opened(bench, exposure) for _ in range(3)]
         bench.succeed(*(bench.read(s, 0, 0, bench.destination(64)) for s in sessions))
         # The source's, and of each reader a map and the descriptor that keeps it. The source closes
         # the duplicate that it has sent a moment after the reader has it.
         bench.eventually(
-            lambda: len(of_digests(Holdings.now())) == 1 + 2 * len(sessions),
-            lambda: f"{of_digests(Holdings.now())}",
+            lambda: len(of_digests(HeldResources.now())) == 1 + 2 * len(sessions),
+            lambda: f"{of_digests(HeldResources.now())}",
         )
         for session in sessions:
             session.close()
             assert session.join(10)
-        bench.eventually(lambda: of_digests(Holdings.now()) == [made], lambda: "maps are left")
+        bench.eventually(lambda: of_digests(HeldResources.now()) == [made], lambda: "maps are left")
         end(exposure)
-        assert of_digests(Holdings.now()) == []
+        assert of_digests(HeldResources.now()) == []
         memory.close()
 
 
@@ -180,7 +180,7 @@ def test_a_view_lives_longer_than_both_sides_and_takes_all_with_it(bench: Bench)
         part = part[16:32]
         views.clear()
         assert part == DIGESTS[16:32]
-        assert of_digests(Holdings.now())
+        assert of_digests(HeldResources.now())
         del part
 
 
@@ -197,7 +197,7 @@ def test_memory_that_changes_has_no_digests_any_more(bench: Bench) -> None:
     assert before == DIGESTS
 
 
-def announced(source: Source) -> int:
+def announced(source: BenchSource) -> int:
     """Return how many bytes of digests a source announces to a reader."""
     ticket = json.loads(source.grant()[1])
     key, secret = bytes.fromhex(ticket["key"]), bytes.fromhex(ticket["secret"])
@@ -382,12 +382,12 @@ sys.path[:] = json.loads(sys.argv[1])
 warnings.simplefilter("ignore", DeprecationWarning)
 from mx import forks
 from mx.testing.harness import PEER, Harness
-from mx.testing.holdings import Holdings
+from mx.testing.holdings import HeldResources
 from mx.transport import ExposeOptions, Grant
 from mx_transports.shm import ShmTransport
 
 def links():
-    return [to for _, to in Holdings.now().descriptors if "mx-digests" in to]
+    return [to for _, to in HeldResources.now().descriptors if "mx-digests" in to]
 
 def until_two():
     # The exposure's thread closes the one that it has sent a little after that has arrived.

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 from mx import config, runtime
 from mx.api.doctor import fleet, host, network
-from mx.api.doctor.findings import Finding, Level, Subject, failure, warning
-from mx.api.doctor.fleet import Fleet
+from mx.api.doctor.findings import ExaminedHost, Finding, Level, failure, warning
+from mx.api.doctor.fleet import FleetSurvey
 from mx.errors import ConfigError, MxError
 from mx.text import listed
 
-__all__ = ["CHECKS", "Examination", "Finding", "Level", "Subject", "examine"]
+__all__ = ["CHECKS", "Examination", "ExaminedHost", "Finding", "Level", "examine"]
 
 
-_HOST: dict[str, Callable[[Subject], Iterable[Finding]]] = {
+_HOST: dict[str, Callable[[ExaminedHost], Iterable[Finding]]] = {
     check.__name__: check
     for check in (
         *(host.python, host.kernel, host.descriptors, host.memory, host.processes, host.clock),
@@ -29,7 +29,7 @@ _HOST: dict[str, Callable[[Subject], Iterable[Finding]]] = {
         *(network.interfaces, network.address, network.certificates),
     )
 }
-_FLEET: dict[str, Callable[[Subject, Fleet], Iterable[Finding]]] = {
+_FLEET: dict[str, Callable[[ExaminedHost, FleetSurvey], Iterable[Finding]]] = {
     check.__name__: check
     for check in (fleet.coordinators, fleet.models, fleet.sources, fleet.paths)
 }
@@ -43,7 +43,7 @@ class Examination:
 
     host: str
     findings: tuple[Finding, ...]
-    fleet: Fleet
+    fleet: FleetSurvey
 
     @property
     def ok(self) -> bool:
@@ -66,10 +66,10 @@ def examine(settings: config.Settings | None = None, *, only: Collection[str] = 
         raise ConfigError(
             f"there is no check {listed(unknown)}", hint=f"the checks are {', '.join(CHECKS)}"
         )
-    subject = Subject(settings or config.load(), now_s=time.time())
+    subject = ExaminedHost(settings or config.load(), now_s=time.time())
     wanted = [name for name in CHECKS if name in only or not only]
     of_fleet = [name for name in wanted if name in _FLEET]
-    asked = Fleet()
+    asked = FleetSurvey()
     if of_fleet:
         few = of_fleet == ["coordinators"]
         asked = runtime.run(lambda: fleet.look(subject, coordinators_only=few))

@@ -57,7 +57,7 @@ def failure(text: str, fix: str = "") -> Finding:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExaminedHost:
     """What is examined: this process's host, by the settings.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mx.api.common import tls_of
-from mx.api.doctor.findings import Finding, Subject, failure, note, ok, warning
+from mx.api.doctor.findings import ExaminedHost, Finding, failure, note, ok, warning
 from mx.api.listing import asking
 from mx.api.survey import topology
 from mx.core import versions
@@ -47,7 +47,7 @@ _SETTLES_S = 1.5
 
 
 @dataclass(frozen=True)
-class Answer:
+class CoordinatorAnswer:
     """What one coordinator said; `error` is why it did not, `seconds` how long a call took."""
 
     address: str
@@ -59,7 +59,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetSurvey:
     """What the coordinators said, and which sources answered.
 
     `called` has, for each endpoint that was called, why it failed (None if it answered as the
@@ -67,13 +67,13 @@ class Fleet:
     of coordinators that list sources which another one does not.
     """
 
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[CoordinatorAnswer, ...] = ()
     called: Mapping[str, MxError | None] = field(default_factory=dict)
     uncalled: int = 0
     apart: tuple[str, ...] = ()
 
     @property
-    def answering(self) -> Answer | None:
+    def answering(self) -> CoordinatorAnswer | None:
         """The first answer that is none of an error; None if there is none."""
         return next((each for each in self.answers if each.error is None), None)
 
@@ -84,7 +84,7 @@ class Fleet:
         return tuple(found.values())
 
 
-async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
+async def look(subject: ExaminedHost, *, coordinators_only: bool = False) -> FleetSurvey:
     """Ask each coordinator, and call the sources that they list; on the loop. Takes a few of the
     settings' `connect_timeout_s` at most.
 
@@ -94,7 +94,7 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
     """
     lists = not coordinators_only or len(subject.coordinators) > 1
 
-    async def ask() -> list[Answer]:
+    async def ask() -> list[CoordinatorAnswer]:
         each = (_ask(subject, address, lists=lists) for address in subject.coordinators)
         return await asyncio.gather(*each)
 
@@ -107,7 +107,7 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
             for name, now in _apart(await ask()).items()
             if (ids := now & apart.get(name, set()))
         }
-    found = Fleet(tuple(answers), apart=tuple(sorted(apart)))
+    found = FleetSurvey(tuple(answers), apart=tuple(sorted(apart)))
     if coordinators_only:
         return found
     endpoints = {each.record.endpoint: each.record for each in found.sources}
@@ -120,22 +120,22 @@ async def look(subject: Subject, *, coordinators_only: bool = False) -> Fleet:
     return replace(found, called=called, uncalled=len(endpoints) - len(chosen))
 
 
-async def _ask(subject: Subject, address: str, *, lists: bool) -> Answer:
-    async def question(client: CoordinatorClient) -> Answer:
+async def _ask(subject: ExaminedHost, address: str, *, lists: bool) -> CoordinatorAnswer:
+    async def question(client: CoordinatorClient) -> CoordinatorAnswer:
         await _nothing(client)  # this one connects, too
         begun_s = time.monotonic()
         await _nothing(client)
         seconds = time.monotonic() - begun_s
         if not lists:
-            return Answer(address, None, seconds)
+            return CoordinatorAnswer(address, None, seconds)
         models = tuple(await client.list_models())
         sources, bundles = await client.list_sources(), await client.list_bundles()
-        return Answer(address, None, seconds, models, tuple(bundles), tuple(sources))
+        return CoordinatorAnswer(address, None, seconds, models, tuple(bundles), tuple(sources))
 
     try:
         return await asking(question, address, subject.settings)
     except MxError as error:
-        return Answer(address, error)
+        return CoordinatorAnswer(address, error)
 
 
 async def _nothing(client: CoordinatorClient) -> None:
@@ -146,7 +146,7 @@ async def _nothing(client: CoordinatorClient) -> None:
         await client.list_models()
 
 
-def _apart(answers: list[Answer]) -> dict[str, set[str]]:
+def _apart(answers: list[CoordinatorAnswer]) -> dict[str, set[str]]:
     """Return, by coordinator, the sources that others list and it does not."""
     lists = {
         each.address: {status.record.source_id for status in each.sources}
@@ -158,7 +158,7 @@ def _apart(answers: list[Answer]) -> dict[str, set[str]]:
 
 
 async def _call(
-    subject: Subject, endpoint: str, record: SourceRecord, turns: asyncio.Semaphore
+    subject: ExaminedHost, endpoint: str, record: SourceRecord, turns: asyncio.Semaphore
 ) -> MxError | None:
     """Call a source; return why it does not answer, or None."""
     tls, timeout_s = tls_of(subject.settings), subject.settings.connect_timeout_s
@@ -188,7 +188,7 @@ async def _call(
     return None
 
 
-def coordinators(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
+def coordinators(subject: ExaminedHost, fleet: FleetSurvey) -> Iterator[Finding]:
     """Yield whether each coordinator answers, understands this mx, and is quick."""
     for each in fleet.answers:
         if each.error is None:
@@ -214,7 +214,7 @@ def coordinators(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
         )
 
 
-def models(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
+def models(subject: ExaminedHost, fleet: FleetSurvey) -> Iterator[Finding]:
     """Yield what can be pulled."""
     if fleet.answering is None:
         return
@@ -235,7 +235,7 @@ def models(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
         )
 
 
-def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
+def sources(subject: ExaminedHost, fleet: FleetSurvey) -> Iterator[Finding]:
     """Yield whether the sources answer from here."""
     failed = {endpoint: error for endpoint, error in fleet.called.items() if error is not None}
     answering = len(fleet.called) - len(failed)
@@ -256,7 +256,7 @@ def sources(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
         )
 
 
-def paths(subject: Subject, fleet: Fleet) -> Iterator[Finding]:
+def paths(subject: ExaminedHost, fleet: FleetSurvey) -> Iterator[Finding]:
     """Yield whether a transport leads from each source to this host."""
     if fleet.answering is None or not fleet.sources:
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mx import keyfile
 from mx.api.caching import cached
-from mx.api.doctor.findings import Finding, Subject, failure, note, ok, warning
+from mx.api.doctor.findings import ExaminedHost, Finding, failure, note, ok, warning
 from mx.errors import ConfigError, MxError, install_hint
 from mx.memory.budget import available_nbytes
 from mx.units import GIB, count, format_bytes
@@ -51,7 +51,7 @@ def _pair(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def python(subject: Subject) -> Iterator[Finding]:
+def python(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on Python, grpc and the optional packages."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in _PYTHONS:
@@ -77,7 +77,7 @@ def grpc_finding(version: str) -> Finding:
     )
 
 
-def kernel(subject: Subject) -> Iterator[Finding]:
+def kernel(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on the kernel's features."""
     release = subject.text("proc/sys/kernel/osrelease") or os.uname().release
     if _pair(release) < _PIDFD:
@@ -97,7 +97,7 @@ def kernel(subject: Subject) -> Iterator[Finding]:
         yield note("the kernel does no TLS of its own here (module tls); mx does not need it")
 
 
-def descriptors(subject: Subject) -> Iterator[Finding]:
+def descriptors(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the finding on the limit of open files."""
     yield descriptors_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
@@ -116,7 +116,7 @@ def descriptors_finding(soft: int, hard: int) -> Finding:
     )
 
 
-def memory(subject: Subject) -> Iterator[Finding]:
+def memory(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on free memory and /dev/shm."""
     free = available_nbytes(subject.root / "proc", subject.root)
     text = f"{format_bytes(free)} of memory are free for models"
@@ -134,7 +134,7 @@ def memory(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def processes(subject: Subject) -> Iterator[Finding]:
+def processes(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield whether a process may read another one's memory, for lent weights."""
     scope = subject.text("proc/sys/kernel/yama/ptrace_scope")
     status = re.search(r"CapEff:\s*([0-9a-f]+)", subject.text("proc/self/status"))
@@ -149,7 +149,7 @@ def processes(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def clock(subject: Subject) -> Iterator[Finding]:
+def clock(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield whether the clock is synchronised. Only certificates depend on it."""
     buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
     if ctypes.CDLL(None).adjtimex(buffer) < 0:
@@ -170,7 +170,7 @@ def clock_finding(status: int, *, tls: bool) -> Finding:
     )
 
 
-def keys(subject: Subject) -> Iterator[Finding]:
+def keys(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the finding on the name key, by which this user owns names."""
     path = subject.settings.name_key
     lasting = "set `name_key` to a file in a folder that lasts, or mount one there"
@@ -196,7 +196,7 @@ def keys(subject: Subject) -> Iterator[Finding]:
         yield failure(f"the name key {path} can't be read: {error.strerror}")
 
 
-def cache(subject: Subject) -> Iterator[Finding]:
+def cache(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the finding on this host's cache."""
     if subject.settings.cache_socket == "off":
         yield note("no cache is asked: `cache_socket=off`")

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 
 from mx.api.common import known_host
-from mx.api.doctor.findings import Finding, Subject, failure, note, ok, warning
+from mx.api.doctor.findings import ExaminedHost, Finding, failure, note, ok, warning
 from mx.errors import ConfigError, MxError, NotAllowedError, install_hint
 from mx.source.endpoint import dialled_host
 from mx.text import listed, plain
@@ -29,7 +29,7 @@ _VERBS = "usr/lib*/**/libibverbs.so.1"
 _FILES = "give `tls_cert`, `tls_key` and `tls_ca`"
 
 
-def transports(subject: Subject) -> Iterator[Finding]:
+def transports(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield which transports work here."""
     for name, answer in subject.topology.transports.items():
         if not isinstance(answer, Unavailable):
@@ -41,7 +41,7 @@ def transports(subject: Subject) -> Iterator[Finding]:
             yield say(f"{name} does not work here: {answer.reason}")
 
 
-def gpus(subject: Subject) -> Iterator[Finding]:
+def gpus(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on the GPUs, as NVML shows them; CUDA is not started."""
     found, missing = subject.topology.place.gpus, subject.topology.missing.get("gpus", "")
     if not found:
@@ -61,7 +61,7 @@ def gpus(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def rdma(subject: Subject) -> Iterator[Finding]:
+def rdma(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on RDMA devices, and what ucx needs for them."""
     devices = [nic.rdma_device for nic in subject.topology.place.nics if nic.rdma_device]
     can = f"{listed(devices)} can do RDMA, and"
@@ -94,7 +94,7 @@ def rdma(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def interfaces(subject: Subject) -> Iterator[Finding]:
+def interfaces(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on the network interfaces that carry weights."""
     missing = subject.topology.missing.get("nics", "")
     if missing:
@@ -113,7 +113,7 @@ def interfaces(subject: Subject) -> Iterator[Finding]:
             yield ok(text)
 
 
-def address(subject: Subject) -> Iterator[Finding]:
+def address(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the address that this host would register, at which others dial it."""
     settings = subject.settings
     try:
@@ -134,7 +134,7 @@ def address(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def certificates(subject: Subject) -> Iterator[Finding]:
+def certificates(subject: ExaminedHost) -> Iterator[Finding]:
     """Yield the findings on the certificates, or what it means that there are none."""
     tls = subject.tls
     if tls is not None:
@@ -150,7 +150,7 @@ def certificates(subject: Subject) -> Iterator[Finding]:
         yield failure(f"{beyond}, and there are no certificates", f"{_FILES}, or `insecure`")
 
 
-def _files(subject: Subject, tls: TlsFiles) -> Iterator[Finding]:
+def _files(subject: ExaminedHost, tls: TlsFiles) -> Iterator[Finding]:
     """Yield what others would refuse, how long the files are good, and whom they name."""
     from cryptography import x509
 

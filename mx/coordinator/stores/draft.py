@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mx.core.answers import Listed
 from mx.core.changes import Entry
 from mx.core.name_state import NameState
-from mx.core.store import Gone, Kind
+from mx.core.store import CountedKind, Gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Draft:
     due: set[str] = field(default_factory=set)
     expired: set[str] = field(default_factory=set)
     renewals: dict[str, Renewal] = field(default_factory=dict)
-    counts: Counter[tuple[Kind, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[CountedKind, str]] = field(default_factory=Counter)
     entries: list[Entry] = field(default_factory=list)
     epoch: tuple[str, float, int] | None = None
     refused: bool = False

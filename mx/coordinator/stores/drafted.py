@@ -15,7 +15,7 @@ from mx.core.answers import Listed
 from mx.core.changes import Entry
 from mx.core.memory_store import MemoryStore
 from mx.core.name_state import NameState
-from mx.core.store import Gone, Kind
+from mx.core.store import CountedKind, Gone
 from mx.errors import MxError
 
 
@@ -177,7 +177,7 @@ class DraftedStore(MemoryStore):
                 break
             draft.gone.setdefault(source_id, None)
 
-    def counted(self, kind: Kind, address: str) -> tuple[int, int]:
+    def counted(self, kind: CountedKind, address: str) -> tuple[int, int]:
         total, here = super().counted(kind, address)
         if self._draft is not None:
             counts = self._draft.counts
@@ -185,7 +185,7 @@ class DraftedStore(MemoryStore):
             here += counts[kind, address]
         return total, here
 
-    def count(self, kind: Kind, address: str, by: int) -> None:
+    def count(self, kind: CountedKind, address: str, by: int) -> None:
         if self._draft is None:
             return super().count(kind, address, by)
         self._draft.counts[kind, address] += by
@@ -249,9 +249,9 @@ class DraftedStore(MemoryStore):
             counts.clear()
         self._totals.clear()
         for listed in self._sources.values():
-            self.count(Kind.SOURCES, listed.address, 1)
+            self.count(CountedKind.SOURCES, listed.address, 1)
         for state in self._names.values():
             for binding in state.bindings():
-                self.count(Kind.MODELS, binding.address, 1)
+                self.count(CountedKind.MODELS, binding.address, 1)
             if state.kept is not None:
-                self.count(Kind.KEPT_NAMES, state.kept.address, 1)
+                self.count(CountedKind.KEPT_NAMES, state.kept.address, 1)

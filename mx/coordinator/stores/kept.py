@@ -39,7 +39,7 @@ _CLOSE_S = 5.0
 _SAY_AGAIN_S = 10.0
 
 
-class _Call:
+class _StoreCall:
     """Steps that are to take effect, and what came of their last run."""
 
     def __init__(self, steps: Callable[[], Any]) -> None:
@@ -73,7 +73,7 @@ class KeptStore(DraftedStore):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self.epoch = ""
-        self._queue: deque[_Call] = deque()
+        self._queue: deque[_StoreCall] = deque()
         self._queued = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -164,7 +164,7 @@ class KeptStore(DraftedStore):
         if self._closed:
             raise ClosedError("the coordinator is shutting down")
         assert self._tasks, "open it first"
-        call = _Call(steps)
+        call = _StoreCall(steps)
         draft = self._run(call)
         self._check_refused(draft)
         if draft.writes:
@@ -180,7 +180,7 @@ class KeptStore(DraftedStore):
         if draft.refused and self._trouble is not None:
             raise another(self._trouble)
 
-    def _run(self, call: _Call, draft: Draft | None = None) -> Draft:
+    def _run(self, call: _StoreCall, draft: Draft | None = None) -> Draft:
         """Run steps over a draft, or over a new one, and return that."""
         self._draft = draft = Draft() if draft is None else draft
         try:
@@ -220,7 +220,7 @@ class KeptStore(DraftedStore):
             self._queued.clear()
             self._idle.set()
 
-    async def _decide(self, batch: list[_Call]) -> bool:
+    async def _decide(self, batch: list[_StoreCall]) -> bool:
         """Run a batch, and keep what it writes. Returns False if it has to run again."""
         draft, began_s = Draft(), time.monotonic()
         ran = 0

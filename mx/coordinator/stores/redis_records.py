@@ -11,7 +11,7 @@ from mx.coordinator.stores.draft import Draft, Renewal
 from mx.coordinator.stores.encoding import decode, encode
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
-from mx.core.store import Kind
+from mx.core.store import CountedKind
 from mx.errors import ConfigError
 from mx.units import MIB
 
@@ -110,7 +110,7 @@ def _commit_in(record: bytes, now: float) -> Commit:
         else:
             draft.gone[key] = value
     for each, address, by in counts:
-        draft.counts[Kind(each), address] = by
+        draft.counts[CountedKind(each), address] = by
     for source_id, ttl_ms in leases:
         draft.renewals[source_id] = Renewal(now + ttl_ms / 1000, 0, 0.0, True)
     if epoch is not None:

@@ -13,7 +13,7 @@ class Request(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Cancel the request for `chunk` at `peer`, or the read: another peer gives it."""
+    """Cancel the request for `chunk` at `peer`, or the read: another peer serves it."""
 
     peer: int
     chunk: int

@@ -21,7 +21,7 @@ MOST_BANNED = 4096
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownSource:
     record: SourceRecord
     named_at_s: float
     listed: bool  # a coordinator lists it, or it greeted this pull; else another peer named it
@@ -32,7 +32,7 @@ class KnownPeers:
 
     def __init__(self, *, most: int = MOST_KNOWN) -> None:
         self._most = most
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownSource] = {}
         self._banned: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class KnownPeers:
             return True  # another peer's record does not replace a listed one
         if known is None and len(self._known) >= self._most and not self._evict(listed, keep):
             return False
-        self._known[key] = _Known(record, now_s, listed)
+        self._known[key] = _KnownSource(record, now_s, listed)
         return True
 
     def _evict(self, listed: bool, keep: Container[str]) -> bool:

@@ -25,7 +25,7 @@ PICKS = 6
 REFUSALS = 16
 
 
-class Answer(NamedTuple):
+class GreetingAnswer(NamedTuple):
     """The answer to a greeting. `drop` is a neighbour to disconnect from."""
 
     welcome: bool
@@ -78,23 +78,23 @@ class Neighbours:
             self._refused.clear()
         return self._greet()
 
-    def greeting(self, peer: str) -> Answer:
+    def greeting(self, peer: str) -> GreetingAnswer:
         """Answer another peer's greeting.
 
         A full peer that chose more than `PICKS` neighbours itself drops one of those for it.
         """
         if peer in self._linked:
-            return Answer(True)
+            return GreetingAnswer(True)
         drop = None
         if peer not in self._greeted and len(self._linked) + len(self._greeted) >= self._most:
             mine = [name for name, own in self._linked.items() if own]
             if len(mine) + len(self._greeted) <= self._picks or not mine:
-                return Answer(False)
+                return GreetingAnswer(False)
             drop = max(mine, key=lambda name: (self._ranks.get(name, 1 << 64), name))
             del self._linked[drop]
         self._greeted.discard(peer)
         self._linked[peer] = False
-        return Answer(True, drop)
+        return GreetingAnswer(True, drop)
 
     def answered(self, peer: str, welcome: bool) -> list[str]:
         """Record the answer to a greeting. Return the peers to greet next."""

@@ -38,7 +38,7 @@ class Suggest(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reader:
+class _SeededReader:
     have: int  # the chunks that it reports to hold
     sent: int = 0  # the chunks that it has read from this origin
     suggestions: dict[int, float] = field(default_factory=dict)  # open ones: chunk -> since when
@@ -64,7 +64,7 @@ class Seeder:
         self._standing = standing or Standing()
         self._lapsed: Counter[str] = Counter()  # late suggestions by address
         self._unsent = (1 << chunks) - 1  # chunks that no reader has or was suggested
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _SeededReader] = {}
         self._open = 0
         self._turn = 0
         self.forced = 0  # chunks suggested again because the first reader was late
@@ -90,7 +90,7 @@ class Seeder:
     def joined(self, reader: int, have: int, now_s: float) -> list[Suggest]:
         """Add a reader that has opened a stream and holds `have`; it may have been here before."""
         given = self.gone(reader, now_s)
-        self._readers[reader] = _Reader(have)
+        self._readers[reader] = _SeededReader(have)
         self._unsent &= ~have
         return given + self._hand_out(now_s)
 
@@ -209,7 +209,7 @@ class Seeder:
             given.append(Suggest(number, chunk))
         return given
 
-    def _comes_last(self, number: int, state: _Reader) -> bool:
+    def _comes_last(self, number: int, state: _SeededReader) -> bool:
         """Return True if a chunk is suggested to this reader only if there is no other."""
         if not self._lapsed and self._standing.clean:
             return False

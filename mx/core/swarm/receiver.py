@@ -7,7 +7,7 @@ neighbour without a free slot rejects the request. A receiver with no other peer
 says that it is interested, and the neighbour announces its next free slot. A chunk is requested
 from one neighbour, and when it is late from another: in place of the first, or beside it near the
 end (a hedge). A neighbour that takes more than four times as long as the median one is shunned: it
-gets requests only for chunks that no other peer can give. When no chunk has come for long, chunks
+gets requests only for chunks that no other peer can serve. When no chunk has come for long, chunks
 are read from a whole source without requests (`mx.core.swarm.free`).
 
 Sets of chunks are integers used as bit sets (bit c: chunk c): the union of two sets of 4,096
@@ -58,7 +58,7 @@ END_CHUNKS = 4
 _KEPT = 0.7
 
 
-class Held(Protocol):
+class VerifiedChunks(Protocol):
     """The chunks that are verified here, as a bit set: `mx.core.holdings.Holdings`."""
 
     @property
@@ -90,7 +90,7 @@ class Receiver:
     ignored."""
 
     def __init__(
-        self, chunks: int, holdings: Held, *, width: int = WIDTH, free_s: float = FREE_S
+        self, chunks: int, holdings: VerifiedChunks, *, width: int = WIDTH, free_s: float = FREE_S
     ) -> None:
         """
         Args:
@@ -354,7 +354,7 @@ class Receiver:
         return Request(number, chunk)
 
     def _release(self, number: int, chunk: int) -> None:
-        """End a request: this peer does not give the chunk."""
+        """End a request: this peer does not serve the chunk."""
         self._ended(number, chunk)
         requesters = self._requesters[chunk]
         requesters.remove(number)
@@ -396,7 +396,7 @@ class Receiver:
         return commands + self._read_freely(now_s, limit_s)
 
     def _request_elsewhere(self, late: int, chunk: int, now_s: float) -> list[Command]:
-        """Request a late chunk from another peer. If no other can give it, its request does not
+        """Request a late chunk from another peer. If no other can serve it, its request does not
         count as outstanding, so that other chunks are requested."""
         able = [
             (peer.shunned, peer.cost, number)

@@ -83,7 +83,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Pace:
+class _SlotPace:
     """The pace of recent slots, in seconds per byte."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
@@ -106,7 +106,7 @@ class Standing:
         self._progress: Progress = progress or (lambda reader: None)
         self._readers: dict[int, Reader] = {}
         self._records: dict[Reader | str, _Record] = {}
-        self._sent, self._fetched = _Pace(), _Pace()
+        self._sent, self._fetched = _SlotPace(), _SlotPace()
         self._now_s = 0.0
 
     @property
@@ -246,7 +246,7 @@ class Standing:
         return reader.address in self._records and not (record is not None and record.proven)
 
     def tick(self, now_s: float) -> None:
-        """Let time pass: records end, and readers that took a chunk's bytes are proven.
+        """Advance the clock: records end, and readers that took a chunk's bytes are proven.
 
         Call this a few times a second, before `overdue`.
         """

@@ -26,7 +26,7 @@ from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.tensors import LiveTensors, Slot, common_device, plain, slots_of
+from mx.engines.replica.tensors import LiveTensors, ParameterSlot, common_device, plain, slots_of
 from mx.engines.replica.written import Prints
 from mx.errors import BindingError, ConfigError
 from mx.log import event
@@ -56,13 +56,13 @@ class Lender:
     """
 
     _tensors: Mapping[str, torch.Tensor]
-    _watched: Mapping[str, Slot]
+    _watched: Mapping[str, ParameterSlot]
     _prints: Prints | None
     _thread: threading.Thread | None
 
     def __init__(
         self,
-        slots: Mapping[str, Slot],
+        slots: Mapping[str, ParameterSlot],
         name: str,
         key: ProcessingKey,
         options: LoaderOptions,

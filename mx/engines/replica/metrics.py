@@ -96,7 +96,7 @@ def _require_private(folder: Path) -> None:
         raise OSError(f"{folder} is not this user's alone")
 
 
-class Collector:
+class EngineCollector:
     """A collector for `prometheus_client`: what this engine's ranks have left in a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ def register() -> None:
         folder = Path(tempfile.gettempdir(), f"mx-engine-{secrets.token_hex(8)}")
         config.set_default(config.ENGINE_VARIABLE, str(folder))
         atexit.register(_forget, folder, os.getpid())
-    REGISTRY.register(Collector(folder))
+    REGISTRY.register(EngineCollector(folder))
 
 
 def _forget(folder: Path, pid: int) -> None:

@@ -22,7 +22,7 @@ from mx.wire.same_files import sources_of
 
 
 @dataclass(frozen=True)
-class Meant:
+class EligibleModels:
     """What an engine may take from peers.
 
     `names` are the models to look for, one after the other: of `revision` ("" for the newest), or
@@ -46,7 +46,7 @@ class Meant:
         return self.names[0]
 
 
-def meant_by(called: str, *, given: str = "", revision: str | None = None) -> Meant:
+def meant_by(called: str, *, given: str = "", revision: str | None = None) -> EligibleModels:
     """Decide which of the peers' weights an engine may take.
 
     Args:
@@ -71,15 +71,15 @@ def meant_by(called: str, *, given: str = "", revision: str | None = None) -> Me
     try:
         own = OwnWeights(folder)
     except MxError as error:
-        found: Meant | str = f"they can't be compared ({error.message})"
+        found: EligibleModels | str = f"they can't be compared ({error.message})"
     else:
         try:
             found = _same(own, folder, name)
         finally:
             own.close()
-    if isinstance(found, Meant):
+    if isinstance(found, EligibleModels):
         return found
-    return Meant(
+    return EligibleModels(
         (name,),
         refused=f"{folder} has weights of its own, and nothing says that a peer's are the same: "
         f'{found}. To take a peer\'s, give the loader "model": "{name}@PIN", or "{name}"',
@@ -101,11 +101,13 @@ def _named(text: str, revision: str) -> ModelReference:
     return found
 
 
-def _of(reference: ModelReference, how: str, folder: Path | None) -> Meant:
-    return Meant((reference.name,), reference.revision, reference.pin, how=how, folder=folder)
+def _of(reference: ModelReference, how: str, folder: Path | None) -> EligibleModels:
+    return EligibleModels(
+        (reference.name,), reference.revision, reference.pin, how=how, folder=folder
+    )
 
 
-def _same(own: OwnWeights, folder: Path, name: str) -> Meant | str:
+def _same(own: OwnWeights, folder: Path, name: str) -> EligibleModels | str:
     """Return which model has the weights of a folder, or why that is not known."""
     if own.others:
         return f"it has {shown(own.others[0])}, too, which an engine may read instead"
@@ -128,4 +130,4 @@ def _same(own: OwnWeights, folder: Path, name: str) -> Meant | str:
         )
     if not own.unchanged():
         return "its files are being changed"
-    return Meant(names, identity=identities.pop(), how=how, folder=folder, stamps=stamps)
+    return EligibleModels(names, identity=identities.pop(), how=how, folder=folder, stamps=stamps)

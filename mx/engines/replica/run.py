@@ -27,13 +27,13 @@ from mx.engines.replica import metrics
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
 from mx.engines.replica.logs import logger_of
-from mx.engines.replica.names import Meant
+from mx.engines.replica.names import EligibleModels
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.sampling import Sampler
 from mx.engines.replica.tensors import (
     LiveTensors,
-    Slot,
+    ParameterSlot,
     cannot_move,
     check,
     common_device,
@@ -55,7 +55,7 @@ class GivenUpError(Exception):
     """What was chosen could not be loaded: the engine's ordinary loader begins anew."""
 
 
-class Loading:
+class RankLoading:
     """What one rank of an engine loaded, and lends; it stays for as long as the engine does."""
 
     def __init__(self, name: str) -> None:
@@ -93,13 +93,13 @@ class Loading:
         }
 
 
-class Run:
+class RankRun:
     """One rank's way through loading."""
 
     def __init__(
         self,
         engine: str,
-        meant: Meant,
+        meant: EligibleModels,
         options: LoaderOptions,
         keys: Mapping[str, ProcessingKey],
         ranks: Ranks,
@@ -125,7 +125,7 @@ class Run:
         #: engine's files from a peer there is nothing on disk that it could load.
         self.falls_back = not meant.pin if options.fallback is None else options.fallback
         self.falls_back = self.falls_back and not options.files
-        self.loading = Loading(self.name)
+        self.loading = RankLoading(self.name)
         #: Why this rank could not load what was chosen.
         self.error: Exception | None = None
         #: The state that this rank is going to lend, or "".
@@ -275,7 +275,7 @@ class Run:
             tensors, checkpoint=state == CHECKPOINT, processed=state == PROCESSED
         )
 
-    def fill(self, slots: Mapping[str, Slot]) -> None:
+    def fill(self, slots: Mapping[str, ParameterSlot]) -> None:
         """Fill a model with the state before processing, layer by layer as it arrives.
 
         A model on a GPU is filled where it is, unless a copy of this state is to be lent: then that
@@ -376,7 +376,7 @@ class Run:
             text=f"{why}; {self._engine}'s ordinary loader takes over",
         )
 
-    def lend_loaded(self, slots: Mapping[str, Slot]) -> None:
+    def lend_loaded(self, slots: Mapping[str, ParameterSlot]) -> None:
         """Lend the state before processing, if that is what this rank lends. Never raises.
 
         Args:
@@ -387,7 +387,7 @@ class Run:
         with self._harmless():
             self._lend_loaded(slots)
 
-    def _lend_loaded(self, slots: Mapping[str, Slot]) -> None:
+    def _lend_loaded(self, slots: Mapping[str, ParameterSlot]) -> None:
         if bad := cannot_move(slots):
             self._log.warning(
                 "%s is not lent: %s has no values before it is processed", self.name, bad
@@ -401,7 +401,7 @@ class Run:
         else:
             self.lend(slots, before_processing=True)
 
-    def lend(self, slots: Mapping[str, Slot], *, before_processing: bool) -> None:
+    def lend(self, slots: Mapping[str, ParameterSlot], *, before_processing: bool) -> None:
         """Begin to lend what is in memory. Never raises.
 
         Args:

@@ -16,7 +16,7 @@ from mx.transport import Unavailable
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """A place of a model that a parameter or buffer is in, whatever is in it at the moment."""
 
     module: torch.nn.Module
@@ -43,7 +43,7 @@ def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
-def slots_of(model: torch.nn.Module, *, non_persistent: bool) -> dict[str, Slot]:
+def slots_of(model: torch.nn.Module, *, non_persistent: bool) -> dict[str, ParameterSlot]:
     """Return the slots of a model by name; tied tensors have one under each name.
 
     Args:
@@ -55,12 +55,12 @@ def slots_of(model: torch.nn.Module, *, non_persistent: bool) -> dict[str, Slot]
         start = f"{prefix}." if prefix else ""
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                found[start + leaf] = Slot(module, leaf, True)
+                found[start + leaf] = ParameterSlot(module, leaf, True)
         for leaf, buffer in module._buffers.items():
             if buffer is not None and (
                 non_persistent or leaf not in module._non_persistent_buffers_set
             ):
-                found[start + leaf] = Slot(module, leaf, False)
+                found[start + leaf] = ParameterSlot(module, leaf, False)
     return found
 
 
@@ -71,7 +71,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
     to the inner module.
     """
 
-    def __init__(self, slots: Mapping[str, Slot]) -> None:
+    def __init__(self, slots: Mapping[str, ParameterSlot]) -> None:
         self._slots = {name: slot for name, slot in slots.items() if slot.get() is not None}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -92,7 +92,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def cannot_move(slots: Mapping[str, Slot]) -> str:
+def cannot_move(slots: Mapping[str, ParameterSlot]) -> str:
     """Return which tensors have no values of their own that could be moved, or ""."""
     bad = [
         name
@@ -107,7 +107,7 @@ def cannot_move(slots: Mapping[str, Slot]) -> str:
     return listed(bad)
 
 
-def check(manifest: Manifest, slots: Mapping[str, Slot]) -> None:
+def check(manifest: Manifest, slots: Mapping[str, ParameterSlot]) -> None:
     """Compare a model with the tensors that are to fill it.
 
     Args:
@@ -156,7 +156,9 @@ def common_device(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 @torch.no_grad()
-def copy_into(slots: Mapping[str, Slot], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def copy_into(
+    slots: Mapping[str, ParameterSlot], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Copy tensors to where the model has them, on any device. Their names and shapes fit."""
     done: set[int] = set()
     for name, tensor in tensors:
@@ -192,7 +194,7 @@ def replace(
     made: dict[tuple[object, ...], torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, leaf = name.rpartition(".")
-        slot = slots.get(name) or Slot(modules[prefix], leaf, True)
+        slot = slots.get(name) or ParameterSlot(modules[prefix], leaf, True)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, slot.parameter)
         one = made.get(place) if tensor.numel() else None
         if one is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mx.core.digest import shortcut_digest
-from mx.engines.replica.tensors import Slot, plain
+from mx.engines.replica.tensors import ParameterSlot, plain
 
 #: Of a larger tensor this many pieces of this many bytes are looked at, its ends among them.
 _PIECES, _PIECE_BYTES = 16, 64
@@ -32,7 +32,7 @@ class Prints:
     element of some tensor changes. A write to a few elements of a large tensor may be missed.
     """
 
-    def __init__(self, slots: Mapping[str, Slot]) -> None:
+    def __init__(self, slots: Mapping[str, ParameterSlot]) -> None:
         """
         Args:
             slots: Where the tensors are. Those of devices are read, too: make it on a thread that

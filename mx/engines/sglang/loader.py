@@ -18,7 +18,7 @@ from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.registries import undone_unless_kept
-from mx.engines.replica.run import LOADED, GivenUpError, Loading, Run
+from mx.engines.replica.run import LOADED, GivenUpError, RankLoading, RankRun
 from mx.engines.replica.tensors import slots_of
 from mx.errors import ConfigError
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 #: Versions whose classes were tried; others are used with a warning.
 KNOWN = ("0.5",)
 
-_loadings: list[Loading] = []
+_loadings: list[RankLoading] = []
 
 
 class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -59,7 +59,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 "SGLang takes no compile caches: nothing is known of how it lays them out",
                 hint="leave out `artifacts`",
             )
-        self._run: Run | None = None
+        self._run: RankRun | None = None
         self._configuration: Mapping[str, Any] = {}
 
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
@@ -91,7 +91,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             run.end()
         return model
 
-    def _begin(self, model_config: Any) -> Run:
+    def _begin(self, model_config: Any) -> RankRun:
         import sglang
         from sglang.srt.distributed import parallel_state
 
@@ -106,7 +106,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 keys[state] = shortened(fields)
             except Exception as error:  # noqa: BLE001 - of a version that is not known
                 log.warning("the %s state is neither taken nor lent: %s", state, error)
-        run = Run(
+        run = RankRun(
             "SGLang",
             meant_by(
                 str(model_config.model_path),
@@ -147,7 +147,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         run.lend_loaded(slots_of(model, non_persistent=False))
         DefaultModelLoader.postprocess_weights(model, target_device)
 
-    def _fill(self, run: Run, model: Any, target_device: torch.device) -> None:
+    def _fill(self, run: RankRun, model: Any, target_device: torch.device) -> None:
         if run.choice.state == LOADED:
             run.fill(slots_of(model, non_persistent=False))
             return

@@ -38,7 +38,7 @@ class Loading:
         """
         self._pull = running
         self._values = values
-        self._places = _Places(model)
+        self._places = _PendingTensors(model)
         self._queue: queue.SimpleQueue[LayerEvent | None] = queue.SimpleQueue()
         self._report: PullReport | None = None
         # A queue that may be put to in the middle of anything, as a finalizer runs.
@@ -144,7 +144,7 @@ def _homeless() -> MxError:
     )
 
 
-class _Place:
+class _PendingTensor:
     """Where one pending tensor is registered, and how many tensors it still waits for."""
 
     __slots__ = ("entries", "flat", "missing", "pending")
@@ -179,23 +179,23 @@ class _Place:
             ]
 
 
-class _Places:
+class _PendingTensors:
     """The places of a model's pending tensors. It does not keep the model."""
 
     def __init__(self, model: Any) -> None:
-        places: dict[int, _Place] = {}
+        places: dict[int, _PendingTensor] = {}
         for module in model.modules():
             for entries in (module._parameters, module._buffers):
                 for name, tensor in entries.items():
                     if isinstance(tensor, Pending):
-                        place = places.setdefault(id(tensor), _Place(tensor))
+                        place = places.setdefault(id(tensor), _PendingTensor(tensor))
                         place.entries.append((entries, name))
             for tensor in module.__dict__.get("_flat_weights", ()):
                 if isinstance(tensor, Pending) and id(tensor) in places:
                     places[id(tensor)].flat.append(weakref.ref(module))
         self.missing = len(places)
         self._here: dict[str, torch.Tensor] = {}
-        self._waiting: dict[str, list[_Place]] = {}
+        self._waiting: dict[str, list[_PendingTensor]] = {}
         for place in places.values():
             for name in place.pending.mx_value.needs:
                 self._waiting.setdefault(name, []).append(place)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mx import config
 from mx.api.offering import pull_offered
 from mx.core.variant import ProcessingKey
-from mx.engines.transformers.lookup import Served
+from mx.engines.transformers.lookup import ServedModel
 from mx.errors import ConfigError
 from mx.wire.cache import HeldAt
 
@@ -48,7 +48,7 @@ _WORTH_BYTES = 1 << 20
 
 
 def key_of(
-    cls: Any, found: Served, args: tuple[Any, ...], kwargs: Mapping[str, Any], version: str
+    cls: Any, found: ServedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], version: str
 ) -> ProcessingKey | None:
     """Return what names the result of a call of `from_pretrained`; None if others can't share it.
 

@@ -21,7 +21,7 @@ FILES = (CONFIG, GENERATION)
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelDescription:
     """A model that can be built: `config` and `generation` are transformers' configurations,
     `model_class` is one of its classes, or the caller's."""
 
@@ -32,7 +32,7 @@ class Description:
 
 def describe(
     name: str, files: Mapping[str, bytes], *, config: Any = None, model_class: Any = None
-) -> Description:
+) -> ModelDescription:
     """Return how to build a model, of its side files and what the caller knows better.
 
     Code that comes with a model is never run.
@@ -70,7 +70,7 @@ def describe(
     if GENERATION in files and model_class.can_generate():
         fields = _read(name, files, GENERATION)
         generation = _parsed(name, GENERATION, transformers().GenerationConfig.from_dict, fields)
-    return Description(config, model_class, generation)
+    return ModelDescription(config, model_class, generation)
 
 
 def _config(name: str, files: Mapping[str, bytes], *, own_class: bool) -> Any:

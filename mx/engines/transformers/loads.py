@@ -13,7 +13,7 @@ from mx.api.target import Pull
 from mx.core.variant import ProcessingKey
 from mx.engines.transformers import converted
 from mx.engines.transformers.counters import served
-from mx.engines.transformers.lookup import Lookup, Served
+from mx.engines.transformers.lookup import Lookup, ServedModel
 from mx.engines.transformers.weights import Weights, WeightsFile
 from mx.errors import ConfigError, MxError
 from mx.log import event
@@ -56,7 +56,7 @@ def begin(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     version: str,
-) -> tuple[Load | None, str]:
+) -> tuple[ModelLoad | None, str]:
     """Return the load of a model that peers serve; None, and why, if it is to come from disk.
 
     Args:
@@ -85,7 +85,7 @@ def begin(
             found = lookup.component(found, subfolder)
             if found is None:
                 return None, f"no source has the weights in {subfolder}"
-    load = Load(found, lookup)
+    load = ModelLoad(found, lookup)
     load.key = converted.key_of(cls, found, args, kwargs, version)
     if load.key is not None:
         load.converted = ask_offered(found.key, load.key, lookup.settings)
@@ -114,10 +114,10 @@ def _names_disk(device_map: object) -> bool:
     return isinstance(device_map, Mapping) and "disk" in map(str, device_map.values())
 
 
-class Load:
+class ModelLoad:
     """The weights of one model while it is loaded. A context manager that closes them."""
 
-    def __init__(self, found: Served, lookup: Lookup) -> None:
+    def __init__(self, found: ServedModel, lookup: Lookup) -> None:
         """
         Args:
             found: The model.
@@ -150,9 +150,9 @@ class Load:
         if self._pull is None:
             self._pull = self._begin()
 
-    def unconverted(self) -> Load:
+    def unconverted(self) -> ModelLoad:
         """Return a load of the same model as its sources have it."""
-        load = Load(self.served, self._lookup)
+        load = ModelLoad(self.served, self._lookup)
         load.key = self.key
         return load
 

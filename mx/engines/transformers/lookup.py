@@ -41,7 +41,7 @@ PIPELINE = "model_index.json"
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
     `folder` has a placeholder for the weights.
@@ -67,31 +67,31 @@ def say_why_not(error: OSError, name: object, why: str) -> None:
 
 
 @dataclass
-class _Meaning:
+class _KeptMeaning:
     until_s: float
-    served: Served | None
+    served: ServedModel | None
     reason: str
     asked: bool = False  # a coordinator has answered
 
 
-class Resolved(str):
+class ResolvedRevision(str):
     """A revision, as it was given, that stands for what a name meant when it was resolved."""
 
     name: str
-    served: Served
+    served: ServedModel
 
     @classmethod
-    def of(cls, revision: str | None, name: str, served: Served) -> Resolved:
+    def of(cls, revision: str | None, name: str, served: ServedModel) -> ResolvedRevision:
         """Return a text that equals the revision."""
         made = cls(revision or "main")
         made.name, made.served = name, served
         return made
 
 
-class _Here(threading.local):
+class _ThreadMeanings(threading.local):
     """What names mean in the call that this thread is in; None: it is in none."""
 
-    meanings: dict[tuple[str, str], Served | None] | None = None
+    meanings: dict[tuple[str, str], ServedModel | None] | None = None
 
 
 class Lookup:
@@ -106,13 +106,13 @@ class Lookup:
         self.settings = settings
         self.coordinator = coordinator
         self._lock = threading.RLock()
-        self._meanings: dict[tuple[str, str], _Meaning] = {}
-        self._models: dict[str, Served] = {}
+        self._meanings: dict[tuple[str, str], _KeptMeaning] = {}
+        self._models: dict[str, ServedModel] = {}
         #: The same, and the components of pipelines.
-        self._folders: dict[Path, Served] = {}
+        self._folders: dict[Path, ServedModel] = {}
         self._root: Path | None = None
         self._pid = os.getpid()
-        self._here = _Here()
+        self._here = _ThreadMeanings()
 
     @contextmanager
     def one_call(self) -> Iterator[bool]:
@@ -131,7 +131,7 @@ class Lookup:
         finally:
             self._here.meanings = None
 
-    def find(self, name: object, revision: str | None) -> Served | None:
+    def find(self, name: object, revision: str | None) -> ServedModel | None:
         """Return the model that a program names; None if it is to come from disk.
 
         Args:
@@ -142,7 +142,7 @@ class Lookup:
         text = str(name)
         if os.path.exists(text) or os.path.isabs(text) or os.getpid() != self._pid:
             return None
-        if isinstance(revision, Resolved) and revision.name == text:
+        if isinstance(revision, ResolvedRevision) and revision.name == text:
             return revision.served
         wanted = "" if revision in (None, "main") else str(revision)
         meanings = self._here.meanings
@@ -152,15 +152,15 @@ class Lookup:
             meanings[text, wanted] = self._meaning(text, wanted, asks_again=True)
         return meanings[text, wanted]
 
-    def resolved(self, name: object, revision: str | None) -> Resolved | None:
+    def resolved(self, name: object, revision: str | None) -> ResolvedRevision | None:
         """Return a revision by which a name means the same from now on; None if it is to come from
         disk. The arguments are those of `find`."""
         found = self.find(name, revision)
         if found is None:
             return None
-        return Resolved.of(revision, str(name), found)
+        return ResolvedRevision.of(revision, str(name), found)
 
-    def _meaning(self, text: str, wanted: str, *, asks_again: bool) -> Served | None:
+    def _meaning(self, text: str, wanted: str, *, asks_again: bool) -> ServedModel | None:
         """Return what a name means; with `asks_again`, one that is served is asked for anew."""
         with self._lock:
             known = self._meanings.get((text, wanted))
@@ -185,7 +185,7 @@ class Lookup:
             return "it is a path"
         return known.reason or "another file of it was asked for"
 
-    def of_path(self, path: object) -> Served | None:
+    def of_path(self, path: object) -> ServedModel | None:
         """Return the model whose weights a path stands for; None for any other path."""
         if self._root is None or not str(path).startswith(str(self._root)):
             return None
@@ -193,13 +193,13 @@ class Lookup:
         with self._lock:
             return self._folders.get(folder)
 
-    def component(self, pipeline: Served, name: str) -> Served | None:
+    def component(self, pipeline: ServedModel, name: str) -> ServedModel | None:
         """Return the component of a pipeline whose files are in the folder `name`, if it is
         served."""
         with self._lock:
             return self._folders.get(pipeline.folder / name)
 
-    def _looked_up(self, name: str, revision: str) -> _Meaning:
+    def _looked_up(self, name: str, revision: str) -> _KeptMeaning:
         try:
             served = self._known_still(name, revision)
             if served is None:
@@ -207,16 +207,16 @@ class Lookup:
                 self._models[served.pinned] = self._folders[served.folder] = served
         except UnknownModelError as error:
             why = f"the coordinator at {self.coordinator} does not know it"
-            return _Meaning(0.0, None, error.message if "@" in name else why, asked=True)
+            return _KeptMeaning(0.0, None, error.message if "@" in name else why, asked=True)
         except CoordinatorError as error:
-            return _Meaning(0.0, None, error.message)
+            return _KeptMeaning(0.0, None, error.message)
         except MxError as error:
-            return _Meaning(0.0, None, str(error))
+            return _KeptMeaning(0.0, None, str(error))
         except OSError as error:  # a full disk, or paths that can't be there together
-            return _Meaning(0.0, None, f"its files can't be written: {error.strerror}")
+            return _KeptMeaning(0.0, None, f"its files can't be written: {error.strerror}")
         if not any((served.folder / name).exists() for name in ("config.json", PIPELINE)):
-            return _Meaning(0.0, None, "its sources have no config.json", asked=True)
-        return _Meaning(0.0, served, "")
+            return _KeptMeaning(0.0, None, "its sources have no config.json", asked=True)
+        return _KeptMeaning(0.0, served, "")
 
     def _resolve(self, name: str, revision: str) -> tuple[ModelKey, ManifestRef]:
         found = ask(
@@ -226,13 +226,13 @@ class Lookup:
         )
         return found.model, found.ref
 
-    def _known_still(self, name: str, revision: str) -> Served | None:
+    def _known_still(self, name: str, revision: str) -> ServedModel | None:
         """Return what a name means, if its files are here; None if they are to be fetched."""
         if (name, revision) not in self._meanings:
             return None
         return self._models.get(pinned_name(*self._resolve(name, revision)))
 
-    def _fetched(self, name: str, revision: str, wait_s: float = 0.0) -> Served:
+    def _fetched(self, name: str, revision: str, wait_s: float = 0.0) -> ServedModel:
         """Fetch a model's files into a folder."""
         try:
             with pull(
@@ -267,7 +267,7 @@ class Lookup:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Served(key, pinned_name(key, ref), ref.identity.hex(), folder)
+        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder)
 
     def _add_components(self, pipeline: ModelKey, files: Mapping[str, bytes], folder: Path) -> None:
         """Put placeholders for the weights of a pipeline's components, which are models of their
@@ -297,7 +297,9 @@ class Lookup:
             of_diffusers = library != "transformers"
             (folder / name / (PIPELINE_WEIGHTS if of_diffusers else WEIGHTS)).touch()
             pinned = pinned_name(key, ref)
-            self._folders[folder / name] = Served(key, pinned, ref.identity.hex(), folder / name)
+            self._folders[folder / name] = ServedModel(
+                key, pinned, ref.identity.hex(), folder / name
+            )
 
     def _new_folder(self) -> Path:
         if self._root is None:

@@ -20,8 +20,8 @@ from mx import config
 from mx.api.common import transports
 from mx.engines.transformers import pipelines, sentences
 from mx.engines.transformers.counters import counts, served
-from mx.engines.transformers.loads import LeftToDiskError, Load, begin, has_peers_files
-from mx.engines.transformers.lookup import Lookup, Served, say_why_not
+from mx.engines.transformers.loads import LeftToDiskError, ModelLoad, begin, has_peers_files
+from mx.engines.transformers.lookup import Lookup, ServedModel, say_why_not
 from mx.errors import ConfigError
 
 __all__ = ["counts", "patch", "unpatch"]
@@ -46,13 +46,13 @@ _lock = threading.RLock()
 _patched: Patched | None = None
 
 
-class _Here(threading.local):
+class _ThreadLoads(threading.local):
     """What this thread loads."""
 
     def __init__(self) -> None:
-        self.load: Load | None = None
+        self.load: ModelLoad | None = None
         #: The weights that were opened for a pipeline or a model of diffusers.
-        self.loads: list[Load] | None = None
+        self.loads: list[ModelLoad] | None = None
         #: Why everything is left to transformers at the moment; "" if it is not.
         self.from_disk = ""
 
@@ -62,10 +62,10 @@ class Patched:
 
     def __init__(self, settings: config.Settings, coordinator: str) -> None:
         self.lookup = Lookup(settings, coordinator)
-        self.here = _Here()
+        self.here = _ThreadLoads()
         self._undo: list[Callable[[], None]] = []
 
-    def find(self, name: object, revision: str | None) -> Served | None:
+    def find(self, name: object, revision: str | None) -> ServedModel | None:
         """Return the served model that a name means at the moment, on this thread."""
         if self.here.from_disk or name is None:
             return None
@@ -400,7 +400,7 @@ def _safe_open(made: Patched, original: Callable[..., Any]) -> Callable[..., Any
         load = made.here.load
         if load is not None and load.served == found:
             return load.file()
-        load = Load(found, made.lookup)
+        load = ModelLoad(found, made.lookup)
         if made.here.loads is not None:
             made.here.loads.append(load)
         return load.file(owned=True)

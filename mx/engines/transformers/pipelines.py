@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mx.engines.transformers.counters import served
 from mx.engines.transformers.loads import LeftToDiskError
-from mx.engines.transformers.lookup import Served, say_why_not
+from mx.engines.transformers.lookup import ServedModel, say_why_not
 
 if TYPE_CHECKING:
     from mx.engines.transformers.patched import Patched
@@ -113,7 +113,7 @@ class _Loader(importlib.abc.Loader):
         self._imported(module)
 
 
-def _found(made: Patched, name: object, kwargs: dict[str, Any]) -> Served | None:
+def _found(made: Patched, name: object, kwargs: dict[str, Any]) -> ServedModel | None:
     if any(kwargs.get(argument) for argument in _OTHER_FILES):
         return None
     return made.find(name, kwargs.get("revision"))

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from mx.core.layout import contiguous_strides
 from mx.core.types import DTYPE_BITS, Manifest
-from mx.engines.transformers.described import Description
+from mx.engines.transformers.described import ModelDescription
 from mx.engines.transformers.pending import Pending, Value, Values
 from mx.errors import ConfigError
 from mx.memory.tensors import TORCH_DTYPES
@@ -43,7 +43,7 @@ _one_at_a_time = threading.Lock()
 
 def build(
     name: str,
-    description: Description,
+    description: ModelDescription,
     manifest: Manifest,
     *,
     strict: bool,

@@ -25,7 +25,7 @@ log = logging.getLogger("vllm.mx_peer")
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedFiles:
     """Where a model's files came from: the manifest of the weights that they belong to."""
 
     variant: str
@@ -71,7 +71,7 @@ def fetch(
     revision: str = "",
     coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
-) -> Fetched:
+) -> FetchedFiles:
     """As `fetch_files`; return where the files came from."""
     reference = parse_reference(model, revision=newest_if_main(revision))
     if reference.pin:
@@ -102,7 +102,7 @@ def fetch(
             there = out / path
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(data)
-    return Fetched(variant, ref)
+    return FetchedFiles(variant, ref)
 
 
 def _with_files(

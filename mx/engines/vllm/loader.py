@@ -21,7 +21,7 @@ from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
-from mx.engines.replica.run import LOADED, PROCESSED, GivenUpError, Run
+from mx.engines.replica.run import LOADED, PROCESSED, GivenUpError, RankRun
 from mx.engines.replica.tensors import device_of, slots_of
 from mx.engines.vllm import processed
 from mx.engines.vllm.compiled import configuration_of
@@ -59,7 +59,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         )
         self.options = LoaderOptions.read(load_config.model_loader_extra_config)
         self._feed: mx.Pull | None = None
-        self._run: Run | None = None
+        self._run: RankRun | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Do nothing: what is needed is pulled when it is loaded."""
@@ -97,7 +97,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             run.end()
         return model
 
-    def _lend_processed(self, run: Run, model: Any) -> None:
+    def _lend_processed(self, run: RankRun, model: Any) -> None:
         try:
             why = processed.cannot_lend(model)
         except Exception as error:  # noqa: BLE001 - of a version that is not known
@@ -107,7 +107,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         else:
             run.lend(slots_of(model, non_persistent=True), before_processing=False)
 
-    def _begin(self, vllm_config: Any) -> Run:
+    def _begin(self, vllm_config: Any) -> RankRun:
         version = engine_version()
         if not is_known(version):
             log.warning(
@@ -127,7 +127,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 keys[state] = key_of(vllm_config, ranks.places, state)
             except Exception as error:  # noqa: BLE001 - of a version that is not known
                 log.warning("the %s state is neither taken nor lent: %s", state, error)
-        run = Run(
+        run = RankRun(
             "vLLM",
             meant_by(str(model.model), given=self.options.model, revision=model.revision),
             self.options,
@@ -139,7 +139,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         prepare_for_connector(vllm_config)
         return run
 
-    def _begin_caches(self, run: Run, vllm_config: Any) -> None:
+    def _begin_caches(self, run: RankRun, vllm_config: Any) -> None:
         """Take the compile caches that fit, before vLLM builds what it compiles. Never raises."""
         recording = config.recording() is not None
         if not (self.options.artifacts or recording):
@@ -158,7 +158,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         else:
             run.loading.caches = CompileCaches("vLLM", log, run.name, self.options.settings, fields)
 
-    def _load_and_process(self, run: Run, vllm_config: Any, plain: bool) -> Any:
+    def _load_and_process(self, run: RankRun, vllm_config: Any, plain: bool) -> Any:
         """Return the model as vLLM builds, fills and processes it; built anew if what was chosen
         could not be loaded."""
         given = vllm_config, vllm_config.model_config
@@ -173,7 +173,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                     return model
             return super().load_model(*given)
 
-    def _load_processed(self, run: Run, vllm_config: Any, plain: bool) -> Any:
+    def _load_processed(self, run: RankRun, vllm_config: Any, plain: bool) -> Any:
         """Return the model as another replica processed it, or None if any rank can't."""
         model, device = None, self._target(vllm_config)
         with processed.undone_unless_kept(vllm_config, device) as keep:

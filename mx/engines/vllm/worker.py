@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mx.engines.replica.lender import ASLEEP, DISCARDED
-from mx.engines.replica.run import Loading
+from mx.engines.replica.run import RankLoading
 
 #: What `status` is called as a method of vLLM's workers.
 STATUS_METHOD = "mx_peer_status"
@@ -20,7 +20,7 @@ _EXTENSION, _UPDATE, _RELOAD = "an extension", "an update", "a reload"
 class _Watched:
     """What one worker loaded, and lends."""
 
-    def __init__(self, loading: Loading, vllm_config: Any) -> None:
+    def __init__(self, loading: RankLoading, vllm_config: Any) -> None:
         self.loading, self.vllm_config = loading, vllm_config
         #: How many blocks of `changing` are open, one in the other, and whether one has failed.
         self.blocks, self.failed = 0, False
@@ -100,7 +100,7 @@ def changing(worker: Any) -> Iterator[None]:
             watched.restore(_EXTENSION, failed=watched.failed)
 
 
-def watch(loading: Loading, vllm_config: Any) -> None:
+def watch(loading: RankLoading, vllm_config: Any) -> None:
     """Withdraw what this process lends around the worker's calls that change it.
 
     Args:

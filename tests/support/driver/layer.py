@@ -19,7 +19,7 @@ import numpy as np
 
 from mx.cuda.device import Device
 from mx.cuda.driver import load
-from mx.graphs.package import Place
+from mx.graphs.package import GraphPlace
 from mx.graphs.region import Region
 from mx.graphs.tensors import RegionTensor
 from tests.support.driver import calling
@@ -107,16 +107,16 @@ class Layer:
         for name, shape in shapes.items():
             nbytes = 4 * int(np.prod(shape))
             offset = region.allocate(nbytes) - region.base
-            self.tensors[name] = region.tensor(Place(name, 0, offset, nbytes, "F32", shape))
+            self.tensors[name] = region.tensor(GraphPlace(name, 0, offset, nbytes, "F32", shape))
         self.address = {name: each.address for name, each in self.tensors.items()}
         self._streams = [calling.stream(), calling.stream()]
         self._events = [calling.call("cuEventCreate", 2) for _ in range(2)]
 
-    def at(self, name: str) -> Place:
+    def at(self, name: str) -> GraphPlace:
         """Return a tensor's place."""
         tensor = self.tensors[name]
         offset = tensor.address - self.region.base
-        return Place(name, 0, offset, tensor.nbytes, "F32", tensor.shape)
+        return GraphPlace(name, 0, offset, tensor.nbytes, "F32", tensor.shape)
 
     def fill(self, weights: Values, x: bytes) -> None:
         """Write weights and an input."""

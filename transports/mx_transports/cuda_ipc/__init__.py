@@ -71,14 +71,14 @@ class CudaIpcTransport:
             LocalError: It can't be exported.
         """
         if any(device_of(region.view) == CPU for region in regions):
-            raise UnsuitedError("cuda_ipc offers GPU memory, and this is in the host")
+            raise UnsuitedError("cuda_ipc serves GPU memory, and this is in the host")
         return GpuExposure(self.name, MAGIC, regions, options)
 
     def open(self, grant: Grant) -> Session:
         """Connect to an exposure, and map its memory.
 
         Raises:
-            SourceError: The source can't be reached, its memory can't be mapped, or it offers other
+            SourceError: The source can't be reached, its memory can't be mapped, or it serves other
                 weights.
         """
         if grant.place.device == CPU:

@@ -74,7 +74,7 @@ class ShmTransport:
         """Connect to an exposure.
 
         Raises:
-            SourceError: The source can't be reached, its memory can't be read, or it offers other
+            SourceError: The source can't be reached, its memory can't be read, or it serves other
                 weights.
         """
         from mx_transports.shm.session import ShmSession, ShmSource

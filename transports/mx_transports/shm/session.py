@@ -50,7 +50,7 @@ STEP_BYTES = 2 * MIB
 
 
 @dataclass(slots=True)
-class _RemoteRegion:
+class _ProcessRegion:
     """A region in the source's process. A scattered one has columns of its places: where each
     begins in the region, its address, its length."""
 
@@ -136,7 +136,7 @@ class ShmSource(LocalSource):
 
     def __init__(self, grant: Grant, ticket: LocalTicket) -> None:
         super().__init__("shm", MAGIC, grant, ticket)
-        self.regions: dict[int, _RemoteRegion] = {}
+        self.regions: dict[int, _ProcessRegion] = {}
         #: The digests that the source states of the grant's content, if it states any.
         self.digests: mmap.mmap | None = None
 
@@ -156,7 +156,7 @@ class ShmSource(LocalSource):
                 if index in self.regions or (attached and (scattered or not descriptors)):
                     raise self.wrong("its list of regions is malformed")
                 descriptor = descriptors.pop(0) if attached else None
-                self.regions[index] = _RemoteRegion(nbytes, address, descriptor)
+                self.regions[index] = _ProcessRegion(nbytes, address, descriptor)
                 places[index] = scattered
         if digests_nbytes:
             self._receive_digests(digests_nbytes)
@@ -165,7 +165,7 @@ class ShmSource(LocalSource):
         for index, scattered in places.items():
             self._receive_places(self.regions[index], scattered)
 
-    def _receive_places(self, region: _RemoteRegion, count: int) -> None:
+    def _receive_places(self, region: _ProcessRegion, count: int) -> None:
         columns = array(PLACE, bytes(8 * 3 * count))
         if not count:
             return

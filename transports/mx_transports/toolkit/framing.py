@@ -110,7 +110,7 @@ def decode_ticket(data: bytes, peer: str) -> Ticket:
         PeerProtocolError: The ticket is malformed. The types of its fields are not checked.
     """
     try:
-        check_json(data, most_bytes=MAX_TICKET_PARSED_BYTES)
+        check_json(data, most_nbytes=MAX_TICKET_PARSED_BYTES)
         document = json.loads(data)
         key, secret = bytes.fromhex(document.pop("key")), bytes.fromhex(document.pop("secret"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -2,7 +2,7 @@
 
 The kernel names the process that listens, but the ticket may have come from another one, of any
 user, that relays a ticket of this process for other weights. So this process says itself which
-weights it offers, and a reader that wants others leaves.
+weights it serves, and a reader that wants others leaves.
 
 Over the connection go descriptors: of memory, and of the grant's control page, a memfd that the
 source writes and its reader maps. Whether the grant still stands, and the memory's generation,
@@ -209,7 +209,7 @@ class LocalSource:
         """Receive what `send_control` sent, map the page, and return the fields of `head`.
 
         Raises:
-            SourceError: The source does not offer what the grant is for.
+            SourceError: The source does not serve what the grant is for.
         """
         data, control = self.receive(_CONTENT.size + head.size, 1)
         generation, nbytes, label = _CONTENT.unpack_from(data)
@@ -231,12 +231,12 @@ class LocalSource:
             return
         holder = "the process that holds its memory"
         if content and content != wanted:
-            raise self.wrong(f"{holder} offers other weights than it says")
+            raise self.wrong(f"{holder} serves other weights than it says")
         if generation != self.grant.generation:
             # The label is of another generation, and says nothing about the grant's.
             raise framing.refusal(framing.STALE, self.peer)
         if not content:
-            raise self.wrong(f"{holder} does not say which weights it offers")
+            raise self.wrong(f"{holder} does not say which weights it serves")
 
     def receive(self, nbytes: int, at_most: int) -> tuple[bytearray, list[int]]:
         """Receive so many bytes and up to `at_most` descriptors, which this source closes."""

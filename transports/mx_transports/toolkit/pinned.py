@@ -17,7 +17,7 @@ from itertools import groupby
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.errors import GONE_CODES, CudaError
-from mx.cuda.ring import MAX_COPIES, PinnedRing, Slot
+from mx.cuda.ring import MAX_COPIES, PinnedRing, RingSlot
 from mx.transport import DeviceView
 from mx.units import KIB, MIB
 from mx_transports.toolkit.stream import SocketStream
@@ -90,10 +90,10 @@ class PinnedSender:
         self._ends.close()
 
 
-class _Filled:
+class _FilledSlot:
     """A slot with device memory in it, of which the first `done` bytes were sent."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: RingSlot) -> None:
         self.slot = slot
         self.spans: list[DeviceView] = []
         self.nbytes = self.done = 0
@@ -113,7 +113,7 @@ class _Feed:
     def __init__(self, ring: PinnedRing, spans: Iterator[DeviceView]) -> None:
         self._ring = ring
         self._left = deque(span for span in spans if len(span))
-        self._filled: deque[_Filled] = deque()
+        self._filled: deque[_FilledSlot] = deque()
         self._size = ring.slot_nbytes
 
     def may_wait(self) -> bool:
@@ -137,8 +137,8 @@ class _Feed:
                 self._copy(slot)
         return True
 
-    def _copy(self, slot: Slot) -> None:
-        filled = _Filled(slot)
+    def _copy(self, slot: RingSlot) -> None:
+        filled = _FilledSlot(slot)
         self._filled.append(filled)  # so that `close` gives the slot back, whatever happens
         while self._left and filled.nbytes < self._size and len(filled.spans) < MAX_COPIES:
             span = self._left.popleft()

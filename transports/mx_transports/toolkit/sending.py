@@ -56,10 +56,10 @@ class SendingExposure(SocketExposure):
             super().__init__(name=name, magic=magic, options=options, listen=listen)
             undo.pop_all()
         self._limiter = options.limiter
-        self._sent_bytes = 0
+        self._sent_nbytes = 0
 
     def sent_bytes(self) -> int:
-        return self._sent_bytes
+        return self._sent_nbytes
 
     def sent_to(self, grant_id: str) -> int:
         with self.lock:
@@ -147,5 +147,5 @@ class SendingExposure(SocketExposure):
 
     def _count_sent(self, grant: GrantState, nbytes: int) -> None:
         with self.lock:
-            self._sent_bytes += nbytes
+            self._sent_nbytes += nbytes
             grant.sent_nbytes += nbytes

@@ -18,7 +18,7 @@ from typing import cast
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.errors import GONE_CODES, CudaError
-from mx.cuda.ring import MAX_COPIES, PinnedRing, SharedPinned, Slot
+from mx.cuda.ring import MAX_COPIES, PinnedRing, RingSlot, SharedPinned
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions
 from mx.units import MIB
@@ -33,7 +33,7 @@ SLOTS = 16
 LOOK_S = 1e-3
 
 
-class Slots:
+class StagingSlots:
     """The slots of one exposure. Thread-safe.
 
     Args:
@@ -79,7 +79,7 @@ class Slots:
         """True while no slot is free."""
         return not self._ring.free
 
-    def take(self, grant: GrantState, more: bool) -> Slot | None:
+    def take(self, grant: GrantState, more: bool) -> RingSlot | None:
         """Return a slot, or None if there is none now; connections that have one get `more` only
         while half of the slots are free. Raises ConnectionError: the GPU fails."""
         with self._lock, self._edge():
@@ -89,7 +89,7 @@ class Slots:
             self._taken[grant.key] += slot is not None
             return slot
 
-    def give(self, grant: GrantState, slot: Slot) -> None:
+    def give(self, grant: GrantState, slot: RingSlot) -> None:
         """Take a slot back, once nothing is copied into it any more."""
         with contextlib.suppress(CudaError):  # the GPU is lost: nothing copies
             slot.wait()
@@ -99,7 +99,7 @@ class Slots:
                 del self._taken[grant.key]
         self._ring.give(slot)
 
-    def offset(self, slot: Slot) -> int:
+    def offset(self, slot: RingSlot) -> int:
         """Return where a slot begins in the memfd."""
         return slot.address - self._ring.memory.address
 
@@ -114,13 +114,13 @@ class Slots:
         whole = sum(map(len, found)) == sum(map(len, spans))
         return list(filter(len, found)) if whole else None
 
-    def fill(self, slot: Slot, spans: Sequence[DeviceView], offset: int) -> None:
+    def fill(self, slot: RingSlot, spans: Sequence[DeviceView], offset: int) -> None:
         """Queue the copies of memory into a slot, from `offset` on. Raises ConnectionError: the GPU
         fails."""
         with self._edge():
             self._ring.gather(slot, spans, offset=offset)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: RingSlot) -> None:
         """Return once a slot is filled. Raises ConnectionError: the GPU fails."""
         with self._edge():
             slot.wait()
@@ -140,24 +140,26 @@ class Slots:
         self._ends.close()
 
 
-class _Step:
+class _SlotStep:
     """A reader's step: its `spans` (None: there are none such) are copied into `slot` once it has
     one; `number` names it."""
 
     def __init__(self, number: int, generation: int, spans: list[DeviceView] | None) -> None:
         self.number, self.generation, self.spans = number, generation, spans
-        self.slot: Slot | None = None
+        self.slot: RingSlot | None = None
         self.since_s = 0.0
         self.copied, self.copied_nbytes = 0, 0  # or about to be: spans, and their bytes
 
 
-class Turns:
+class SlotSteps:
     """The steps of one connection, in their order: wait for a slot, are filled, are read.
 
     Used by the connection's thread alone; `close` gives its slots back.
     """
 
-    def __init__(self, slots: Slots, grant: GrantState, status: Callable[[int], int]) -> None:
+    def __init__(
+        self, slots: StagingSlots, grant: GrantState, status: Callable[[int], int]
+    ) -> None:
         """
         Args:
             slots: The exposure's.
@@ -165,9 +167,9 @@ class Turns:
             status: Returns the status of a read that names a generation, as of now.
         """
         self._slots, self._grant, self._status = slots, grant, status
-        self._waiting: deque[_Step] = deque()
-        self._filling: deque[_Step] = deque()
-        self._read: dict[int, _Step] = {}
+        self._waiting: deque[_SlotStep] = deque()
+        self._filling: deque[_SlotStep] = deque()
+        self._read: dict[int, _SlotStep] = {}
 
     @property
     def wait_s(self) -> float | None:
@@ -178,7 +180,7 @@ class Turns:
 
     def begin(self, number: int, generation: int, table: memoryview) -> None:
         """Queue a step of the pieces in a table. No step with this number is under way."""
-        self._waiting.append(_Step(number, generation, self._slots.find(table)))
+        self._waiting.append(_SlotStep(number, generation, self._slots.find(table)))
 
     def end(self, number: int) -> None:
         """End a step, which `answers` has named, unless the reader is wrong: then do nothing."""
@@ -217,7 +219,7 @@ class Turns:
             if time.monotonic() - oldest.since_s > self._slots.patience_s:
                 raise TimeoutError("a slot of pinned memory is held while others wait")
 
-    def _fill(self, step: _Step) -> bool:
+    def _fill(self, step: _SlotStep) -> bool:
         """Have a step's memory copied. Returns False if there is no slot for it now."""
         if step.spans:
             step.slot = self._slots.take(self._grant, bool(self._filling or self._read))
@@ -226,7 +228,7 @@ class Turns:
             self._copy(step, step.slot)
         return True
 
-    def _copy(self, step: _Step, slot: Slot) -> bool:
+    def _copy(self, step: _SlotStep, slot: RingSlot) -> bool:
         """Queue the next of a step's copies. Returns False if there are none left."""
         part = (step.spans or [])[step.copied : step.copied + MAX_COPIES]
         if part:

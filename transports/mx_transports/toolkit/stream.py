@@ -378,7 +378,7 @@ class SocketStream:
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of `views` without their first `nbytes` bytes."""
+    """Return `views` without their first `nbytes` bytes."""
     index = 0
     while index < len(views) and nbytes >= len(views[index]):
         nbytes -= len(views[index])

@@ -45,7 +45,7 @@ from mx_transports.ucx.wire import (
 )
 
 if TYPE_CHECKING:
-    from mx_transports.toolkit.slots import Slots, Turns
+    from mx_transports.toolkit.slots import SlotSteps, StagingSlots
 
 #: How long an agent outlives its last reader, so that the next one does not wait for another.
 LINGER_S = 30.0
@@ -76,7 +76,7 @@ class UcxExposure(SocketExposure):
             )
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"ucx exposes at most {MAX_REGIONS} regions, not {len(regions)}")
-        self._slots: Slots | None = None
+        self._slots: StagingSlots | None = None
         self._bindings = bindings
         self._place = options.place
         self._agents: dict[str, AgentProcess] = {}
@@ -85,9 +85,9 @@ class UcxExposure(SocketExposure):
         options = replace(options, ports=range(0), at_peer=False, background=False)
         with contextlib.ExitStack() as undo:
             if any(devices_of(region.view) for region in regions):
-                from mx_transports.toolkit.slots import Slots
+                from mx_transports.toolkit.slots import StagingSlots
 
-                self._slots = slots = Slots(regions, options)
+                self._slots = slots = StagingSlots(regions, options)
                 undo.callback(slots.close)
                 self._mapped = [(slots.memfd, slots.nbytes)]
                 self._regions = [(region.index, len(region.view)) for region in regions]
@@ -229,12 +229,12 @@ class UcxExposure(SocketExposure):
             if turns is not None:
                 turns.close()
 
-    def _turns(self, grant: GrantState) -> Turns | None:
+    def _turns(self, grant: GrantState) -> SlotSteps | None:
         if self._slots is None:
             return None
-        from mx_transports.toolkit.slots import Turns
+        from mx_transports.toolkit.slots import SlotSteps
 
-        return Turns(self._slots, grant, self.status)
+        return SlotSteps(self._slots, grant, self.status)
 
 
 def _sealed(region: ExposedRegion) -> tuple[int, int]:

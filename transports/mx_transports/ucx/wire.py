@@ -74,7 +74,7 @@ class AgentInfo:
 def decode_info(data: bytes, peer: str) -> AgentInfo:
     """Read what `AgentInfo.encode` returned. Raises PeerProtocolError for anything malformed."""
     try:
-        check_json(data, most_bytes=MAX_TICKET_PARSED_BYTES)
+        check_json(data, most_nbytes=MAX_TICKET_PARSED_BYTES)
         document = json.loads(data)
         regions = {}
         for index, address, nbytes in document["regions"]:

@@ -13,13 +13,13 @@ import select
 import threading
 from itertools import chain
 
-from mx.cuda.device import Device, Event, PinnedMemory, Stream
+from mx.cuda.device import CudaEvent, CudaStream, Device, PinnedMemory
 from mx.errors import LocalError, PeerRefusedError
 from mx.transport import DeviceView, Span
 from mx.units import MIB
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.cuda.remote import RemoteMemory
-from mx_transports.toolkit.cuda.wire import RemoteRegion, Where
+from mx_transports.toolkit.cuda.wire import RegionKind, RemoteRegion
 from mx_transports.toolkit.slicing import Slice
 
 #: Of steps that go straight from GPU to GPU. At half of an H200's 4.8 TB/s (its datasheet) this
@@ -42,12 +42,12 @@ class _Stage:
         self.memory: PinnedMemory | None = None
         self.view = memoryview(b"")
         #: By the GPU's ordinal; those of `streams` say when the step is done.
-        self.events: dict[int, Event] = {}
-        self.streams: list[Stream] = []
+        self.events: dict[int, CudaEvent] = {}
+        self.streams: list[CudaStream] = []
         #: What is to be copied out of the stage then.
         self.drains: list[tuple[int, memoryview]] = []
 
-    def touch(self, stream: Stream) -> None:
+    def touch(self, stream: CudaStream) -> None:
         if stream not in self.streams:
             self.streams.append(stream)
 
@@ -70,7 +70,7 @@ class Copier:
         self._remote = remote
         self._target = target
         self._step_nbytes = step_nbytes
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, CudaStream] = {}
         self._stages = [_Stage() for _ in range(STAGES)]
         remote.register(self.poll)
 
@@ -175,7 +175,7 @@ class Copier:
             raise LocalError(f"{self._remote.path} is for memory of which one side is a GPU's")
         middle = self._memory(stage, self._target) + at
         view = stage.view[at : at + nbytes]
-        if region.where is Where.MEMFD:
+        if region.where is RegionKind.MEMFD:
             kernel.read_descriptor(region.descriptor, part.offset, view, self._remote.peer)
         else:
             remote = [(region.address + part.offset, view)]
@@ -183,7 +183,9 @@ class Copier:
         self._onwards(stage, middle, span, None)
         return at + nbytes
 
-    def _onwards(self, stage: _Stage, middle: int, span: DeviceView, after: Event | None) -> None:
+    def _onwards(
+        self, stage: _Stage, middle: int, span: DeviceView, after: CudaEvent | None
+    ) -> None:
         """From the stage's memory to the target, once `after` has happened."""
         device = self._target
         assert device is not None
@@ -201,17 +203,17 @@ class Copier:
         would cost more than the call."""
         return _AS_IT_IS if device is self.home else device.current()
 
-    def _stream(self, device: Device) -> Stream:
+    def _stream(self, device: Device) -> CudaStream:
         found = self._streams.get(device.ordinal)
         if found is None:
-            found = self._streams[device.ordinal] = Stream(device)
+            found = self._streams[device.ordinal] = CudaStream(device)
         return found
 
-    def _record(self, stage: _Stage, stream: Stream) -> Event:
+    def _record(self, stage: _Stage, stream: CudaStream) -> CudaEvent:
         ordinal = stream.device.ordinal
         event = stage.events.get(ordinal)
         if event is None:
-            event = stage.events[ordinal] = Event(stream.device)
+            event = stage.events[ordinal] = CudaEvent(stream.device)
         with self._on(stream.device):
             stream.device.driver.event_record(event.handle, stream.handle)
         return event

@@ -21,8 +21,8 @@ from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView
 from mx.views import located_spans
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.cuda import wire
-from mx_transports.toolkit.cuda.places import Places
-from mx_transports.toolkit.cuda.wire import Allocation, Export, RemoteRegion, Where
+from mx_transports.toolkit.cuda.places import ScatterTable
+from mx_transports.toolkit.cuda.wire import Allocation, Export, RegionKind, RemoteRegion
 from mx_transports.toolkit.exposure import GrantState
 from mx_transports.toolkit.local import BATCH, LocalExposure
 from mx_transports.toolkit.stream import SocketStream
@@ -204,7 +204,7 @@ class GpuExposure(LocalExposure):
             regions = self._regions[first : first + BATCH]
             stream.send_descriptors(
                 b"".join(region.pack() for region in regions),
-                [region.descriptor for region in regions if region.where is Where.MEMFD],
+                [region.descriptor for region in regions if region.where is RegionKind.MEMFD],
             )
         places = [region.places.pack() for region in self._regions if region.places is not None]
         stream.send_all([columns for columns in places if columns])
@@ -213,11 +213,11 @@ class GpuExposure(LocalExposure):
 def _described(region: ExposedRegion) -> RemoteRegion:
     nbytes = len(region.view)
     if isinstance(region.view, ScatteredView):
-        places = Places.of(region.view)
-        return RemoteRegion(region.index, 0, nbytes, Where.SCATTERED, places=places)
+        places = ScatterTable.of(region.view)
+        return RemoteRegion(region.index, 0, nbytes, RegionKind.SCATTERED, places=places)
     if isinstance(region.view, DeviceView):
-        return RemoteRegion(region.index, region.view.address, nbytes, Where.DEVICE)
+        return RemoteRegion(region.index, region.view.address, nbytes, RegionKind.DEVICE)
     # A descriptor of memory that can still be written is not handed out.
     if region.memfd is not None and kernel.fully_sealed(region.memfd):
-        return RemoteRegion(region.index, region.address, nbytes, Where.MEMFD, region.memfd)
-    return RemoteRegion(region.index, region.address, nbytes, Where.PROCESS)
+        return RemoteRegion(region.index, region.address, nbytes, RegionKind.MEMFD, region.memfd)
+    return RemoteRegion(region.index, region.address, nbytes, RegionKind.PROCESS)

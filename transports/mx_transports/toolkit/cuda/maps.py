@@ -14,7 +14,7 @@ from mx_transports.toolkit.cuda.wire import Allocation, Export
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MappedRun:
     """Source addresses [base, base + nbytes) are at `address` here. `device` may reach them."""
 
     base: int
@@ -36,7 +36,7 @@ class Maps:
         self._peer = peer
         self._device_for = device_for
         self._taken: list[tuple[Allocation, int]] = []
-        self._runs: list[Run] = []
+        self._runs: list[MappedRun] = []
         self._bases: list[int] = []
         self._memories: list[IpcMemory | VmmMemory] = []
         self._last_work: dict[str, LastWork] = {}  # by the UUID of the GPU that maps
@@ -99,7 +99,7 @@ class Maps:
             self._memories.append(memory)
             address = memory.address
         self._check(first, device, address, nbytes)
-        self._runs.append(Run(first.base, nbytes, address, first.uuid, device))
+        self._runs.append(MappedRun(first.base, nbytes, address, first.uuid, device))
 
     def _reach(self, device: Device, uuid: str) -> None:
         with Device.open(device.driver, uuid) as other, device.current():
@@ -131,7 +131,7 @@ class Maps:
                 f"{self._peer}: a region lies outside of its allocations", peer=self._peer
             )
 
-    def pieces(self, address: int, nbytes: int) -> Iterator[tuple[Run, int, int]]:
+    def pieces(self, address: int, nbytes: int) -> Iterator[tuple[MappedRun, int, int]]:
         """Yield (run, address here, nbytes) of source addresses, up to the first not mapped."""
         end = address + nbytes
         while address < end:

@@ -15,7 +15,7 @@ MAX_PLACES = 1 << 21
 _WORD = "Q"
 
 
-class Places:
+class ScatterTable:
     """Columns of where each place begins in the region, its address at the source, its length."""
 
     def __init__(
@@ -24,7 +24,7 @@ class Places:
         self.begins, self.addresses, self.lengths = begins, addresses, lengths
 
     @classmethod
-    def of(cls, view: ScatteredView) -> Places:
+    def of(cls, view: ScatteredView) -> ScatterTable:
         """Return the places of a view of GPU memory. Raises LocalError for other memory, and where
         there are too many."""
         begins, spans = view.located()
@@ -43,7 +43,7 @@ class Places:
         return memoryview(columns).cast("B")
 
     @classmethod
-    def unpack(cls, data: memoryview, region_nbytes: int) -> Places:
+    def unpack(cls, data: memoryview, region_nbytes: int) -> ScatterTable:
         """Return what `pack` made. Raises ValueError for what no source of mx sends."""
         columns = array(_WORD, bytes(data))
         if sys.byteorder == "little":

@@ -17,8 +17,8 @@ from mx.errors import LocalPathError, PathError, PeerProtocolError
 from mx.transport import Grant
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.maps import Maps
-from mx_transports.toolkit.cuda.places import MAX_PLACES, Places
-from mx_transports.toolkit.cuda.wire import Allocation, RemoteRegion, Where
+from mx_transports.toolkit.cuda.places import MAX_PLACES, ScatterTable
+from mx_transports.toolkit.cuda.wire import Allocation, RegionKind, RemoteRegion
 from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
 
 
@@ -90,11 +90,13 @@ class RemoteMemory(LocalSource):
             batch = min(BATCH, regions - first)
             data, descriptors = self.receive(wire.REGION.size * batch, batch)
             for index, address, nbytes, where in wire.REGION.iter_unpack(data):
-                if index in self.regions or (where == Where.MEMFD and not descriptors):
+                if index in self.regions or (where == RegionKind.MEMFD and not descriptors):
                     raise self.wrong("its list of regions is malformed")
-                descriptor = descriptors.pop(0) if where == Where.MEMFD else -1
-                self.regions[index] = RemoteRegion(index, address, nbytes, Where(where), descriptor)
-                if where == Where.SCATTERED:
+                descriptor = descriptors.pop(0) if where == RegionKind.MEMFD else -1
+                self.regions[index] = RemoteRegion(
+                    index, address, nbytes, RegionKind(where), descriptor
+                )
+                if where == RegionKind.SCATTERED:
                     scattered[index] = address
         if sum(scattered.values()) > MAX_PLACES:
             raise self.wrong("its list of places is too long")
@@ -103,7 +105,7 @@ class RemoteMemory(LocalSource):
             if data:
                 self.fill(memoryview(data))
             region = self.regions[index]
-            places = Places.unpack(memoryview(data), region.nbytes)
+            places = ScatterTable.unpack(memoryview(data), region.nbytes)
             self.regions[index] = replace(region, address=0, places=places)
 
     def map(self) -> None:

@@ -27,7 +27,7 @@ from mx_transports.toolkit.session import ThreadedSession
 from mx_transports.toolkit.slicing import Slice, steps
 
 
-class _Job:
+class _TakenRead:
     """A read that a thread has taken and not completed."""
 
     def __init__(self, read: Read, step_nbytes: int) -> None:
@@ -37,22 +37,22 @@ class _Job:
         )
 
 
-class _Flight(NamedTuple):
+class _StartedStep(NamedTuple):
     """A step that was started: its number, and how much of its read it completes."""
 
     number: int
-    job: _Job
+    job: _TakenRead
     landed: int
 
 
-class _Work:
+class _ThreadReads:
     """One thread's reads under way, oldest first."""
 
     def __init__(self) -> None:
-        self.jobs: list[_Job] = []
-        self.flights: deque[_Flight] = deque()
+        self.jobs: list[_TakenRead] = []
+        self.flights: deque[_StartedStep] = deque()
         #: The job whose steps are being started: the last one, or None.
-        self.current: _Job | None = None
+        self.current: _TakenRead | None = None
         self.started = 0
 
 
@@ -189,7 +189,7 @@ class GpuSession(ThreadedSession):
             self._carry_on(copier)
 
     def _carry_on(self, copier: Copier) -> None:
-        work, busy = _Work(), False
+        work, busy = _ThreadReads(), False
         try:
             while True:
                 busy = self._start_steps(copier, work, busy)
@@ -209,15 +209,15 @@ class GpuSession(ThreadedSession):
             with contextlib.suppress(CudaError):
                 copier.close()
 
-    def _next(self, work: _Work, *, wait: bool) -> bool:
+    def _next(self, work: _ThreadReads, *, wait: bool) -> bool:
         read = self.take(wait=wait)
         if read is None:
             return False
-        work.current = _Job(read, self._step_nbytes)
+        work.current = _TakenRead(read, self._step_nbytes)
         work.jobs.append(work.current)
         return True
 
-    def _start_steps(self, copier: Copier, work: _Work, busy: bool) -> bool:
+    def _start_steps(self, copier: Copier, work: _ThreadReads, busy: bool) -> bool:
         """Start what there are stages for. Returns whether the thread is busy now."""
         while len(work.flights) < STAGES:
             if work.current is None and not self._next(work, wait=False):
@@ -239,7 +239,7 @@ class GpuSession(ThreadedSession):
                 work.current = None
         return busy
 
-    def _start_step(self, copier: Copier, job: _Job, number: int) -> _Flight:
+    def _start_step(self, copier: Copier, job: _TakenRead, number: int) -> _StartedStep:
         parts, landed = next(job.steps, ([], 0))
         if landed <= self._step_nbytes:  # the first one
             self.check_bounds(job.read)
@@ -255,9 +255,9 @@ class GpuSession(ThreadedSession):
             except MxError:
                 copier.discard(number)
                 raise
-        return _Flight(number, job, landed)
+        return _StartedStep(number, job, landed)
 
-    def _land(self, copier: Copier, work: _Work) -> None:
+    def _land(self, copier: Copier, work: _ThreadReads) -> None:
         number, job, landed = work.flights.popleft()
         try:
             try:
@@ -281,7 +281,7 @@ class GpuSession(ThreadedSession):
             work.jobs.remove(job)
             job.read.sink.done()
 
-    def _give_up(self, copier: Copier, work: _Work, job: _Job, error: MxError) -> None:
+    def _give_up(self, copier: Copier, work: _ThreadReads, job: _TakenRead, error: MxError) -> None:
         """Fail a job once nothing of it runs any more."""
         self._synchronize(copier)
         kept = [flight for flight in work.flights if flight.job is not job]

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mx.cuda.driver import IPC_HANDLE_BYTES
-from mx_transports.toolkit.cuda.places import Places
+from mx_transports.toolkit.cuda.places import ScatterTable
 
 #: Numbers of allocations and of regions.
 GREETING = struct.Struct("!II")
@@ -38,7 +38,7 @@ class Export(enum.IntEnum):
     FD = 2  # virtual memory management's, by a descriptor
 
 
-class Where(enum.IntEnum):
+class RegionKind(enum.IntEnum):
     DEVICE = 0
     MEMFD = 1
     PROCESS = 2
@@ -80,13 +80,13 @@ class RemoteRegion:
     index: int
     address: int
     nbytes: int
-    where: Where
+    where: RegionKind
     descriptor: int = -1
-    places: Places | None = None
+    places: ScatterTable | None = None
 
     @property
     def on_gpu(self) -> bool:
-        return self.where in (Where.DEVICE, Where.SCATTERED)
+        return self.where in (RegionKind.DEVICE, RegionKind.SCATTERED)
 
     def pack(self) -> bytes:
         address = self.address if self.places is None else len(self.places.begins)
