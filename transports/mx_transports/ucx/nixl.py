@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from mx import config
 from mx.errors import PathError, PeerLostError, SourceError
 from mx_transports.ucx import agent as agent_program
-from mx_transports.ucx.wire import LOOPBACK_DEVICE
 
 #: Distribution by package. The first that is there is used, but one that the process has loaded
 #: already comes before it: types of two copies would collide.
 PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
+LOOPBACK_DEVICE = "lo"
 
 #: What UCX and NIXL take from the environment alone, at the moment they are loaded: they log to
 #: standard output otherwise, catch SIGSEGV in place of faulthandler, and start a thread for a

@@ -24,6 +24,7 @@ from mx.core.topology import Nic, Place
 from mx.errors import PeerProtocolError
 from mx.units import KIB
 from mx_transports.toolkit.reach import is_loopback
+from mx_transports.ucx.nixl import LOOPBACK_DEVICE
 
 MAGIC = b"mxucx\0\0\2"
 
@@ -39,8 +40,6 @@ BEGIN, END = 1, 2
 RESPONSE = struct.Struct("!IIQ")
 #: Smaller slots would make a read a matter of messages.
 MIN_SLOT_BYTES = 64 * KIB
-
-LOOPBACK_DEVICE = "lo"
 
 
 @dataclass(frozen=True)
