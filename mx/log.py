@@ -100,6 +100,18 @@ class Throttle:
         return [each for each in ended if each[1]]
 
 
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at that moment: a progress display puts itself in its place,
+    and writes lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def set_up(
     level: str,
     style: str,
@@ -114,7 +126,7 @@ def set_up(
         stream: The output, by default standard error.
         words: Translates a text into the words of the interface that the user sees.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _StandardError() if stream is None else logging.StreamHandler(stream)
     handler.set_name("mx")
     handler.setFormatter(_Json(words) if style == "json" else TextFormatter(words))
     root = logging.getLogger()

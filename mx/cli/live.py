@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mx.cli.outcome import notes, say, shows_progress
 from mx.text import plain
@@ -45,10 +43,7 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with (
-        Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars,
-        _logs_above(),
-    ):
+    with Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars:
         task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -83,7 +78,7 @@ def follow(pull: Pull, sought: str = "", wait_s: float = 0.0) -> PullReport:
         return Plain(render(progress, text, rows=notes().height - 6))
 
     # Frames are made here, not under the display's lock: what logs takes that one, too.
-    with Live(frame(), console=notes(), auto_refresh=False) as shown, _logs_above():
+    with Live(frame(), console=notes(), auto_refresh=False) as shown:
         try:
             report = _end_of(pull, FRAME_S, lambda: shown.update(frame(), refresh=True))
             shown.update(frame())
@@ -99,22 +94,6 @@ def _end_of(pull: Pull, interval_s: float, on_pause: Callable[[], None]) -> Pull
             return pull.wait(interval_s)
         except TimeoutError:
             on_pause()
-
-
-@contextmanager
-def _logs_above() -> Iterator[None]:
-    """Let log records go through what is shown, which has put itself in standard error's place: it
-    writes them above itself."""
-    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-    for handler in logging.getLogger().handlers:
-        if handler.get_name() == "mx" and isinstance(handler, logging.StreamHandler):
-            moved.append((handler, handler.setStream(sys.stderr)))
-    try:
-        yield
-    finally:
-        for handler, before in moved:
-            if before is not None:
-                handler.setStream(before)
 
 
 def _follow_plainly(pull: Pull, state: Callable[[Progress], str]) -> PullReport:

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from mx import log
 from mx.cli import live
 from mx.core.progress import LayerProgress, Progress
 from mx.errors import IncompleteError
+from tests.support.log_state import log_as_it_was
 
 layers = st.lists(
     st.builds(
@@ -97,20 +101,17 @@ def test_log_lines_are_written_above_what_is_shown(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(live, "notes", lambda: console)
     monkeypatch.setattr(live, "shows_progress", lambda: True)
     plain = io.StringIO()
-    handler = logging.StreamHandler(plain)
-    handler.set_name("mx")  # as `log.set_up` does
-    logging.getLogger().addHandler(handler)
-    try:
+    monkeypatch.setattr(sys, "stderr", plain)
+    with log_as_it_was():
+        log.set_up("warning", "text")
         with live.reading("folder") as on_progress:
             on_progress(0, 10)
             logging.getLogger("mx").warning("found it")
         with pytest.raises(IncompleteError):
             live.follow(WarningPull())  # type: ignore[arg-type]
         logging.getLogger("mx").warning("after it")
-    finally:
-        logging.getLogger().removeHandler(handler)
     assert "found it\n" in screen.getvalue() and "is away\n" in screen.getvalue()
-    assert plain.getvalue() == "after it\n"
+    assert re.fullmatch(r".* WARNING mx: after it\n", plain.getvalue())
 
 
 def test_no_bars_stay_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

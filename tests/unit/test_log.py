@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from mx import log
+from tests.support.log_state import log_as_it_was
 
 LOGGER = logging.getLogger("mx.tests.of_log")
 
@@ -19,12 +20,8 @@ LOGGER = logging.getLogger("mx.tests.of_log")
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     """Undo `set_up`, which changes the whole process, for the other tests."""
-    loggers = [logging.getLogger(), logging.getLogger("mx"), logging.getLogger("mx_transports")]
-    before = [(each, each.level, list(each.handlers)) for each in loggers]
-    yield
-    for logger, level, handlers in before:
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
+    with log_as_it_was():
+        yield
 
 
 def test_events_are_ordinary_records(caplog: pytest.LogCaptureFixture) -> None:
