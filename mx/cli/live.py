@@ -202,5 +202,5 @@ def render(progress: Progress, state: str, *, rows: int) -> Group:
             complete = ready == layers
             bar = ProgressBar(total=max(total, 1), completed=done if total else int(complete))
             held = Text("ready", style="green") if complete else Text(f"{ready}/{layers}")
-            table.add_row(Text(label), bar, held)
+            table.add_row(Text(plain(label)), bar, held)
     return Group(table, Text(state, style="bold"))

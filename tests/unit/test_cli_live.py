@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -41,6 +41,7 @@ def test_groups_hold_every_layer_once_and_fit(shown: list[LayerProgress], rows: 
 
 
 @given(layers)
+@example([LayerProgress(name, 1, 0, False) for name in ["a long name", *["a\x1eb"] * 15]])
 def test_any_snapshot_is_drawn_within_the_terminal(shown: list[LayerProgress]) -> None:
     console = Console(width=80, height=24, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     progress = Progress(5, 9, 1, len(shown), tuple(shown), "reading")
