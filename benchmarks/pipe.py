@@ -106,7 +106,7 @@ class Direction:
                 sent = passage.sink.send(data, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return time.monotonic() + _AGAIN_S
-            except OSError:  # nobody receives any more: its end comes as the next packet
+            except OSError:  # the receiver is gone: its end comes as the next packet
                 with contextlib.suppress(OSError):
                     passage.source.shutdown(socket.SHUT_RDWR)
                 sent = len(data)
@@ -140,7 +140,7 @@ def main() -> None:
         threading.Thread(target=_accept, args=(listener, int(port), up, down), daemon=True).start()
     print(json.dumps([each.getsockname()[1] for each in listeners]), flush=True)
     sys.stdin.read()
-    os._exit(0)  # its threads wait for nobody
+    os._exit(0)  # does not wait for its threads
 
 
 if __name__ == "__main__":

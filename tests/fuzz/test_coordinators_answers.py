@@ -67,7 +67,7 @@ def test_raw_bytes() -> None:
                             pass
 
                 attack()
-                server.close()  # what it asks for now, it asks of nobody
+                server.close()  # what it asks for now gets no answer
                 out, err = client.communicate(b"\n", timeout=60)
                 assert (client.returncode, out) == (0, b""), err.decode(errors="replace")
             finally:

@@ -254,7 +254,7 @@ def test_a_run_that_was_killed_as_a_set_had_arrived_is_no_hindrance(
         offer = _offer("", 1_700_000_000, tmp_path, asked, stack)
         with staging(tmp_path / "root", offer.signed.set_id) as arriving:
             arriving.mkdir()
-            (arriving / "set.safetensors").write_bytes(b"whole, and then nobody took it away")
+            (arriving / "set.safetensors").write_bytes(b"whole, and then never taken away")
         assert _obtain(tmp_path, trust, asked).set_id == offer.signed.set_id
 
 

@@ -154,7 +154,7 @@ LIVING = """
             tensors["layers.1.w"][-1] = 77
     say(**tried(lambda: mx.broadcast(tensors, src=2, on_layer=spoil)))
 
-    # Ranks whose tensors differ: nobody's are written to.
+    # Ranks whose tensors differ: those of no rank are written to.
     read_only = model(rank)["layers.0.w"].numpy()
     read_only.flags.writeable = False
     tensors = [model(rank), model(rank, extra=torch.ones(2)), model(rank),

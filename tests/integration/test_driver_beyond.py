@@ -208,7 +208,7 @@ begin(liar, 9, (0, 0, 1))  # the same number again
 assert gone(liar)
 liar.close()
 
-# All slots are held. Whoever holds one too long loses it once another one waits.
+# All slots are held. A reader that holds one too long loses it once another one waits.
 holders = [greeted(grant(f"holder {n}"))[0] for n in range(slots.SLOTS + 2)]
 for holder in holders:
     begin(holder, 0, (0, 0, MIB))

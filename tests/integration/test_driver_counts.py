@@ -75,7 +75,7 @@ def test_each_byte_is_copied_once(tmp_path: Path) -> None:
 
 
 def test_no_thread_polls(tmp_path: Path) -> None:
-    """Every operation is late, so that there is something to wait for; whoever waits sleeps, in mx
+    """Every operation is late, so that there is something to wait for; what waits sleeps, in mx
     and in the driver (CU_EVENT_BLOCKING_SYNC)."""
     targets = ["cuda:1 cuda_ipc", "cuda:1 pcie_p2p", "cpu pcie_p2p", "cuda:1 tcp"]
     targets += ["cuda:1 ucx"] if nixl.find() else []

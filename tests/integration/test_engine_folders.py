@@ -420,7 +420,7 @@ def test_sockets_of_killed_processes_are_swept(sockets: Path) -> None:
         killed, stays = listening(ends), listening(ends)
         killed.kill()
         killed.wait()
-        # A container's process, which shares the folder: its number is nobody's here.
+        # A container's process, which shares the folder: its number is that of no process here.
         elsewhere = folder / f"files-{killed.pid}-0.sock"
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(str(elsewhere))

@@ -38,7 +38,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_been_asked() -> Iterator[None]:
+def no_coordinator_has_been_asked() -> Iterator[None]:
     before = dict(coordinators._asked)
     coordinators._asked.clear()
     yield

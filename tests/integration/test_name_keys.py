@@ -96,7 +96,7 @@ def test_a_coordinator_restarts_inside_changing_while_a_replica_lives(site: Site
     assert site.means(1, "m:main")  # the replica, whose revision keeps its meaning
 
 
-def test_a_coordinator_restarts_inside_changing_and_nobody_else_holds_it(site: Site) -> None:
+def test_a_coordinator_restarts_inside_changing_and_no_other_source_holds_it(site: Site) -> None:
     owner = site.user("owner")
     owner.must(LENDS.format(seed=1))
     owner.must("change = source.changing(); change.__enter__()")

@@ -103,7 +103,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-#: What a stranger tries in turn, so that no room is left between what it has taken.
+#: What a stranger asks for in turn, so that smaller gaps are taken, too.
 SIZES_BYTES = (2 * MIB, 256 << 10, 32 << 10, 4 << 10, 64)
 
 

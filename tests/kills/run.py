@@ -105,10 +105,10 @@ class Coordinator:
         async def ask() -> None:
             await self.client.list_models()
 
-        await patiently(ask)
+        await until_answered(ask)
 
 
-async def patiently(work: Callable[[], Awaitable[_T]]) -> _T:
+async def until_answered(work: Callable[[], Awaitable[_T]]) -> _T:
     """Repeat a call while coordinators are away."""
     give_up_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -173,7 +173,7 @@ class Owner:
             )  # fmt: skip
 
         try:
-            answer = await patiently(ask)
+            answer = await until_answered(ask)
         except BindingError as error:
             self._counts.wrong.append(f"{self.name} refused its owner: {error}")
             return
@@ -230,7 +230,7 @@ class Owner:
             with translating(coordinator.remote):
                 await coordinator.stub.Deregister(asked, timeout=_CALL_S)
 
-        await patiently(ask)
+        await until_answered(ask)
         self._counts.did["deregistrations"] += 1
 
     async def check(self, client: CoordinatorClient | None = None) -> None:
@@ -240,7 +240,7 @@ class Owner:
         give_up_s = time.monotonic() + 5.0
         while True:
             try:
-                found = await patiently(
+                found = await until_answered(
                     lambda: (client or self.client(current=True)).resolve(self.name)
                 )
                 said = f"{found.model} {found.ref.identity.hex()[:8]}"

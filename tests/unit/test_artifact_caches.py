@@ -286,7 +286,7 @@ def test_an_error_of_the_reader_lays_nothing_out(place: Path) -> None:
 
 
 def test_leftovers_of_a_killed_process_are_removed(place: Path, tmp_path: Path) -> None:
-    """Only what nobody is at work on, and never what a link leads to."""
+    """Only what no process is at work on, and never what a link leads to."""
     code = """
 import os, sys
 from pathlib import Path

@@ -123,7 +123,7 @@ async def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_me
     assert state.begin_again() is None
 
 
-async def test_what_an_ended_edition_records_reaches_nobody() -> None:
+async def test_what_an_ended_edition_records_reaches_no_listener() -> None:
     state, seen = EventLog(0.0), list[int]()
     ready = state.begin_anew()
     ended = edition(state, ready)

@@ -97,7 +97,7 @@ def test_the_work_is_divided_evenly() -> None:
     deaths=st.integers(0, 2),
     seed=st.integers(0, 2**32),
 )
-def test_every_rank_gets_all_that_it_wants_whoever_dies(
+def test_every_rank_gets_all_that_it_wants_whichever_dies(
     layers: list[int], chunk_mib: int, ranks: int, deaths: int, seed: int
 ) -> None:
     rng = random.Random(seed)

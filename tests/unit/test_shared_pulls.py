@@ -136,7 +136,7 @@ def test_principals_take_turns_and_nothing_is_kept_of_pulls_that_are_gone() -> N
     assert not all_told(board, 100.0)
     alone = ProgressBoard()
     alone.report(0.0, object(), pull(), WHO)
-    assert not all_told(alone, 0.0), "who shares with nobody keeps nothing"
+    assert not all_told(alone, 0.0), "a pull that shares with no other keeps nothing"
 
 
 def test_rates_are_measured_of_pulls_elsewhere_too() -> None:

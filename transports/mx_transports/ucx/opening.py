@@ -38,7 +38,8 @@ def open_session(grant: Grant) -> UcxSession:
     try:
         host = stream.local_host
         # While the source starts its own: on the RDMA port, if there is one, as it will have one.
-        *_, device = "", *devices_at(grant.place, host)
+        devices = devices_at(grant.place, host)
+        device = devices[-1] if devices else ""
         agent = nixl.TargetAgent(grant.peer, device)
         dial.greet(MAGIC, stream, grant)
         info = _receive_info(stream, grant.peer)
