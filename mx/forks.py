@@ -12,11 +12,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 
 #: Returns True for a descriptor of mx, given its number and its link in /proc/self/fd.
 Belongs = Callable[[int, str], bool]
+
+#: While a thread holds this, no other one forks: a child would keep what is locked half done, as a
+#: module that is being imported, for ever. For what ends soon: a fork waits for it. A signal's
+#: handler may fork within.
+no_fork = threading.RLock()
+os.register_at_fork(
+    before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release
+)
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _tests: list[Belongs] = []

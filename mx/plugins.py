@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 
+from mx import forks
 from mx.core.topology import Place
 from mx.errors import LocalError, MxError
 from mx.transport import (
@@ -103,9 +104,10 @@ class LazyTransport:
 
     def prepare(self) -> None:
         """Have the transport load what `open` needs, if it is `Preparing`."""
-        made = self.loaded()
-        if isinstance(made, Preparing):
-            made.prepare()
+        with forks.no_fork:  # it imports modules, and loads libraries
+            made = self.loaded()
+            if isinstance(made, Preparing):
+                made.prepare()
 
     def probe(self) -> Viable | Unavailable:
         return self.loaded().probe()

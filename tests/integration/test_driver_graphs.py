@@ -173,7 +173,7 @@ from mx.memory.arrays import array_of
 with mx.graphs.region(REGION_BYTES) as region:
     known = []
     for dtype, bits in DTYPE_BITS.items():
-        tensor = region.tensor(Place("w", 0, 512, 12 * bits // 8, dtype, (3, 4)))
+        tensor = region.tensor(GraphPlace("w", 0, 512, 12 * bits // 8, dtype, (3, 4)))
         try:
             found = array_of("w", tensor)
         except Exception as error:
@@ -195,7 +195,7 @@ from mx.errors import CapacityError, ConfigError
 for shifted in (False, True):
     with mx.graphs.region(REGION_BYTES, shifted=shifted) as region:
         print([region.allocate(n) - region.base for n in (1, 512, 513, 1)])
-        assert not any(region.read(Place("w", 0, 0, 4096, "U8", (4096,))))  # zeros at first
+        assert not any(region.read(GraphPlace("w", 0, 0, 4096, "U8", (4096,))))  # zeros at first
         for again in (dict(nbytes=4096), dict(nbytes=REGION_BYTES, base=region.base + (2 << 20))):
             try:
                 with mx.graphs.region(**{"base": region.base} | again):

@@ -519,10 +519,13 @@ def test_loading_ucx_patches_no_function_and_imports_no_numpy() -> None:
 _FORKING = """
 import json, os, signal, sys, threading, time
 sys.path[:] = json.loads(sys.argv[1])
-from mx_transports.ucx import UcxTransport, nixl, opening
+from mx.plugins import transports
+
+ucx = transports()["ucx"]
 
 def load():
-    UcxTransport().prepare()
+    ucx.prepare()
+    from mx_transports.ucx import nixl
     return nixl.TargetAgent("peer", "lo").close()
 
 def child_while_loading(delay_s):

@@ -16,7 +16,6 @@ import importlib.util
 import os
 import resource
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 from mx import config
 from mx.errors import PathError, PeerLostError, SourceError
+from mx.forks import no_fork
 from mx_transports.ucx import agent as agent_program
 
 #: Distribution by package. The first that is there is used, but one that the process has loaded
@@ -65,15 +65,7 @@ UCX_SETTINGS = {
 #: Between two looks at everything else: one of UCX's own turns is done in about 50 us.
 POLL_S = 1e-3
 
-_load_lock = threading.RLock()  # a signal's handler may fork within it
 _loaded = False
-# A fork waits for a load that is under way: half of UCX, and its locks, would be of no use in the
-# child, and keep it from ending.
-os.register_at_fork(
-    before=_load_lock.acquire,
-    after_in_parent=_load_lock.release,
-    after_in_child=_load_lock.release,
-)
 
 
 class Installed(NamedTuple):
@@ -111,7 +103,7 @@ def _bindings(peer: str) -> ModuleType:
     try:
         if found.package in sys.modules:
             return importlib.import_module(name)
-        with _load_lock:
+        with no_fork:
             if name not in sys.modules:
                 # Linking sixty libraries takes a while: here without the interpreter lock.
                 ctypes.CDLL(None).dlopen(os.fsencode(found.bindings), os.RTLD_NOW)
@@ -139,21 +131,20 @@ def memlock_hint() -> str:
 
 @contextlib.contextmanager
 def _library_loaded() -> Iterator[None]:
-    """The process's first agent loads UCX, with its settings; later ones leave them alone."""
+    """The process's first agent loads UCX, with its settings; later ones leave them alone. No fork
+    happens meanwhile: each agent takes locks of UCX that are the process's."""
     global _loaded
-    with _load_lock:
-        if not _loaded:
-            with config.library_environment(LIBRARY_SETTINGS):
-                yield
-            _loaded = True
-            return
-    yield
+    with no_fork:
+        with config.library_environment({} if _loaded else LIBRARY_SETTINGS):
+            yield
+        _loaded = True
 
 
 def load(peer: str) -> None:
     """Have UCX loaded, which takes 0.1 s the first time. Raises PathError."""
-    if not _loaded:
-        TargetAgent(peer, LOOPBACK_DEVICE).close()  # of all devices it takes longer
+    with no_fork:
+        if not _loaded:
+            TargetAgent(peer, LOOPBACK_DEVICE).close()  # of all devices it takes longer
 
 
 class AddressRange(NamedTuple):
@@ -285,5 +276,6 @@ class TargetAgent:
             True once it is destroyed. False while something else still refers to it, and it may
             write to memory: to be called again.
         """
-        self._agent = None
+        with no_fork:
+            self._agent = None
         return self._alive() is None
