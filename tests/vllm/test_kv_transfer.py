@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from mx_transports.ucx import nixl
 from tests.support.daemon import ROOT
 
 _NAMES = ("UCX_MODULES", "UCX_MEM_MMAP_HOOK_MODE")
@@ -31,7 +32,7 @@ for connector, users in cases:
 _FOUND: tuple[tuple[tuple[str | None, dict[str, str]], list[str]], ...] = (
     (("NixlConnector", {}), ["*", "bistro"]),
     (("NixlConnector", {"UCX_MODULES": "cuda"}), ["cuda", "bistro"]),
-    ((None, {}), ["^cuda,gda,gdp", "none"]),
+    ((None, {}), [nixl.LIBRARY_SETTINGS[name] for name in _NAMES]),
 )
 
 
