@@ -35,7 +35,7 @@ def bench(
     Each row is a ratio (or a time) out of rounds that interleave mx with what it is compared
     with: one thread's memcpy, raw sockets that hash, bare reads of the disk that hash. Needs about
     12 GB of memory and 6 GB of disk, root for what has links of its own (`links`, `cpu`, `control`,
-    `swarm`, `ucx-start`), and torch for `scattered`; takes about an hour, most rows of it a minute.
+    `swarm`, `ucx-start`), and torch for `scattered`; takes long: `--only` picks rows.
     Exit code 0 says that everything was measured, not that every bar was met.
 
     **Examples**

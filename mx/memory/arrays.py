@@ -83,9 +83,8 @@ class Array(NamedTuple):
     device: str
     address: int
     owner: object
-    #: Returns whether tensors have the memory of arrays, and, if asked for, their forms; None: each
-    #: is compared.
-    holds: Callable[[Sequence[Any], Sequence[Array], bool], bool] | None = None
+    #: Returns whether tensors have the forms and the memory of arrays; None: each is compared.
+    holds: Callable[[Sequence[Any], Sequence[Array]], bool] | None = None
     writable: bool = True
     #: The size of `owner` where that is a storage, which may be resized.
     owner_nbytes: int = 0
@@ -120,7 +119,7 @@ class Array(NamedTuple):
             places: As for `array_of`.
         """
         if self.holds is not None:
-            return self.holds((tensor,), (self,), True)
+            return self.holds((tensor,), (self,))
         now = array_of(name, tensor, places)
         return (self.address, self.shape, self.stride, self.dtype, self.device) == (
             (now.address, now.shape, now.stride, now.dtype, now.device)
@@ -206,16 +205,8 @@ def arrays_and_errors(
     return found, errors
 
 
-def all_are_now(
-    arrays: Mapping[str, Array], tensors: Mapping[str, object], *, forms: bool = True
-) -> bool:
-    """Return True if `Array.is_now` is surely true of each tensor; False if it may not be.
-
-    Args:
-        arrays: The tensors, as they were described.
-        tensors: The same, as they are now.
-        forms: Whether to look at their forms, and not just at their memory.
-    """
+def all_are_now(arrays: Mapping[str, Array], tensors: Mapping[str, object]) -> bool:
+    """Return True if `Array.is_now` is surely true of each tensor; False if it may not be."""
     names, every = list(arrays), list(arrays.values())
     holds = set(map(attrgetter("holds"), every))
     check = holds.pop() if len(holds) == 1 else None
@@ -224,7 +215,7 @@ def all_are_now(
     try:
         for at in range(0, len(names), BATCH):
             now = [tensors[name] for name in names[at : at + BATCH]]
-            if not check(now, every[at : at + BATCH], forms):
+            if not check(now, every[at : at + BATCH]):
                 return False
     except (KeyError, RuntimeError):  # torch's, of a tensor that has no memory any more
         return False

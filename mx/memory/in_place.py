@@ -67,9 +67,8 @@ class InPlace:
             CudaError: Work that the tensors' owner has queued on their GPU has failed.
         """
         now = self._tensors()
-        # The pull may have waited long for a source. Forms are looked at once it has filled them.
-        if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now, forms=False):
-            self._arrays = _arrays(now)
+        if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
+            self._arrays = _arrays(now)  # the pull may have waited long for a source
         found = list(map(self._arrays.get, layout.forms[0]))
         overlapping = self._overlapping(layout, found)
         differences = [*self._differences(layout, found, what), *self._unlike(overlapping, what)]

@@ -145,7 +145,7 @@ def _key(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else device_of_ordinal(device.index)
 
 
-def _hold(tensors: Sequence[Any], arrays: Sequence[Array], forms: bool) -> bool:
+def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
     """See `Array.holds`. Lenders ask this of all their tensors once a second.
 
     A storage that was resized has another address or another size than the tensor had.
@@ -153,10 +153,10 @@ def _hold(tensors: Sequence[Any], arrays: Sequence[Array], forms: bool) -> bool:
     if not all(map(_is_tensor, set(map(type, tensors)))):
         return False
     dtypes, shapes, strides, _, addresses, storages, _, _, sizes = zip(*arrays, strict=True)
-    if tuple(map(_data_ptr, tensors)) != addresses or tuple(map(_nbytes, storages)) != sizes:
-        return False
-    return not forms or bool(
-        tuple(map(_shape, tensors)) == shapes
+    return bool(
+        tuple(map(_data_ptr, tensors)) == addresses
+        and tuple(map(_nbytes, storages)) == sizes
+        and tuple(map(_shape, tensors)) == shapes
         and tuple(map(_stride, tensors)) == strides
         and tuple(map(_NAMES.get, map(_dtype, tensors))) == dtypes
     )

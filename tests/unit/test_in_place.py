@@ -65,6 +65,17 @@ def refusal(into: Mapping[str, Any], layout: Layout) -> str:
     return caught.value.message
 
 
+def test_tensors_that_are_reshaped_while_a_pull_waits_are_not_written_to() -> None:
+    """Their memory is where it was, and as large."""
+    layout = layout_of({"a": torch.zeros(2, 6), "b": torch.zeros(4)})
+    into = {"a": torch.ones(2, 6), "b": torch.ones(4)}
+    filled = in_place(into)
+    into["a"].resize_(6, 2)
+    with pytest.raises(ConfigError, match="nothing was written"):
+        filled.arena(layout)
+    assert all(tensor.eq(1).all() for tensor in into.values())
+
+
 def test_what_fits_is_an_arena_of_the_tensors_own_memory() -> None:
     model, into = weights(), weights(0)
     layout = layout_of(model)
