@@ -170,7 +170,7 @@ def test_a_failed_pull_lets_streams_go(
             signals.wait_verified(0, stream.handle)
             queued.set()
             stream.synchronize()
-        with pytest.raises(DigestError, match="identity"):
+        with pytest.raises(DigestError, match="do not match the model's identity"):
             signals.check([0])
 
 

@@ -157,7 +157,7 @@ def test_other_bytes_than_the_documents_are_refused(tmp_path: Path, asked: confi
         document = fetch_document(found, settings=asked)
         with (
             fetched(document, tmp_path / "arriving", settings=asked) as arrived,
-            pytest.raises(ArtifactError, match="document"),
+            pytest.raises(ArtifactError, match="is not what its document says"),
         ):
             arrived.verify()
     assert not (tmp_path / "arriving").exists()

@@ -109,7 +109,7 @@ def test_memory_that_is_in_use_is_an_error(coordinator: str) -> None:
     ):
         pull.wait(60)
         with (
-            pytest.raises(ConfigError, match="in use"),
+            pytest.raises(ConfigError, match="in use: another pull or broadcast"),
             source.changing(),
         ):
             lent["b"] = own["b"]

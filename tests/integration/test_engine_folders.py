@@ -520,10 +520,10 @@ def test_files_follow_the_weights(coordinator: str, tmp_path: Path) -> None:
         files = source.manifest.ref.packaging.hex()
         model, run = started("f", coordinator, files=files, fallback=False)
         assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(served))
-        with pytest.raises(ConfigError, match="another source"):
+        with pytest.raises(ConfigError, match="came from another source than its weights"):
             started("f", coordinator, files="ab" * 32, fallback=False)
         # With files of a peer's the ordinary loader has nothing to load.
-        with pytest.raises(ConfigError, match="another source"):
+        with pytest.raises(ConfigError, match="came from another source than its weights"):
             started("f", coordinator, files="ab" * 32, fallback=True)
         with pytest.raises(ConfigError, match="from a peer: .*no weights of it: serve the weights"):
             started("none", coordinator, files=files)

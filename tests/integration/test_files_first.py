@@ -214,7 +214,7 @@ def test_no_source_is_left_for_the_files(
             assert pull.files(60) == FILES
             return
         for _ in range(2):
-            with pytest.raises(NoSourceError, match="no source of m"):
+            with pytest.raises(NoSourceError, match="no source of m answers"):
                 pull.files(60)
         serve(run, folder, "m", coordinator)
         assert pull.files(60) == FILES  # it tries again

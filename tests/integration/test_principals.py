@@ -394,7 +394,7 @@ async def test_an_authority_that_is_gone_lets_its_members_go_on_nowhere(
             for each, name in ((coordinator, "coordinator"), (source, "source")):
                 _put(used[name], used[name], both[1])
                 await asyncio.to_thread(each.until, partial(_replaced, each, 1), "the new file")
-            with pytest.raises(NotAllowedError, match="authority"):
+            with pytest.raises(NotAllowedError, match="the authority of your certificate any more"):
                 await reader.list_models()
             with pytest.raises(CoordinatorError):  # and not NotAllowedError: it may begin again
                 async for _ in updates:

@@ -36,7 +36,7 @@ def test_files_travel_with_tensors(tmp_path: Path, copy: bool) -> None:
 
 
 def test_files_of_a_checkpoint_are_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="checkpoint's files"):
+    with pytest.raises(ConfigError, match="a checkpoint's files travel with it"):
         mx.serve(tmp_path, files=tmp_path)
 
 

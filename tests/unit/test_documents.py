@@ -63,7 +63,7 @@ def test_an_address_has_a_quarter() -> None:
     documents = store(40)
     documents.reserve(4, "a")
     documents.put(0, b"one", b"123456", "a")
-    with pytest.raises(CapacityError, match="from a, .* one address"):
+    with pytest.raises(CapacityError, match="from a, .* its limit for one address"):
         documents.reserve(1, "a")
     with pytest.raises(CapacityError, match="for one address"):
         documents.put(0, b"two", b"1", "a")

@@ -180,7 +180,7 @@ def test_memory_is_filled_by_one_at_a_time() -> None:
     into = weights()
     layout = layout_of(weights())
     arena = in_place(into).arena(layout)
-    with pytest.raises(ConfigError, match="another pull") as caught:
+    with pytest.raises(ConfigError, match="another pull or broadcast fills it") as caught:
         in_place({**into}).arena(layout)
     assert "close" in caught.value.hint
     arena.release()

@@ -82,7 +82,7 @@ def test_a_private_view_made_early_sees_what_is_filled_later() -> None:
 def test_a_forgotten_view_hinders_the_seal() -> None:
     arena = MemfdArena(MIB)
     kept = arena.view[:10]
-    with pytest.raises(LocalError, match="can't be sealed"):
+    with pytest.raises(LocalError, match="can't be sealed: a view of it is left"):
         arena.seal()
     del kept
     arena.release()
