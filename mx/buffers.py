@@ -149,10 +149,20 @@ def map_private(descriptor: int, nbytes: int) -> memoryview:
     Raises:
         OSError: It can't be mapped.
     """
-    # The map of a file can't be placed by Python: it replaces one of nothing that is large enough.
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    whole = memoryview(mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=protection))
+    return _mapped(descriptor, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+
+
+def map_shared(descriptor: int, nbytes: int) -> memoryview:
+    """Map a memory file for reading, as `map_private` does. Returns a read-only view."""
+    return _mapped(descriptor, nbytes, mmap.PROT_READ, mmap.MAP_SHARED).toreadonly()
+
+
+def _mapped(descriptor: int, nbytes: int, protection: int, flags: int) -> memoryview:
+    # The map of a file can't be placed by Python: it replaces one of nothing that is large enough.
+    whole = memoryview(
+        mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    )
     skip = -address_of(whole) % HUGE_PAGE_BYTES
     view = whole[skip : skip + nbytes]
     place = address_of(view)

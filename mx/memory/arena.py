@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mx import forks
-from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private, seal
+from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private, map_shared, seal
 from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
@@ -163,8 +163,8 @@ class MemfdArena(_HostMemory):
                     raise LocalError("the arena can't be sealed: a view of it is left") from error
         _seal_writes(self.memfd)
         if self._mapping is not None:
-            self._mapping = mmap.mmap(self.memfd, self.nbytes, prot=mmap.PROT_READ)
-            self.view = memoryview(self._mapping)
+            self._mapping = None
+            self.view = map_shared(self.memfd, self.nbytes)
         else:
             self.view = memoryview(b"")
         self.sealed = True

@@ -11,6 +11,7 @@ from mx.buffers import address_of, copy_bytes
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import CapacityError
+from mx.memory.huge import HugePages
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import StoredFile
 from mx.views import HostView, ScatteredView, host_view
@@ -27,8 +28,8 @@ class ArenaWriter:
 
     `view` is the arena. If it is a map of a memfd, `memfd` is that: a write to the file takes half
     the time of a copy into pages of the map that nothing has touched, since the kernel need neither
-    clear nor map them. `copy` does the copying in place of all that, where only some bytes are
-    wanted; `view` is scattered then.
+    clear nor map them; and its pages are huge ones where there are any. `copy` does the copying in
+    place of all that, where only some bytes are wanted; `view` is scattered then.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ArenaWriter:
         copy: Callable[[int, memoryview], None] | None = None,
     ) -> None:
         self.view, self.memfd, self._copy = view, memfd, copy
+        self._huge_pages = None if memfd is None else HugePages(memfd, len(view))
 
     def write(self, place: int, data: memoryview) -> None:
         """Copy `data` to `place` in the arena, without the interpreter lock unless it is short.
@@ -49,6 +51,8 @@ class ArenaWriter:
             self._copy(place, data)
             return
         end = place + data.nbytes
+        if self._huge_pages is not None:
+            self._huge_pages.prepare(place, end)
         if data.nbytes <= _SHORT_BYTES:
             host_view(self.view[place:end])[:] = data
             return

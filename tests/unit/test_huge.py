@@ -6,13 +6,15 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mx.buffers import HUGE_PAGE_BYTES, address_of, map_private
 from mx.memory.arena import MemfdArena
-from mx.memory.huge import Collapser, collapse
+from mx.memory.huge import Collapser, HugePages, collapse
+from mx.storage.spans import ArenaWriter
 from mx.units import MIB
 
 NBYTES = 68 * MIB + 4096
@@ -55,6 +57,54 @@ def test_the_same_bytes_in_huge_pages(arena: MemfdArena) -> None:
     assert bytes(after) == expected
     if found:  # the kernel has them, and some were free
         assert mapped_in_huge_pages(inode_of(arena)) >= HUGE_PAGE_BYTES
+
+
+def test_pages_are_huge_before_they_are_filled(arena: MemfdArena) -> None:
+    """Threads that write next to each other, in any order, lose no byte to each other's pages."""
+    assert arena.memfd is not None
+    expected = random.Random(2).randbytes(NBYTES)
+    filled = MemfdArena(NBYTES)
+    try:
+        writer = ArenaWriter(filled.view, filled.memfd)
+        step = 300_000  # some begin in one page and end in another
+        begins = list(range(0, NBYTES, step))
+        random.Random(3).shuffle(begins)
+        with ThreadPoolExecutor(4) as pool:
+            for begin in begins:
+                part = memoryview(expected)[begin : begin + step]
+                pool.submit(writer.write, begin, part)
+        del writer
+        filled.seal()
+        assert filled.address % HUGE_PAGE_BYTES == 0 and filled.view.readonly
+        assert filled.view == expected
+        if collapse(arena.memfd, NBYTES, lambda: False):  # the kernel has huge pages
+            assert mapped_in_huge_pages(inode_of(filled)) >= HUGE_PAGE_BYTES
+    finally:
+        filled.release()
+
+
+def test_short_writes_are_in_huge_pages_too(arena: MemfdArena) -> None:
+    assert arena.memfd is not None
+    made = MemfdArena(2 * HUGE_PAGE_BYTES)
+    try:
+        ArenaWriter(made.view, made.memfd).write(HUGE_PAGE_BYTES + 5, memoryview(b"x"))
+        view = made.private_view()
+        assert view[HUGE_PAGE_BYTES + 5] == ord("x") and not view[0]
+        if collapse(arena.memfd, NBYTES, lambda: False):
+            assert mapped_in_huge_pages(inode_of(made)) == HUGE_PAGE_BYTES
+    finally:
+        made.release()
+
+
+def test_pages_that_can_not_be_made_are_left() -> None:
+    """To touch them would end the process: the file has no bytes there."""
+    descriptor = os.memfd_create("mx:test")
+    try:
+        HugePages(descriptor, NBYTES).prepare(0, NBYTES)
+        assert os.fstat(descriptor).st_blocks == 0
+    finally:
+        os.close(descriptor)
+    HugePages(1 << 20, NBYTES).prepare(0, NBYTES)  # no descriptor
 
 
 def test_a_private_page_stays_private(arena: MemfdArena) -> None:
