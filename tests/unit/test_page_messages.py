@@ -1,5 +1,5 @@
-"""Pages in messages: several in one where the asker takes these, else one in each. What nobody asked
-for is refused either way."""
+"""Pages in messages: several in one where the asker takes these, else one in each. What was not
+asked for is refused either way."""
 
 from __future__ import annotations
 
