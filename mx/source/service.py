@@ -17,7 +17,7 @@ from mx.source.grants import Grants
 from mx.source.requests import answer, check_open, first_message, principal_of
 from mx.source.served import Served
 from mx.swarm.stream import PeerStream
-from mx.wire.pages import PIECE_BYTES
+from mx.wire.pages import page_messages
 from mx.wire.v1 import peer_pb2
 
 if TYPE_CHECKING:
@@ -106,12 +106,14 @@ class PeerServicer:
         if held is None:
             raise PeerRefusedError("this process serves no such model")
         count = len(held.manifest.layout.layers)
-        for begin, end in codec.ranges_from_wire(request.layers):
-            for layer in range(begin, min(end, count)):
-                page = held.pages.get(layer) or b""  # a pull may not know it yet
-                for offset in range(0, len(page), PIECE_BYTES):
-                    data = page[offset : offset + PIECE_BYTES]
-                    yield peer_pb2.LayerPage(layer=layer, offset=offset, data=data)
+        pages = (
+            (layer, page)
+            for begin, end in codec.ranges_from_wire(request.layers)
+            for layer in range(begin, min(end, count))
+            if (page := held.pages.get(layer))  # a pull may not know it yet
+        )
+        for message in page_messages(pages, batches=request.batches):
+            yield message
 
     async def Open(
         self,

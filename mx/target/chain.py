@@ -294,7 +294,7 @@ class Chain:
                     model,
                     manifest,
                     pages,
-                    transfer.put_page,
+                    lambda layer, page: transfer.put_pages([(layer, page)]),
                     threads=store.threads,
                     cancelled=cancelled,
                 ),

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Turns of the loop until a lease's call has begun: of the path's task, the grant's, and gRPC's.
+_STEPS_TO_ASK = 3
+
 
 class Connector:
     """Opens connections, and closes all that it opened; on the loop. Paths to one source by one
@@ -67,12 +70,15 @@ class Connector:
         self._users: Counter[ReadLease] = Counter()  # sessions, open or being opened
         self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, tuple[int, ...]]]] = {}
 
-    def begin(self, paths: Sequence[SourcePath]) -> None:
-        """Start to connect ahead of `open`, while the manifest is fetched."""
+    async def begin(self, paths: Sequence[SourcePath]) -> None:
+        """Start to connect ahead of `open`, while the manifest is fetched. Leases are asked for
+        when this returns: what follows may hold the interpreter."""
         for path in paths:
             if path in self._begun:
                 continue
             self._begun[path] = asyncio.create_task(self._connect(path), name="mx-connect")
+        for _ in range(_STEPS_TO_ASK):
+            await asyncio.sleep(0)
 
     async def open(self, path: SourcePath, layout: Layout) -> Connection:
         """Get a grant from the path's source, and open a session on it.

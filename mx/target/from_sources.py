@@ -154,7 +154,7 @@ class FromSources(Attempt):
         located = await locate(locator)
         paths = plan([source for source in located.sources if source.whole])
         history.key, history.named = located.key, located.ref
-        connector.begin(paths.chosen)
+        await connector.begin(paths.chosen)
         manifest = await fetch_manifest(locator, located)
         # A manifest is enough with stores, which may hold the weights.
         enough = paths.paths or (options.bound and options.stores)
@@ -216,10 +216,8 @@ class FromSources(Attempt):
         return arena, transfer
 
     async def _new_arena(self, layout: Layout) -> Memory:
-        if not isinstance(self._options.into, memoryview | None):  # many tensors take a second
-            self.edition.arena = await in_thread(self._options.new_arena, layout)
-        else:
-            self.edition.arena = self._options.new_arena(layout)
+        # Many tensors take a second; how much memory is free, half the time until leases answer.
+        self.edition.arena = await in_thread(self._options.new_arena, layout)
         return self.edition.arena
 
     async def _prefill(self, fill: Fill, transfer: Transfer, fetcher: PageFetcher) -> None:

@@ -138,10 +138,10 @@ class PageFetcher:
                 stall_timeout_s=self._stall_timeout_s,
             )
             async with aclosing(stream) as found:
-                async for layer, page in found:
+                async for several in found:
                     # Off the loop, which has leases to renew: a page may have a million digests,
                     # and layers that it makes ready are reported to the caller, who may take long.
-                    await in_thread(self._put, layer, page)
+                    await in_thread(self._put, several)
                     self._failing_since_s.pop(source.key, None)
         except DigestError as error:
             lie = DigestError(
@@ -166,9 +166,15 @@ class PageFetcher:
         else:
             transfer.exclude(source.key, failure)
 
-    def _put(self, layer: int, page: bytes) -> None:
-        check_page(self._transfer.manifest, layer, page)
-        self._transfer.put_page(layer, page)
+    def _put(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """Use pages up to the first that is wrong, for which this raises DigestError."""
+        right: list[tuple[int, bytes]] = []
+        try:
+            for layer, page in pages:
+                check_page(self._transfer.manifest, layer, page)
+                right.append((layer, page))
+        finally:
+            self._transfer.put_pages(right)
 
     def _give_up(self, source: SourceRecord, error: MxError) -> None:
         self._causes.append(error)

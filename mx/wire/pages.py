@@ -1,9 +1,13 @@
-"""Pages on the wire: the block digests of layers, asked of any source."""
+"""Pages on the wire: the block digests of layers, asked of any source.
+
+A message has a piece of a page, or several small pages where the asker can take these. Releases
+that can't ignore that it says so, and get or give one page in a message.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
 import grpc.aio
 
@@ -11,15 +15,54 @@ from mx.codec import ranges_to_wire
 from mx.core.holdings import ranges_of
 from mx.core.types import ManifestRef
 from mx.errors import PeerProtocolError, PeerTimeoutError
-from mx.units import MIB
+from mx.units import KIB, MIB
 from mx.wire.channel import Remote, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
 
-#: The most bytes in one message.
+#: The most bytes of a page in one message.
 PIECE_BYTES = MIB
+#: The most bytes of several pages in the first message, which the first layer waits for; each
+#: further one has up to twice as many,
+FIRST_BATCH_BYTES = 4 * KIB
+#: up to this.
+BATCH_BYTES = 128 * KIB
 #: The least rate of a page.
 LEAST_BYTES_PER_S = MIB
+
+
+def page_messages(
+    pages: Iterable[tuple[int, bytes]], *, batches: bool
+) -> Iterator[peer_pb2.LayerPage]:
+    """Yield the messages that carry pages, in their order.
+
+    Args:
+        pages: Layers and their pages, which are not empty.
+        batches: True if messages may have several pages.
+    """
+    most_nbytes = FIRST_BATCH_BYTES if batches else 0
+    batch: dict[int, bytes] = {}
+    nbytes = 0
+    for layer, page in pages:
+        if batch and nbytes + len(page) > most_nbytes:
+            yield _batch(batch)
+            batch, nbytes = {}, 0
+            most_nbytes = min(2 * most_nbytes, BATCH_BYTES)
+        if len(page) <= most_nbytes:
+            batch[layer] = page
+            nbytes += len(page)
+            continue
+        for offset in range(0, len(page), PIECE_BYTES):
+            data = page[offset : offset + PIECE_BYTES]
+            yield peer_pb2.LayerPage(layer=layer, offset=offset, data=data)
+        most_nbytes = min(2 * most_nbytes, BATCH_BYTES)
+    if batch:
+        yield _batch(batch)
+
+
+def _batch(pages: dict[int, bytes]) -> peer_pb2.LayerPage:
+    layers = ranges_to_wire(ranges_of(pages))
+    return peer_pb2.LayerPage(data=b"".join(pages.values()), layers=layers)
 
 
 async def fetch_pages(
@@ -30,8 +73,8 @@ async def fetch_pages(
     nbytes_of: Callable[[int], int],
     *,
     stall_timeout_s: float,
-) -> AsyncGenerator[tuple[int, bytes], None]:
-    """Ask a source for pages, and yield (layer, page) as they arrive, unchecked.
+) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+    """Ask a source for pages, and yield those of each message, (layer, page), unchecked.
 
     Args:
         channel: A channel to the source.
@@ -49,7 +92,9 @@ async def fetch_pages(
     """
     stub = Stub(channel, peer_pb2.DESCRIPTOR.services_by_name["Peer"], who)
     ranges = ranges_to_wire(ranges_of(layers))
-    request = peer_pb2.PagesRequest(identity=ref.identity, layout=ref.layout, layers=ranges)
+    request = peer_pb2.PagesRequest(
+        identity=ref.identity, layout=ref.layout, layers=ranges, batches=True
+    )
     wanted = set(layers)
     layer, page = -1, bytearray()
     loop = asyncio.get_running_loop()
@@ -68,20 +113,50 @@ async def fetch_pages(
                     raise PeerTimeoutError(
                         f"{who.address} sends no block digests any more", peer=who.address
                     ) from None
+                if piece.layers:
+                    pages = None if page else _taken(piece, wanted, nbytes_of)
+                    if pages is None:
+                        raise _not_asked_for(who)
+                    yield pages
+                    until_s = loop.time() + stall_timeout_s
+                    continue
                 if not page:
                     layer = piece.layer
                     until_s += nbytes_of(layer) / LEAST_BYTES_PER_S if layer in wanted else 0.0
                 fits = layer in wanted and len(page) + len(piece.data) <= nbytes_of(layer)
                 if not fits or (piece.layer, piece.offset) != (layer, len(page)) or not piece.data:
-                    raise PeerProtocolError(
-                        f"{who.address} sent block digests that were not asked for",
-                        peer=who.address,
-                    )
+                    raise _not_asked_for(who)
                 page += piece.data
                 if len(page) == nbytes_of(layer):
                     wanted.remove(layer)
-                    yield layer, bytes(page)
+                    yield [(layer, bytes(page))]
                     page.clear()
                     until_s = loop.time() + stall_timeout_s
     finally:
         stream.cancel()
+
+
+def _taken(
+    batch: peer_pb2.LayerPage, wanted: set[int], nbytes_of: Callable[[int], int]
+) -> list[tuple[int, bytes]] | None:
+    """Return the pages of a message with several, whose layers are not `wanted` any more. None: it
+    has others, or not all of their bytes, or more."""
+    data, at = batch.data, 0
+    found: list[tuple[int, bytes]] = []
+    for each in batch.layers:
+        if each.begin >= each.end:
+            return None
+        for layer in range(each.begin, each.end):
+            if layer not in wanted:
+                return None
+            wanted.remove(layer)
+            end = at + nbytes_of(layer)
+            found.append((layer, data[at:end]))
+            at = end
+    return found if at == len(data) else None
+
+
+def _not_asked_for(who: Remote) -> PeerProtocolError:
+    return PeerProtocolError(
+        f"{who.address} sent block digests that were not asked for", peer=who.address
+    )

@@ -110,24 +110,41 @@ async def dripping(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.La
             yield peer_pb2.LayerPage(layer=page.layer, offset=at, data=page.data[at : at + 1])
 
 
-PAGES: Mapping[str, Answer] = {
-    "of another model": of_another_model,
-    "truncated": truncated,
-    "oversized": oversized,
-    "endless": endless,
-    "unasked": unasked,
-    "none": none,
-    "silent": silent,
-    "dripping": dripping,
+async def of_another_model_together(
+    right: list[peer_pb2.LayerPage],
+) -> AsyncIterator[peer_pb2.LayerPage]:
+    for each in right:
+        yield peer_pb2.LayerPage(data=each.data[::-1], layers=each.layers)
+
+
+async def unasked_together(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for each in right:
+        layers = [common_pb2.Range(begin=a.begin + 1000, end=a.end + 1000) for a in each.layers]
+        yield peer_pb2.LayerPage(data=each.data, layers=layers)
+
+
+#: By name: whether it lies about messages with several pages, and how.
+PAGES: Mapping[str, tuple[bool, Answer]] = {
+    "of another model": (False, of_another_model),
+    "truncated": (False, truncated),
+    "oversized": (False, oversized),
+    "endless": (False, endless),
+    "unasked": (False, unasked),
+    "none": (False, none),
+    "silent": (False, silent),
+    "dripping": (False, dripping),
+    "of another model, together": (True, of_another_model_together),
+    "unasked, together": (True, unasked_together),
 }
 
 
-def answer_pages(how: Answer) -> None:
+def answer_pages(batches: bool, how: Answer) -> None:
     honest = PeerServicer.Pages
 
     async def pages(
         self: PeerServicer, request: peer_pb2.PagesRequest, context: Any
     ) -> AsyncIterator[peer_pb2.LayerPage]:
+        request.batches = batches
         right = [page async for page in honest(self, request, context)]
         async for page in how(right):
             yield page
@@ -316,7 +333,7 @@ def serve(lies: Mapping[str, Any]) -> None:
     elif "files" in lies:
         answer_files(held.manifest, lies["files"])
     if "pages" in lies:
-        answer_pages(PAGES[lies["pages"]])
+        answer_pages(*PAGES[lies["pages"]])
     if "uid" in lies:
         offer_once(options, held)
         become(lies["uid"])

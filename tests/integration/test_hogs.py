@@ -210,7 +210,7 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
             (path,) = plan_paths(
                 options, place, transports, (await locator.locate()).sources
             ).chosen
-            connector.begin([path])
+            await connector.begin([path])
             first = await connector._begun[path]
             stub = hog.stub()
             async with asyncio.timeout(120):

@@ -226,6 +226,24 @@ def test_attached_memory_that_is_too_small_is_the_sources_error() -> None:
     assert session.closed
 
 
+def test_leases_are_asked_for_before_the_manifest_is_decoded() -> None:
+    record = make_record(make_documents("a"))  # nobody listens there
+    path = SourcePath(record, "tcp", 1.0, False, "")
+
+    async def main() -> None:
+        connector = Connector(PullOptions("m"), Place(), {}, lambda: None)
+        try:
+            await connector.begin([path])
+            (lease,) = connector._leases
+            assert lease._call is not None
+            with pytest.raises(MxError):
+                await connector._begun[path]
+        finally:
+            await connector.close()
+
+    asyncio.run(main())
+
+
 class _NoChannel:
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **options: None

@@ -124,24 +124,28 @@ class Checked(_message.Message):
     def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class PagesRequest(_message.Message):
-    __slots__ = ("identity", "layout", "layers")
+    __slots__ = ("identity", "layout", "layers", "batches")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     identity: bytes
     layout: bytes
     layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Range]
-    def __init__(self, identity: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ...) -> None: ...
+    batches: bool
+    def __init__(self, identity: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ..., batches: bool = ...) -> None: ...
 
 class LayerPage(_message.Message):
-    __slots__ = ("layer", "offset", "data")
+    __slots__ = ("layer", "offset", "data", "layers")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     offset: int
     data: bytes
-    def __init__(self, layer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Range]
+    def __init__(self, layer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ...) -> None: ...
 
 class SwarmMessage(_message.Message):
     __slots__ = ("hello", "welcome", "have", "request", "allow", "reject", "finished", "cancel", "unchoke", "not_interested", "suggest", "decline", "coordinated", "peers", "interested")
