@@ -12,7 +12,7 @@ they slice it as they slice an arena, and get plain views of the tensors' own me
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import add, gt, sub
