@@ -81,8 +81,10 @@ class InPlace:
                 if what == WHOLE
                 else "give just the selected tensors, with the shapes of their slices",
             )
-        arrays: dict[str, Any] = dict(zip(layout.forms[0], found, strict=True))
-        arrays.update((alias.name, self._arrays[alias.name]) for alias in layout.aliases)
+        arrays = self._arrays
+        if len(arrays) > len(found) + len(layout.aliases):  # some are optional
+            names = {*layout.forms[0], *(alias.name for alias in layout.aliases)}
+            arrays = {name: each for name, each in arrays.items() if name in names}
         layers = {t.layer for t in layout.tensors if t.name in overlapping} if overlapping else ()
         self._arena = LiveMemory(
             layout,
