@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from contextlib import closing
 from itertools import accumulate
@@ -169,3 +170,28 @@ def test_a_read_beyond_a_source_s_places_is_refused() -> None:
     read = Read("r", [Piece(0, 2, memoryview(bytearray(4)))], NoSink())
     with pytest.raises(PeerRefusedError, match="has no memory"):
         move(_ProcessRegion(8, 0, None, *columns), read, 8)
+
+
+def test_a_read_takes_as_many_calls_whatever_the_number_of_its_places() -> None:
+    def calls_of(count: int, *, file: bool) -> int:
+        memory, target = memoryview(bytearray(3 * count)), memoryview(bytearray(3 * count))
+        starts, lengths = list(range(0, 3 * count, 3)), [2] * count
+        begins = list(range(0, 2 * count, 2))
+        there = [begins, [address_of(memory) + start for start in starts], lengths]
+        columns = () if file else (array(PLACE, each) for each in there)
+        view = ScatteredView.over(
+            begins, Window(target, address_of(target), starts, lengths), 2 * count
+        )
+        with closing(os.fdopen(os.memfd_create("test"), "wb", buffering=0)) as written:
+            written.write(bytes(2 * count))
+            region = _ProcessRegion(2 * count, 0, written.fileno() if file else None, *columns)
+            events: list[str] = []
+            sys.setprofile(lambda frame, event, _: events.append(event))
+            try:
+                move(region, Read("r", [Piece(0, 0, view)], NoSink()), 2 * count)
+            finally:
+                sys.setprofile(None)
+        return events.count("call") + events.count("c_call")
+
+    for file in (True, False):
+        assert calls_of(900, file=file) == calls_of(20, file=file)
