@@ -411,13 +411,16 @@ def slices(read: Read, nbytes: int | Iterable[int]) -> Iterator[tuple[list[Piece
     pieces: list[Piece] = []
     size = left = 0
     for piece in read.pieces:
-        done = 0
-        while done < len(piece.view):
+        done, until = 0, len(piece.view)
+        while done < until:
             if not left:
                 size = left = next(sizes)
-            take = min(left, len(piece.view) - done)
-            view = piece.view[done : done + take]
-            pieces.append(Piece(piece.region, piece.region_offset + done, view))
+            take = min(left, until - done)
+            if take == until:
+                pieces.append(piece)
+            else:
+                view = piece.view[done : done + take]
+                pieces.append(Piece(piece.region, piece.region_offset + done, view))
             done += take
             left -= take
             if not left:

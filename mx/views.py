@@ -12,10 +12,10 @@ they slice it as they slice an arena, and get plain views of the tensors' own me
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import add, gt
+from itertools import chain, repeat
+from operator import add, gt, sub
 from typing import overload
 
 from mx.errors import LocalError
@@ -160,17 +160,23 @@ class ScatteredView:
             spans = [s.toreadonly() if isinstance(s, memoryview) else s for s in self._spans]
         return ScatteredView(self._begins, self._ends, spans, self._begin, self._end)
 
-    def cut(self, extents: Iterable[tuple[int, int]], base: int = 0) -> list[View]:
+    def cut(self, extents: Sequence[tuple[int, int]], base: int = 0) -> list[View]:
         """Return `self[base + offset : base + offset + nbytes]` of each (offset, nbytes)."""
         spans, begins, ends = self._spans, self._begins, self._ends
         if not isinstance(spans, Window):
             return [self[base + offset : base + offset + nbytes] for offset, nbytes in extents]
         whole, starts, shift = spans.base, spans.starts, self._begin + base
+        if extents:  # mostly they are whole spans, one after the other
+            first = bisect_left(begins, extents[0][0] + shift)
+            own = slice(first, first + len(extents))
+            offsets = map(sub, begins[own], repeat(shift))
+            if list(zip(offsets, spans.lengths[own], strict=False)) == list(extents):
+                return list(spans[own])
         found: list[View] = []
         at = -1
         for offset, nbytes in extents:
             begin = offset + shift
-            at += 1  # mostly they follow each other
+            at += 1
             if not (0 <= at < len(begins) and begins[at] <= begin < ends[at]):
                 at = bisect_right(begins, begin) - 1
             if at >= 0 and begin + nbytes <= ends[at]:
@@ -265,7 +271,7 @@ def device_of(view: View) -> str:
     return "cpu" if isinstance(view, memoryview) else view.device
 
 
-def cut(view: View, extents: Iterable[tuple[int, int]], base: int = 0) -> list[View]:
+def cut(view: View, extents: Sequence[tuple[int, int]], base: int = 0) -> list[View]:
     """Return `view[base + offset : base + offset + nbytes]` of each (offset, nbytes)."""
     if isinstance(view, ScatteredView):
         return view.cut(extents, base)

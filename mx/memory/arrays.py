@@ -186,11 +186,10 @@ def arrays_and_errors(
     """Return `array_of` each tensor, by name, and the errors of those that have none."""
     found: dict[str, Array] = {}
     errors: dict[str, ConfigError] = {}
-    names = list(tensors)
+    names, every = list(tensors), list(tensors.values())
     with Allocations() as places:
         for at in range(0, len(names), BATCH):
-            some = names[at : at + BATCH]
-            values = [tensors[name] for name in some]
+            some, values = names[at : at + BATCH], every[at : at + BATCH]
             for library in batch_adapters:
                 arrays = library(values)
                 if arrays is not None:
@@ -213,9 +212,11 @@ def all_are_now(arrays: Mapping[str, Array], tensors: Mapping[str, object]) -> b
     if check is None:
         return not every
     try:
+        # To look each name up takes a tenth of the time that the tensors do.
+        same = list(tensors) == names
+        now = list(tensors.values()) if same else list(map(tensors.__getitem__, names))
         for at in range(0, len(names), BATCH):
-            now = [tensors[name] for name in names[at : at + BATCH]]
-            if not check(now, every[at : at + BATCH]):
+            if not check(now[at : at + BATCH], every[at : at + BATCH]):
                 return False
     except (KeyError, RuntimeError):  # torch's, of a tensor that has no memory any more
         return False

@@ -31,13 +31,11 @@ _lock = threading.Lock()
 _claims: list[Claim] = []
 
 
-def claim(
-    ranges: Iterable[tuple[int, int]], what: str, *, fills: bool, beside: Claim | None = None
-) -> Claim:
+def claim(ranges: Ranges, what: str, *, fills: bool, beside: Claim | None = None) -> Claim:
     """Claim memory, to fill it or to lend it. Any number of sources may lend the same memory.
 
     Args:
-        ranges: Half-open ranges of addresses; empty ones are left out.
+        ranges: Half-open ranges of addresses, as `merged` returns them.
         what: Who claims it, for the error that another one gets.
         fills: Whether it is to be filled.
         beside: A claim of the same claimant's, which may have some of it.
@@ -45,7 +43,7 @@ def claim(
     Raises:
         ConfigError: Some of it is filled by another pull, or is to be filled and is lent.
     """
-    new = Claim(merged(ranges), what, fills=fills)
+    new = Claim(ranges, what, fills=fills)
     with _lock:
         for other in _claims:
             if other is not beside and (fills or other.fills) and overlap(new.ranges, other.ranges):

@@ -10,10 +10,9 @@ from mx.core.layout import contiguous_strides, permuted_stride
 from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arrays import Array, all_are_now, arrays_and_errors
-from mx.memory.claims import are_apart
 from mx.memory.collector import paused
 from mx.memory.describe import describe_arrays
-from mx.memory.live import LiveMemory, Tensors, is_tied
+from mx.memory.live import Held, LiveMemory, Tensors, is_tied
 from mx.text import listed
 
 #: What errors call all tensors of a model.
@@ -70,7 +69,10 @@ class InPlace:
         if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
             self._arrays = _arrays(now)  # the pull may have waited long for a source
         found = list(map(self._arrays.get, layout.forms[0]))
-        overlapping = self._overlapping(layout, found)
+        there = list(filter(None, found))  # an array is no empty tuple
+        held = Held(layout, there) if len(there) == len(found) else None
+        apart = held is not None and held.apart
+        overlapping = {} if apart else self._overlapping(layout, found)
         differences = [*self._differences(layout, found, what), *self._unlike(overlapping, what)]
         if differences:
             raise ConfigError(
@@ -79,8 +81,10 @@ class InPlace:
                 if what == WHOLE
                 else "give just the selected tensors, with the shapes of their slices",
             )
-        arrays: dict[str, Any] = dict(zip(layout.forms[0], found, strict=True))
-        arrays.update((alias.name, self._arrays[alias.name]) for alias in layout.aliases)
+        arrays = self._arrays
+        if len(arrays) > len(found) + len(layout.aliases):  # some are optional
+            names = {*layout.forms[0], *(alias.name for alias in layout.aliases)}
+            arrays = {name: each for name, each in arrays.items() if name in names}
         layers = {t.layer for t in layout.tensors if t.name in overlapping} if overlapping else ()
         self._arena = LiveMemory(
             layout,
@@ -89,6 +93,7 @@ class InPlace:
             "another pull or broadcast fills it",
             fills=True,
             overlapping=frozenset(layers),
+            held=held,
         )
         self._arena.wait_for_owner()
         return self._arena
@@ -156,13 +161,6 @@ class InPlace:
         """Return which tensors of a layout share memory, and for each another one that it does with
         (the first of them: with itself)."""
         sizes = [nbytes for layer in layout.layers for _, nbytes in layer.extents]
-        held = [
-            (array.address, array.address + nbytes)
-            for array, nbytes in zip(arrays, sizes, strict=True)
-            if nbytes and array is not None
-        ]
-        if are_apart(sorted(held)):
-            return {}
         places = sorted(
             (array.address, array.address + array.span_nbytes, name)
             for name, array, nbytes in zip(layout.forms[0], arrays, sizes, strict=True)

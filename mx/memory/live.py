@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from itertools import compress
-from operator import add, attrgetter
+from itertools import compress, repeat
+from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, TypeAlias
 
 from mx.buffers import memory_at
@@ -21,7 +21,7 @@ from mx.errors import ConfigError, MxError
 from mx.memory.allocations import Allocations
 from mx.memory.arena import MakeHasher
 from mx.memory.arrays import Array, all_are_now, arrays_of, wait_for_owners
-from mx.memory.claims import Claim, claim, merged, overlap
+from mx.memory.claims import Claim, Ranges, claim, merged, overlap
 from mx.memory.collector import paused
 from mx.memory.hashing import SpanHashing
 from mx.text import listed
@@ -38,6 +38,33 @@ _AS_BEFORE = "make them as they were and call `changing` again, or serve the ten
 Tensors = Callable[[], Mapping[str, object]]
 
 
+class Held:
+    """Where the tensors of a layout that have bytes are, in its order: columns of their arrays, and
+    of where each begins and ends."""
+
+    def __init__(self, layout: Layout, arrays: Iterable[Array]) -> None:
+        """
+        Args:
+            layout: The layout.
+            arrays: Its tensors, in its order.
+        """
+        sizes = [nbytes for layer in layout.layers for _, nbytes in layer.extents]
+        self.arrays = list(compress(arrays, sizes))
+        self.lengths = list(filter(None, sizes))
+        self.addresses = list(map(attrgetter("address"), self.arrays))
+        self.ends = list(map(add, self.addresses, self.lengths))
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """The memory of all, ascending: that of each by itself unless some of them overlap."""
+        return merged(zip(self.addresses, self.ends, strict=True))
+
+    @property
+    def apart(self) -> bool:
+        """True if no two of them share a byte."""
+        return len(self.ranges) == len(self.arrays)
+
+
 class _TensorLocations:
     """Where the tensors of a layout are at one moment, and the claim on that memory."""
 
@@ -49,31 +76,26 @@ class _TensorLocations:
         what: str,
         *,
         fills: bool,
+        held: Held | None = None,
         before: _TensorLocations | None = None,
     ) -> None:
         """Args and Raises as those of `LiveMemory`; `before` is the place that this one is to
         replace."""
         self.arrays: dict[str, Array] = dict(arrays)
-        sizes = [nbytes for layer in layout.layers for _, nbytes in layer.extents]
-        held = list(map(arrays.__getitem__, compress(layout.forms[0], sizes)))
-        addresses = list(map(attrgetter("address"), held))
-        lengths = list(filter(None, sizes))
-        ends = list(map(add, addresses, lengths))
-        ranges = zip(addresses, ends, strict=True)
+        if held is None:
+            held = Held(layout, map(self.arrays.__getitem__, layout.forms[0]))
         beside = None if before is None else before.claim
-        begins = [
-            layer.arena_offset + offset
-            for layer in layout.layers
-            for offset, nbytes in layer.extents
-            if nbytes
-        ]
-        self.address = min(addresses, default=0)
-        self.nbytes = max(ends, default=0) - self.address
-        self._shifts = [address - self.address for address in addresses]
+        begins: list[int] = []
+        for layer in layout.layers:
+            base = layer.arena_offset
+            begins += [base + offset for offset, nbytes in layer.extents if nbytes]
+        self.address = min(held.addresses, default=0)
+        self.nbytes = max(held.ends, default=0) - self.address
+        self._shifts = list(map(sub, held.addresses, repeat(self.address)))
         self._layout = layout
         self.base: Span | None = None
         spans: Sequence[Span] = ()
-        devices: list[str] = sorted(set(map(attrgetter("device"), held))) or ["cpu"]
+        devices: list[str] = sorted(set(map(attrgetter("device"), held.arrays))) or ["cpu"]
         if len(devices) > 1:
             raise ConfigError(
                 f"the tensors are on {listed(devices)}, and not on one device",
@@ -81,15 +103,15 @@ class _TensorLocations:
             )
         (self.device,) = devices
         if self.device == "cpu":
-            owners = list(map(attrgetter("owner"), held))
+            owners = list(map(attrgetter("owner"), held.arrays))
             self.base = memory_at(self.address, self.nbytes, owners)
-            spans = Window(self.base, self.address, self._shifts, lengths)
+            spans = Window(self.base, self.address, self._shifts, held.lengths)
         else:
-            spans = [array.view() for array in held]
+            spans = [array.view() for array in held.arrays]
         self.view: ScatteredView | memoryview = ScatteredView.over(
             begins, spans, layout.arena_nbytes
         )
-        self.claim: Claim = claim(ranges, what, fills=fills, beside=beside)
+        self.claim: Claim = claim(held.ranges, what, fills=fills, beside=beside)
 
     @cached_property
     def extents(self) -> ExtentMap:
@@ -122,6 +144,7 @@ class LiveMemory:
         *,
         fills: bool = False,
         overlapping: Set[int] = frozenset(),
+        held: Held | None = None,
     ) -> None:
         """
         Args:
@@ -132,6 +155,7 @@ class LiveMemory:
             fills: Whether it is to be filled: then no other pull or source may use it.
             overlapping: The layers with tensors that share memory with others which are no views of
                 them in the layout: what is written to one is written to the other.
+            held: Where `arrays` are, if that is known.
 
         Raises:
             ConfigError: The memory is in use, or on several devices.
@@ -140,7 +164,7 @@ class LiveMemory:
         self._hashing = SpanHashing()
         self.hasher: MakeHasher = self._hashing.hasher
         self._tensors: Tensors | None = tensors
-        self._place = _TensorLocations(layout, arrays, what, fills=fills)
+        self._place = _TensorLocations(layout, arrays, what, fills=fills, held=held)
 
     @property
     def view(self) -> ScatteredView | memoryview:

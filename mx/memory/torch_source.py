@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
-from operator import add, attrgetter, ge, mul
+from operator import add, attrgetter, ge, is_, mul
 from typing import Any
 
 from mx.errors import ConfigError
@@ -78,20 +78,18 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         return None
     # Whether it is on the CPU takes less time to ask than its device.
     devices = {_CPU} if all(map(_is_cpu, tensors)) else set(map(_device, tensors))
-    kinds = set(zip(map(_layout, tensors), map(_is_neg, tensors), strict=True))
-    if len(devices) != 1 or kinds != {_PLAIN}:
+    strided = all(map(is_, map(_layout, tensors), repeat(torch.strided)))
+    if len(devices) != 1 or not strided or any(map(_is_neg, tensors)):
         return None
     (device,) = devices
     if device.type not in _DEVICES:
         return None
-    forms = list(
-        zip(map(_dtype, tensors), map(_shape, tensors), map(_stride, tensors), strict=True)
-    )
-    # Tensors of one form share its objects.
-    known = {form: _known(*form) for form in set(forms)}
-    if None in known.values():
+    forms = zip(map(_dtype, tensors), map(_shape, tensors), map(_stride, tensors), strict=True)
+    known = _KnownForms()  # tensors of one form share its objects
+    found = list(filter(None, map(known.__getitem__, forms)))
+    if len(found) < len(tensors):
         return None
-    dtypes, shapes, strides, items, spans = zip(*map(known.__getitem__, forms), strict=True)
+    dtypes, shapes, strides, items, spans = zip(*found, strict=True)
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     sizes = list(map(_nbytes, storages))
     ends = map(add, map(mul, map(_offset, tensors), items), spans)
@@ -111,10 +109,21 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
     return list(map(partial(tuple.__new__, Array), zip(*fields, strict=False)))
 
 
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+#: A dtype's name, shape and strides, the bytes of an element and of the span.
+_KnownForm = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+
+
+class _KnownForms(dict[_Form, _KnownForm | None]):
+    """`_known` of each form that was asked for."""
+
+    def __missing__(self, form: _Form) -> _KnownForm | None:
+        found = self[form] = _known(*form)
+        return found
+
+
 @lru_cache(4096)
-def _known(
-    dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
-) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int] | None:
+def _known(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _KnownForm | None:
     """Return a form as arrays have it, with the bytes of an element and of the span; None for one
     that no checkpoint has, and for a complex one, which may be a conjugated view."""
     name = _NAMES.get(dtype)
@@ -133,8 +142,7 @@ _is_cpu, _device = attrgetter("is_cpu"), attrgetter("device")
 _layout, _is_neg = attrgetter("layout"), torch.Tensor.is_neg
 _stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
 _nbytes, _offset = torch.UntypedStorage.nbytes, torch.Tensor.storage_offset
-#: (layout, is_neg()) of tensors whose values are in memory of their own, and where that may be.
-_PLAIN = (torch.strided, False)
+#: Where tensors may be.
 _DEVICES = ("cpu", "cuda")
 _CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mx.errors import ConfigError
 from mx.memory import claims
-from mx.memory.claims import Claim, claim
+from mx.memory.claims import Claim, claim, merged
 
 ranges = st.lists(
     st.integers(0, 40).flatmap(lambda at: st.tuples(st.just(at), st.integers(at, at + 8))),
@@ -39,7 +39,9 @@ def test_only_what_is_filled_excludes(
             addresses = covered(wanted)
             free = not any((fills or each[2]) and addresses & each[1] for each in held)
             try:
-                held.append((claim(wanted, f"user {number}", fills=fills), addresses, fills))
+                held.append(
+                    (claim(merged(wanted), f"user {number}", fills=fills), addresses, fills)
+                )
                 assert free
             except ConfigError as error:
                 assert not free
@@ -78,5 +80,5 @@ def test_ranges_that_touch_are_apart_and_merged_ones_are() -> None:
     assert claims.are_apart([])
     assert claims.are_apart([(0, 2), (2, 3), (5, 9)])
     assert not claims.are_apart([(0, 3), (2, 4)])
-    assert claims.merged([(5, 9), (0, 2), (2, 3)]) == [(0, 2), (2, 3), (5, 9)]
-    assert claims.merged([(5, 9), (0, 4), (3, 3), (3, 6)]) == [(0, 9)]
+    assert merged([(5, 9), (0, 2), (2, 3)]) == [(0, 2), (2, 3), (5, 9)]
+    assert merged([(5, 9), (0, 4), (3, 3), (3, 6)]) == [(0, 9)]

@@ -217,3 +217,33 @@ def test_only_equal_forms_fit_and_each_difference_is_named(
         into.arena(layout)
     for name in model.keys() | here.keys():
         assert (name in caught.value.message) == (model.get(name) != here.get(name))
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=6))
+def test_tensors_anywhere_in_one_memory_are_filled_where_they_are(
+    places: list[tuple[int, int]],
+) -> None:
+    """Against pairs of ranges: which share bytes, and which lie within another one."""
+    pool = torch.zeros(26, dtype=torch.uint8)
+    into = {f"model.layers.{i}.w": pool[at : at + n] for i, (at, n) in enumerate(places)}
+    layout = layout_of({name: torch.zeros_like(each) for name, each in into.items()})
+    ranges = {name: set(range(at, at + n)) for name, (at, n) in zip(into, places, strict=True)}
+    others = {name: [ranges[o] for o in into if o != name] for name in into}
+    if any(ranges[name] and ranges[name] <= other for name in into for other in others[name]):
+        with pytest.raises(ConfigError, match="shares memory with"):
+            in_place(into).arena(layout)
+        return
+    arena = in_place(into).arena(layout)
+    try:
+        shared = {name for name in into if any(ranges[name] & other for other in others[name])}
+        assert arena.overlapping == {t.layer for t in layout.tensors if t.name in shared}
+        for number, tensor in enumerate(layout.tensors, 1):
+            begin = layout.layers[tensor.layer].arena_offset + tensor.offset
+            if tensor.nbytes:
+                span = host_view(arena.view[begin : begin + tensor.nbytes])
+                span[:] = bytes([number]) * tensor.nbytes
+        for number, tensor in enumerate(layout.tensors, 1):
+            assert tensor.name in shared or into[tensor.name].eq(number).all()
+        assert not pool[sorted(set(range(26)) - set().union(*ranges.values()))].any()
+    finally:
+        arena.release()

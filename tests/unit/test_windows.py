@@ -131,19 +131,24 @@ def test_a_place_that_is_not_mapped_is_an_error() -> None:
         kernel.read_places(os.getpid(), array(kernel.PLACE, (4096, 8)), here, "peer")
 
 
-def test_a_memfd_fills_more_views_than_one_call_takes() -> None:
+def test_a_memfd_fills_more_places_than_one_call_takes() -> None:
     data = os.urandom(5000)
     descriptor = os.memfd_create("test")
     try:
         os.write(descriptor, data)
         target = memoryview(bytearray(4000))
-        views = [target[at : at + 2] for at in range(0, 4000, 2)]
-        kernel.read_descriptor_into(descriptor, 1000, views, "peer")
+        here = _places([2] * 2000, address_of(target))
+        kernel.read_descriptor_places(descriptor, 1000, here, "peer")
         assert target == data[1000:]
         with pytest.raises(PeerProtocolError, match="shorter"):
-            kernel.read_descriptor_into(descriptor, 4999, [target[:2]], "peer")
+            kernel.read_descriptor(descriptor, 4999, target[:2], "peer")
+        kernel.read_descriptor(descriptor, 5000, target[:0], "peer")
+        kernel.read_descriptor(descriptor, 7, target[5:9], "peer")
+        assert target[5:9] == data[7:11]
     finally:
         os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        kernel.read_descriptor(-1, 0, target, "peer")
 
 
 class _Counted(Sequence[Any]):

@@ -10,10 +10,12 @@ import select
 import sys
 import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
+from operator import add, gt
 
 from mx.buffers import map_private
 from mx.errors import ClosedError, LocalError, NotAllowedError, PeerLostError, PeerRefusedError
@@ -57,70 +59,83 @@ class _ProcessRegion:
     nbytes: int
     address: int
     descriptor: int | None
-    begins: Sequence[int] = ()
-    addresses: Sequence[int] = ()
-    lengths: Sequence[int] = ()
+    begins: array[int] = field(default_factory=partial(array, PLACE))
+    addresses: array[int] = field(default_factory=partial(array, PLACE))
+    lengths: array[int] = field(default_factory=partial(array, PLACE))
 
     def places(self, offset: int, nbytes: int, found: array[int]) -> None:
-        """Append the address and the length of each place that these bytes touch to `found`.
+        """Append the address and the length of each place that these bytes touch to `found`; there
+        is at least one byte.
 
         Raises:
             ValueError: Some of them have no place.
         """
-        begins, lengths = self.begins, self.lengths
+        begins = self.begins
         if not begins:
             found.extend((self.address + offset, nbytes))
             return
-        at = bisect_right(begins, offset) - 1
-        while nbytes:
-            inside = offset - begins[at] if 0 <= at < len(begins) else -1
-            if not 0 <= inside < lengths[at]:
-                raise ValueError("a read reaches where the source has no memory")
-            take = min(lengths[at] - inside, nbytes)
-            found.extend((self.addresses[at] + inside, take))
-            offset += take
-            nbytes -= take
-            at += 1
+        first = bisect_right(begins, offset) - 1
+        last = bisect_left(begins, offset + nbytes, max(first, 0))
+        addresses, lengths = self.addresses[first:last], self.lengths[first:last]
+        inside, there = offset - begins[first], sum(lengths)
+        # The places do not overlap: if there is no gap between them they are as long as all.
+        whole = there == begins[last - 1] + lengths[-1] - begins[first] if lengths else False
+        if first < 0 or not whole or inside + nbytes > there:
+            raise ValueError("a read reaches where the source has no memory")
+        addresses[0] += inside
+        lengths[0] -= inside
+        lengths[-1] -= there - inside - nbytes
+        found += _in_turn(addresses, lengths)
+
+
+def _in_turn(addresses: array[int], lengths: array[int]) -> array[int]:
+    """Return addresses and lengths as the kernel takes them."""
+    found = array(kernel.PLACE, bytes(addresses.itemsize * 2 * len(addresses)))
+    found[::2], found[1::2] = addresses, lengths
+    return found
 
 
 #: Where the padding between tensors goes that is read along with them.
-_PADDING = memoryview(bytearray(256))
+_PADDING = (ctypes.c_char * 256)()
 
 
 class _FileRun:
-    """Views to fill from a memfd by one call: their bytes follow each other there, apart from
+    """Places to fill from a memfd by one call: their bytes follow each other there, apart from
     padding."""
 
     def __init__(self) -> None:
-        self._views: list[memoryview] = []
+        self._places = array(kernel.PLACE)
+        self._pins: list[object] = []
         self._descriptor = -1
         self._begin = self._end = 0
 
     def add(self, descriptor: int, piece: Piece) -> bool:
         """Add a piece. Returns False if its bytes do not follow the others."""
         gap = piece.region_offset - self._end
-        if self._views and (descriptor != self._descriptor or not 0 <= gap < len(_PADDING)):
+        if self._places and (descriptor != self._descriptor or not 0 <= gap < len(_PADDING)):
             return False
-        if not self._views:
+        if not self._places:
             self._descriptor, self._begin = descriptor, piece.region_offset
         elif gap:
-            self._views.append(_PADDING[:gap])
-        self._views += map(host_view, spans_of(piece.view))
+            self._places.extend((ctypes.addressof(_PADDING), gap))
+        self._pins.append(_append_places(piece.view, self._places))
         self._end = piece.region_offset + len(piece.view)
         return True
 
     def read(self, peer: str) -> None:
-        """Fill the views."""
-        if self._views:
-            kernel.read_descriptor_into(self._descriptor, self._begin, self._views, peer)
+        """Fill the places."""
+        kernel.read_descriptor_places(self._descriptor, self._begin, self._places, peer)
 
 
 def _append_places(view: View, found: array[int]) -> object:
     """Append the address and the length of each place of a destination to `found`. Returns what
-    keeps its memory while the kernel writes there."""
+    keeps its memory while the kernel writes there. Raises LocalError: a part has no memory."""
     places = view.places() if isinstance(view, ScatteredView) else None
     if places is not None:
-        found.extend(chain.from_iterable(zip(*places[1:], strict=True)))
+        addresses, lengths = (array(kernel.PLACE, column) for column in places[1:])
+        if sum(lengths) != len(view):
+            raise LocalError(f"a part of these {len(view)} bytes is in no memory of this process")
+        found += _in_turn(addresses, lengths)
         return view
     pins = []
     for span in spans_of(view):
@@ -173,9 +188,8 @@ class ShmSource(LocalSource):
         if sys.byteorder == "little":
             columns.byteswap()
         begins, addresses, lengths = (columns[i * count : (i + 1) * count] for i in range(3))
-        ends = [begin + nbytes for begin, nbytes in zip(begins, lengths, strict=True)]
-        limits = [*begins[1:], region.nbytes]
-        if any(end > limit for end, limit in zip(ends, limits, strict=True)):
+        limits = chain(begins[1:], (region.nbytes,))
+        if any(map(gt, map(add, begins, lengths), limits)):
             raise self.wrong("its list of places is malformed")
         region.begins, region.addresses, region.lengths = begins, addresses, lengths
 

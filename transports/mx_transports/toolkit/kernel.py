@@ -90,6 +90,10 @@ if _process_vm_readv is not None:
         ctypes.c_ulong,
         ctypes.c_ulong,
     ]
+#: Python's own `os.preadv` takes an object for each place.
+_preadv = _libc.preadv
+_preadv.restype = ctypes.c_ssize_t
+_preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
 #: The kernel's limit.
 _MAX_VECTORS = 1024
 _VECTOR_BYTES = 16
@@ -172,39 +176,46 @@ def _skip(places: array[int], first: int, nbytes: int) -> int:
 
 
 def read_descriptor(descriptor: int, offset: int, view: memoryview, peer: str) -> None:
-    """`read_descriptor_into` one view."""
-    read_descriptor_into(descriptor, offset, [view] if len(view) else [], peer)
+    """`read_descriptor_places` of one writable view."""
+    if len(view):
+        pin = ctypes.c_char.from_buffer(view)
+        places = array(PLACE, (ctypes.addressof(pin), len(view)))
+        read_descriptor_places(descriptor, offset, places, peer)
 
 
-def read_descriptor_into(
-    descriptor: int, offset: int, views: Sequence[memoryview], peer: str
-) -> None:
-    """Fill views from a memfd, one after the other.
+def read_descriptor_places(descriptor: int, offset: int, targets: array[int], peer: str) -> None:
+    """Fill places from a memfd, one after the other.
 
     Args:
         descriptor: The memfd.
         offset: Where in it the bytes begin.
-        views: Where they go, wholly.
+        targets: Where they go, as for `read_places`. Changed.
         peer: Whom errors name.
 
     Raises:
         PeerProtocolError: The memfd ends before that.
         OSError: It can't be read.
     """
-    for first in range(0, len(views), _MAX_VECTORS):
-        rest = views[first : first + _MAX_VECTORS]
-        while rest:
-            got = os.preadv(descriptor, rest, offset)
-            if not got:
-                raise PeerProtocolError(f"{peer}: its memfd is shorter than announced", peer=peer)
-            offset += got
-            done = 0
-            while done < len(rest) and got >= len(rest[done]):
-                got -= len(rest[done])
-                done += 1
-            rest = rest[done:]
-            if got:
-                rest = [rest[0][got:], *rest[1:]]
+    left = sum(targets[1::2])
+    target = 0  # the first place that is not full
+    while left:
+        got = _preadv(
+            descriptor,
+            targets.buffer_info()[0] + _VECTOR_BYTES * target,
+            min(len(targets) // 2 - target, _MAX_VECTORS),
+            offset,
+        )
+        if got < 0:
+            number = ctypes.get_errno()
+            if number == errno.EINTR:
+                continue
+            raise OSError(number, os.strerror(number))
+        if not got:
+            raise PeerProtocolError(f"{peer}: its memfd is shorter than announced", peer=peer)
+        offset += got
+        left -= got
+        if left:
+            target = _skip(targets, target, got)
 
 
 def _refusal(number: int, peer: str) -> SourceError:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, repeat
+from operator import add
 from typing import Generic, NamedTuple, TypeVar
 
 from mx.transport import Piece, Read, ScatteredView, Span, host_view, slices
@@ -19,18 +22,18 @@ class Slice(NamedTuple, Generic[View]):
 
 
 def in_place(piece: Piece, as_view: Callable[[Span], View]) -> Iterator[Slice[View]]:
-    """Yield a piece's contiguous parts, one for each place where its destination lies.
+    """Return a piece's contiguous parts, one for each place where its destination lies.
 
     Args:
         piece: The piece.
         as_view: As in `steps`.
     """
-    if isinstance(piece.view, ScatteredView):
-        begins, spans = piece.view.located()
-        for begin, span in zip(begins, spans, strict=True):
-            yield Slice(piece.region, piece.region_offset + begin, as_view(span))
-    else:
-        yield Slice(piece.region, piece.region_offset, as_view(piece.view))
+    if not isinstance(piece.view, ScatteredView):
+        return iter((Slice(piece.region, piece.region_offset, as_view(piece.view)),))
+    begins, spans = piece.view.located()
+    offsets = map(add, begins, repeat(piece.region_offset))
+    columns = zip(repeat(piece.region), offsets, map(as_view, spans), strict=False)
+    return map(partial(tuple.__new__, Slice), columns)
 
 
 def steps(
@@ -54,7 +57,7 @@ def steps(
     landed = 0
     for pieces, nbytes in slices(read, step_nbytes):
         landed += nbytes
-        yield [each for piece in pieces for each in in_place(piece, as_view)], landed
+        yield list(chain.from_iterable(map(in_place, pieces, repeat(as_view)))), landed
 
 
 def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memoryview]], int]]:
