@@ -13,6 +13,7 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
+import children
 import torch
 
 import mx
@@ -49,6 +50,7 @@ def resident_mb() -> float:
 
 def fill(gb: float, coordinator: str, conn: Connection) -> None:
     """Fill a module in place, by each transport, and say what came of it."""
+    children.end_with()
     model = make_model(gb, seed=2)
     for transport in ("tcp", "shm"):
         places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
@@ -69,6 +71,7 @@ def fill(gb: float, coordinator: str, conn: Connection) -> None:
 
 
 def main() -> None:
+    children.end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.25)
     gb = parser.parse_args().gb
@@ -79,7 +82,9 @@ def main() -> None:
         print(f"lent in {seconds:.2f} s, memory grew by {grown_mb:.0f} MB: {source}")
         here, there = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
-        reader = spawn.Process(target=fill, args=(gb, source.coordinator_address, there))
+        reader = spawn.Process(
+            target=fill, args=(gb, source.coordinator_address, there), daemon=True
+        )
         reader.start()
         for _ in range(2):
             unmoved, filled = here.recv()

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Self
 
+import children
 import router_http as http
 
 LAYERS = 12
@@ -93,8 +94,7 @@ class Demo:
 
     async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *arguments,
+            *children.command(sys.executable, *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,

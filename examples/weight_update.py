@@ -15,6 +15,7 @@ import time
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Semaphore
 
+import children
 import torch
 
 import mx
@@ -42,6 +43,7 @@ def train(model: torch.nn.Module, step: int) -> None:
 
 def read(reader: int, coordinator: str, last: int, started: Semaphore, results: Queue[str]) -> None:
     """Fill a module again and again, until it holds the last step."""
+    children.end_with()
     model, pulls, moved = make_model(), 0, 0
     started.release()
     seen: list[int] = []
@@ -60,6 +62,7 @@ def read(reader: int, coordinator: str, last: int, started: Semaphore, results: 
 
 
 def main() -> None:
+    children.end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--readers", type=int, default=3)
     parser.add_argument("--updates", type=int, default=5)
@@ -72,7 +75,9 @@ def main() -> None:
     with mx.serve(model, model="policy", copy=False, max_bandwidth="400MB/s") as source:
         readers = [
             spawn.Process(
-                target=read, args=(i, source.coordinator_address, args.updates, started, results)
+                target=read,
+                args=(i, source.coordinator_address, args.updates, started, results),
+                daemon=True,
             )
             for i in range(args.readers)
         ]
