@@ -219,7 +219,9 @@ def test_who_may_not_serve_is_told_before_bytes_move(site: Site, checkpoint: Pat
     refusal = f"sa/reader may not serve '{MODEL}'"
     assert said.count(refusal) == 1 and "not told of this one" not in said
     # A registration, which comes after all is read, would be refused with "any model".
-    assert refusal in site.refused("holder", "pull", MODEL, "--hold", "--from", f"disk={checkpoint}")
+    assert refusal in site.refused(
+        "holder", "pull", MODEL, "--hold", "--from", f"disk={checkpoint}"
+    )
     assert refusal in site.refused("holder", "serve", str(checkpoint), "--model", MODEL)
     site.pulls("holder")  # and what does not stay may
 

@@ -80,8 +80,8 @@ def test_what_a_signature_shows_is_what_is_taken() -> None:
         parameters = inspect.signature(call).parameters
         shown: Any = {name: parameters[name].default for name in taken.__annotations__}
         settings = config.load({}, environ={})
-        given = [replace(pull_options("m", settings, each), host=None) for each in ({}, shown)]
-        assert given[0] == given[1]
+        none, all_of_them = (pull_options("m", settings, each) for each in (PullArguments(), shown))
+        assert replace(none, host=None) == replace(all_of_them, host=None)
     assert inspect.signature(mx.Shard) == inspect.Signature(
         [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="int")

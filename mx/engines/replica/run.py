@@ -308,8 +308,8 @@ class RankRun:
                 raise
             self.end()
             self.lends = ""
-            with self._harmless():
-                raise refused
+            why = f"{refused}; the engine goes on"
+            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
             pull = self.pull(hold=False, device=where)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
