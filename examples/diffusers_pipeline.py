@@ -171,8 +171,8 @@ def main() -> int:
                         what = "files of the pipeline" if model == NAME else "component"
                         print(f"serving {model}: {what}, {nbytes:,} bytes", flush=True)
                     print(
-                        "a process without any of these files loads the pipeline twice, the second "
-                        "time with a VAE of its own:",
+                        "a process without any of these files loads the pipeline twice,\n"
+                        "the second time with a VAE of its own:",
                         flush=True,
                     )
                     command = [sys.executable, "-m", "mx.engines.transformers"]

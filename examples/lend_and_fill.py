@@ -61,7 +61,7 @@ def fill(gb: float, coordinator: str, conn: Connection) -> None:
         unmoved = places == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
         print(
             f"{transport}: {report.bytes / 1e6:.0f} MB in {report.seconds:.2f} s, verified by "
-            f"{report.verified}; tensors where they were: {unmoved}; "
+            f"{report.verified};\n  tensors where they were: {unmoved}; "
             f"memory grew by {grown_mb:.0f} MB"
         )
         conn.send((unmoved, checksum(model)))
@@ -79,7 +79,7 @@ def main() -> None:
     before_mb, began_s = resident_mb(), time.monotonic()
     with mx.serve(model, model="lent", copy=False) as source, torch.no_grad():
         seconds, grown_mb = time.monotonic() - began_s, resident_mb() - before_mb
-        print(f"lent in {seconds:.2f} s, memory grew by {grown_mb:.0f} MB: {source}")
+        print(f"lent in {seconds:.2f} s, memory grew by {grown_mb:.0f} MB:\n  {source}")
         here, there = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
         reader = spawn.Process(

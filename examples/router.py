@@ -176,7 +176,8 @@ async def run(
         service = Service(router, model)
         server = await stack.enter_async_context(http.serving(service.handle, listen))
         address = http.address_of(server)
-        print(f"the page: http://{address}/   requests: POST http://{address}/generate", flush=True)
+        print(f"the page: http://{address}/", flush=True)
+        print(f"requests: POST http://{address}/generate", flush=True)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(service.follow())]
             if demo:

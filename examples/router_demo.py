@@ -9,6 +9,7 @@ import json
 import struct
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Self
@@ -172,8 +173,8 @@ class Demo:
 
 
 def tell(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+    """Print it at once, in lines that fit a terminal."""
+    print(textwrap.fill(text, 79, subsequent_indent="  "), flush=True)
 
 
 async def _free_port() -> int:

@@ -52,7 +52,7 @@ def replica(coordinator: str, conn: Connection) -> None:
             report = pull.wait()
             revision = pull.model.revision
         print(
-            f"replica: filled its own tensors with {report.bytes / 1e6:.1f} MB of revision "
+            f"replica: filled its own tensors with {report.bytes / 1e6:.1f} MB\n  of revision "
             f"{revision} in {report.seconds:.2f} s by {report.paths[0].transport}",
             flush=True,
         )

@@ -56,8 +56,8 @@ def read(reader: int, coordinator: str, last: int, started: Semaphore, results: 
         pulls += 1
         moved += sum(path.bytes for path in report.paths if path.transport != "reuse")
     results.put(
-        f"reader {reader}: filled its module {pulls} times, moved {moved / 1e6:.0f} MB, and held "
-        f"the weights of steps {sorted(set(seen))}, each time of one step alone"
+        f"reader {reader}: filled its module {pulls} times, moved {moved / 1e6:.0f} MB,\n"
+        f"  and held the weights of steps {sorted(set(seen))}, each time of one step alone"
     )
 
 
@@ -99,7 +99,8 @@ def main() -> None:
                 trained_s = time.monotonic()
             print(
                 f"step {step}: kept readers away after {entered_s - began_s:.3f} s, changed every "
-                f"tensor, listed them as {source.model} {time.monotonic() - trained_s:.3f} s later",
+                f"tensor,\n  listed them as {source.model} "
+                f"{time.monotonic() - trained_s:.3f} s later",
                 flush=True,
             )
         for _ in readers:
