@@ -220,8 +220,8 @@ def replica(address: str, trust: str) -> None:
             proved = graph.prove({"x": vector(1)}, {"out": computed(vector(1))})
             print(
                 f"replica: a graph by {found.signer!r}, found in {found.seconds:.2f} s,\n"
-                f"  restored in {1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights by "
-                f"{report.paths[0].transport};\n  proved: {graph.reason or proved}"
+                f"  restored in {1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights "
+                f"by {report.paths[0].transport};\n  proved: {graph.reason or proved}"
             )
             for seed in range(2, 5):
                 upload(device, graph.inputs()["x"].address, vector(seed))
