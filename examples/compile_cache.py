@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import children
+
 NAME = "example-blocks"
 
 
@@ -66,7 +68,7 @@ def replica(address: str, trust: str) -> None:
 def mx_command(*arguments: str | Path) -> str:
     """Run a command of mx, and return what it writes."""
     program = Path(sys.executable).with_name("mx")
-    command = [str(program), *map(str, arguments)]
+    command = children.command(program, *arguments)
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
@@ -74,8 +76,9 @@ def mx_command(*arguments: str | Path) -> str:
 def running(*command: str | Path) -> Iterator[dict[str, str]]:
     """Run a daemon of mx, and yield the object that it prints when it is ready."""
     program = Path(sys.executable).with_name(str(command[0]))
-    arguments = [*map(str, command[1:]), "--json", "--log-format", "text", "--log-level", "error"]
-    with subprocess.Popen([str(program), *arguments], stdout=subprocess.PIPE, text=True) as process:
+    quiet = ("--json", "--log-format", "text", "--log-level", "error")
+    line = children.command(program, *command[1:], *quiet)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield json.loads(process.stdout.readline())
         finally:
@@ -85,7 +88,7 @@ def running(*command: str | Path) -> Iterator[dict[str, str]]:
 def started(address: str, scratch: Path, name: str, trust: str = "") -> dict[str, object]:
     """Run a replica in a process and with caches of its own, and return what it prints."""
     own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / name), "XDG_CACHE_HOME": str(scratch / name)}
-    command = [sys.executable, __file__, "replica", address, trust]
+    command = children.command(sys.executable, __file__, "replica", address, trust)
     ran = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **own}
     )
@@ -94,6 +97,7 @@ def started(address: str, scratch: Path, name: str, trust: str = "") -> dict[str
 
 
 def main() -> None:
+    children.end_on_signals()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as daemons:
         scratch = Path(folder)
         write_checkpoint(scratch / "checkpoint")

@@ -119,8 +119,10 @@ def free_address() -> str:
 @contextmanager
 def serving(*arguments: str, environment: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Run `mx serve`, and yield what it says once it serves."""
+    import children  # beside this file, which then runs as a script
+
     process = subprocess.Popen(
-        [sys.executable, "-m", "mx", "serve", *arguments, "--json", "--wait", "60"],
+        children.command(sys.executable, "-m", "mx", "serve", *arguments, "--json", "--wait", "60"),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
@@ -135,6 +137,9 @@ def serving(*arguments: str, environment: dict[str, str]) -> Iterator[dict[str, 
 
 def main() -> int:
     """Serve a pipeline, and load it as a user does."""
+    import children
+
+    children.end_on_signals()
     os.environ.update(QUIET)  # before they are imported
     with tempfile.TemporaryDirectory(prefix="mx-example-") as folder:
         root = Path(folder)
@@ -149,8 +154,10 @@ def main() -> int:
             **QUIET,
         }
         coordinator = subprocess.Popen(
-            [sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()",
-             "--listen", environment["MX_PEER_COORDINATOR"]],
+            children.command(
+                sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()",
+                "--listen", environment["MX_PEER_COORDINATOR"],
+            ),
             stderr=subprocess.DEVNULL,
             env=environment,
         )  # fmt: skip
@@ -164,13 +171,15 @@ def main() -> int:
                         what = "files of the pipeline" if model == NAME else "component"
                         print(f"serving {model}: {what}, {nbytes:,} bytes", flush=True)
                     print(
-                        "a process without any of these files loads the pipeline twice, the second "
-                        "time with a VAE of its own:",
+                        "a process without any of these files loads the pipeline twice,\n"
+                        "the second time with a VAE of its own:",
                         flush=True,
                     )
                     command = [sys.executable, "-m", "mx.engines.transformers"]
                     done = subprocess.run(
-                        [*command, str(root / "program.py")], env=environment, check=False
+                        children.command(*command, root / "program.py"),
+                        env=environment,
+                        check=False,
                     )
                     return done.returncode
             finally:

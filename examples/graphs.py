@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import children
 import numpy as np
 import triton
 import triton.language as tl
@@ -218,9 +219,9 @@ def replica(address: str, trust: str) -> None:
 
             proved = graph.prove({"x": vector(1)}, {"out": computed(vector(1))})
             print(
-                f"replica: a graph by {found.signer!r}, found in {found.seconds:.2f} s, restored "
-                f"in {1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights by "
-                f"{report.paths[0].transport}; proved: {graph.reason or proved}"
+                f"replica: a graph by {found.signer!r}, found in {found.seconds:.2f} s,\n"
+                f"  restored in {1e3 * restored_s:.0f} ms; {report.bytes / 1e3:.0f} kB of weights "
+                f"by {report.paths[0].transport};\n  proved: {graph.reason or proved}"
             )
             for seed in range(2, 5):
                 upload(device, graph.inputs()["x"].address, vector(seed))
@@ -254,8 +255,9 @@ def fetch(device: Any, address: int, stream: Any) -> bytes:
 def running(*command: str | Path) -> Iterator[dict[str, str]]:
     """Run a daemon of mx, and yield the object that it prints when it is ready."""
     program = Path(sys.executable).with_name(str(command[0]))
-    arguments = [*map(str, command[1:]), "--json", "--log-format", "text", "--log-level", "error"]
-    with subprocess.Popen([str(program), *arguments], stdout=subprocess.PIPE, text=True) as process:
+    quiet = ("--json", "--log-format", "text", "--log-level", "error")
+    line = children.command(program, *command[1:], *quiet)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield json.loads(process.stdout.readline())
@@ -274,7 +276,7 @@ def stand_in(major: int) -> dict[str, str]:
 
 def step(*arguments: str | Path, environment: dict[str, str] | None = None) -> None:
     """Run a part of this example in a process of its own."""
-    command = [sys.executable, __file__, *map(str, arguments)]
+    command = children.command(sys.executable, __file__, *arguments)
     subprocess.run(command, check=True, env=environment)
 
 
@@ -282,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stand-in", type=int, metavar="MAJOR", help="the driver's major version")
     major = parser.parse_args().stand_in
+    children.end_on_signals()
     environment: dict[str, str] = {}
     if major is None:
         from mx.cuda.driver import load
@@ -293,7 +296,7 @@ def main() -> None:
             parser.exit(2, f"{error}; without a GPU: --stand-in 13, in a clone of mx\n")
 
     def mx_command(*arguments: str | Path) -> str:
-        command = [str(Path(sys.executable).with_name("mx")), *map(str, arguments)]
+        command = children.command(Path(sys.executable).with_name("mx"), *arguments)
         return subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=True, env=environment
         ).stdout

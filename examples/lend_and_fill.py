@@ -13,6 +13,7 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
+import children
 import torch
 
 import mx
@@ -49,6 +50,7 @@ def resident_mb() -> float:
 
 def fill(gb: float, coordinator: str, conn: Connection) -> None:
     """Fill a module in place, by each transport, and say what came of it."""
+    children.end_with()
     model = make_model(gb, seed=2)
     for transport in ("tcp", "shm"):
         places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
@@ -59,7 +61,7 @@ def fill(gb: float, coordinator: str, conn: Connection) -> None:
         unmoved = places == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
         print(
             f"{transport}: {report.bytes / 1e6:.0f} MB in {report.seconds:.2f} s, verified by "
-            f"{report.verified}; tensors where they were: {unmoved}; "
+            f"{report.verified};\n  tensors where they were: {unmoved}; "
             f"memory grew by {grown_mb:.0f} MB"
         )
         conn.send((unmoved, checksum(model)))
@@ -69,6 +71,7 @@ def fill(gb: float, coordinator: str, conn: Connection) -> None:
 
 
 def main() -> None:
+    children.end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.25)
     gb = parser.parse_args().gb
@@ -76,10 +79,12 @@ def main() -> None:
     before_mb, began_s = resident_mb(), time.monotonic()
     with mx.serve(model, model="lent", copy=False) as source, torch.no_grad():
         seconds, grown_mb = time.monotonic() - began_s, resident_mb() - before_mb
-        print(f"lent in {seconds:.2f} s, memory grew by {grown_mb:.0f} MB: {source}")
+        print(f"lent in {seconds:.2f} s, memory grew by {grown_mb:.0f} MB:\n  {source}")
         here, there = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
-        reader = spawn.Process(target=fill, args=(gb, source.coordinator_address, there))
+        reader = spawn.Process(
+            target=fill, args=(gb, source.coordinator_address, there), daemon=True
+        )
         reader.start()
         for _ in range(2):
             unmoved, filled = here.recv()

@@ -15,6 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import children
 import torch
 import transformers
 
@@ -42,6 +43,7 @@ def make_model(folder: str) -> None:
 
 def serve(folder: str, rate: str, conn: Connection) -> None:
     """Serve the model until the other process has had enough."""
+    children.end_with()
     with mx.serve(folder, model="small-llama", max_bandwidth=rate) as source:
         conn.send(source.coordinator_address)
         conn.recv()
@@ -87,6 +89,7 @@ def first_token(coordinator: str, *, progressive: bool) -> tuple[float, torch.Te
 
 
 def main() -> None:
+    children.end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="25MB/s")
     rate = parser.parse_args().rate
@@ -96,7 +99,7 @@ def main() -> None:
         make_model(folder)
         here, there = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
-        source = spawn.Process(target=serve, args=(folder, rate, there))
+        source = spawn.Process(target=serve, args=(folder, rate, there), daemon=True)
         source.start()
         coordinator = here.recv()
         print(

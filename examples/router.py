@@ -166,7 +166,8 @@ async def run(
     task = asyncio.current_task()
     assert task is not None
     # So that the processes of the demonstration end, too.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with contextlib.AsyncExitStack() as stack:
         if demo:
             demonstration = await stack.enter_async_context(Demo(model))
@@ -175,7 +176,8 @@ async def run(
         service = Service(router, model)
         server = await stack.enter_async_context(http.serving(service.handle, listen))
         address = http.address_of(server)
-        print(f"the page: http://{address}/   requests: POST http://{address}/generate", flush=True)
+        print(f"the page: http://{address}/", flush=True)
+        print(f"requests: POST http://{address}/generate", flush=True)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(service.follow())]
             if demo:

@@ -9,10 +9,12 @@ import json
 import struct
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Self
 
+import children
 import router_http as http
 
 LAYERS = 12
@@ -93,8 +95,7 @@ class Demo:
 
     async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *arguments,
+            *children.command(sys.executable, *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,
@@ -172,8 +173,8 @@ class Demo:
 
 
 def tell(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+    """Print it at once, in lines that fit a terminal."""
+    print(textwrap.fill(text, 79, subsequent_indent="  "), flush=True)
 
 
 async def _free_port() -> int:

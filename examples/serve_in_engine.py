@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.connection import Connection
 
+import children
 import torch
 import transformers
 
@@ -42,6 +43,7 @@ def generate(model: transformers.LlamaForCausalLM, count: int = 16) -> list[int]
 
 def replica(coordinator: str, conn: Connection) -> None:
     """Start from the engine's weights, each time that it says so, and return what they generate."""
+    children.end_with()
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(CONFIG).eval()
     model.to_empty(device="cpu")
@@ -50,7 +52,7 @@ def replica(coordinator: str, conn: Connection) -> None:
             report = pull.wait()
             revision = pull.model.revision
         print(
-            f"replica: filled its own tensors with {report.bytes / 1e6:.1f} MB of revision "
+            f"replica: filled its own tensors with {report.bytes / 1e6:.1f} MB\n  of revision "
             f"{revision} in {report.seconds:.2f} s by {report.paths[0].transport}",
             flush=True,
         )
@@ -66,6 +68,7 @@ def merge_adapter(model: transformers.LlamaForCausalLM, rank: int = 4) -> None:
 
 
 def main() -> None:
+    children.end_on_signals()
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(CONFIG).eval()
     with mx.serve(
@@ -74,7 +77,7 @@ def main() -> None:
         here, there = multiprocessing.Pipe()
         print("engine: lends its weights where they are in its memory", flush=True)
         reader = multiprocessing.get_context("spawn").Process(
-            target=replica, args=(source.coordinator_address, there)
+            target=replica, args=(source.coordinator_address, there), daemon=True
         )
         reader.start()
         there.close()  # the replica's, so that its end is seen

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import children
+
 NAME = "example-llama"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +51,7 @@ def write_checkpoint(folder: Path) -> None:
 
 def replica(model: str, coordinator: str, conn: Connection) -> None:
     """Run one engine: send what it generates, and what it loaded, and stay until told to end."""
+    children.end_with()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is this process
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     import torch
@@ -78,7 +81,7 @@ def replica(model: str, coordinator: str, conn: Connection) -> None:
 def coordinator() -> Iterator[str]:
     """Run a coordinator, and yield its address."""
     program = Path(sys.executable).with_name("mx-coordinator")
-    command = [str(program), "--listen", "127.0.0.1:0", "--json", "--log-level", "error"]
+    command = children.command(program, "--listen", "127.0.0.1:0", "--json", "--log-level", "error")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield json.loads(process.stdout.readline())["listen"]
@@ -105,6 +108,7 @@ def running(model: str, address: str) -> Iterator[tuple[list[int], dict[str, obj
 
 
 def main() -> None:
+    children.end_on_signals()
     with tempfile.TemporaryDirectory() as scratch, coordinator() as address:
         checkpoint = Path(scratch, "checkpoint")
         write_checkpoint(checkpoint)

@@ -15,6 +15,7 @@ import time
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Semaphore
 
+import children
 import torch
 
 import mx
@@ -42,6 +43,7 @@ def train(model: torch.nn.Module, step: int) -> None:
 
 def read(reader: int, coordinator: str, last: int, started: Semaphore, results: Queue[str]) -> None:
     """Fill a module again and again, until it holds the last step."""
+    children.end_with()
     model, pulls, moved = make_model(), 0, 0
     started.release()
     seen: list[int] = []
@@ -54,12 +56,13 @@ def read(reader: int, coordinator: str, last: int, started: Semaphore, results: 
         pulls += 1
         moved += sum(path.bytes for path in report.paths if path.transport != "reuse")
     results.put(
-        f"reader {reader}: filled its module {pulls} times, moved {moved / 1e6:.0f} MB, and held "
-        f"the weights of steps {sorted(set(seen))}, each time of one step alone"
+        f"reader {reader}: filled its module {pulls} times, moved {moved / 1e6:.0f} MB,\n"
+        f"  and held the weights of steps {sorted(set(seen))}, each time of one step alone"
     )
 
 
 def main() -> None:
+    children.end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--readers", type=int, default=3)
     parser.add_argument("--updates", type=int, default=5)
@@ -72,7 +75,9 @@ def main() -> None:
     with mx.serve(model, model="policy", copy=False, max_bandwidth="400MB/s") as source:
         readers = [
             spawn.Process(
-                target=read, args=(i, source.coordinator_address, args.updates, started, results)
+                target=read,
+                args=(i, source.coordinator_address, args.updates, started, results),
+                daemon=True,
             )
             for i in range(args.readers)
         ]
@@ -94,7 +99,8 @@ def main() -> None:
                 trained_s = time.monotonic()
             print(
                 f"step {step}: kept readers away after {entered_s - began_s:.3f} s, changed every "
-                f"tensor, listed them as {source.model} {time.monotonic() - trained_s:.3f} s later",
+                f"tensor,\n  listed them as {source.model} "
+                f"{time.monotonic() - trained_s:.3f} s later",
                 flush=True,
             )
         for _ in readers:

@@ -94,7 +94,8 @@ CONNECTION, STORES, COMMON = "connection", "stores", "common"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings, validated. `origins` maps names to where their values came from."""
+    """All settings, validated. `origins` maps names to where their values came from, and `file` is
+    the configuration file, which need not exist."""
 
     coordinator: str = _setting(
         "127.0.0.1:7600", values.addresses,
@@ -275,6 +276,7 @@ class Settings:
     )
     # fmt: on
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    file: str = field(default="", repr=False, compare=False)
 
     def origin(self, name: str) -> str:
         """Return the origin of a value: "default", or the flag, the variable, or file and line."""
@@ -465,7 +467,7 @@ def load(
         origins[name] = origin
 
     chosen = file or environ.get(FILE_VARIABLE) or None
-    path = Path(chosen) if chosen else default_file(environ)
+    path = Path(chosen).absolute() if chosen else default_file(environ)
     for name, (raw, line) in _read_file(path, required=chosen is not None).items():
         take(name, raw, f"{path}, line {line}" if line else str(path))
     for name, text in _read_environment(environ).items():
@@ -479,7 +481,7 @@ def load(
         folder = state_folder(environ)
         for name in ("name_key", "receipt_key"):
             values.setdefault(name, str(folder / name.replace("_", ".")))
-    settings = Settings(**values, origins=origins)  # type: ignore[arg-type]
+    settings = Settings(**values, origins=origins, file=str(path))  # type: ignore[arg-type]
     _check_tls(settings)
     return settings
 

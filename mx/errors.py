@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from types import FrameType
+from collections.abc import Mapping
+from types import FrameType, MappingProxyType
 
 #: Whose frames `release_frames` may clear.
 _OWN = ("mx", "mx_transports")
@@ -24,9 +25,11 @@ EXIT_INCOMPLETE = 6
 
 
 class MxError(Exception):
-    """The base of all errors. `hint` is one line that says what the user can do, or ""."""
+    """The base of all errors. `hint` is one line that says what the user can do, or ""; `details`
+    are what a program may want to know besides, by name."""
 
     exit_code = EXIT_OTHER
+    details: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

@@ -47,11 +47,28 @@ def _made(cls: Any) -> Any:
         "__match_args__": names,
         "__dataclass_fields__": fields,
         "__dataclass_params__": SimpleNamespace(frozen=True),
+        "__signature__": _Signature(),
     }
     compared = attrgetter(*(name for name in names if fields[name].compare))
     made: Any = type(cls)(cls.__name__, cls.__bases__, shared | _methods(compared) | own)
     made.__qualname__ = cls.__qualname__
     return made
+
+
+class _Signature:
+    """What `help` shows in place of the constructor that is not compiled yet."""
+
+    def __get__(self, _: Any, cls: Any) -> Any:
+        from inspect import Parameter, Signature
+
+        shown = []
+        for name, each in cls.__dataclass_fields__.items():
+            made = each.default_factory is not MISSING
+            default = each.default_factory() if made else each.default
+            given = Parameter.empty if default is MISSING else default
+            kind = Parameter.POSITIONAL_OR_KEYWORD
+            shown.append(Parameter(name, kind, default=given, annotation=each.type))
+        return Signature(shown)
 
 
 def _methods(compared: Callable[[Any], Any]) -> dict[str, Any]:

@@ -52,6 +52,22 @@ class PullArguments(PlanArguments, total=False):
     files_only: bool | Collection[str]
 
 
+#: What an argument is that is not given; the others are None.
+_DEFAULTS: Mapping[str, object] = {
+    "revision": "",
+    "variant": "",
+    "attach": True,
+    "device": "cpu",
+    "source": "peers",
+    "hold": False,
+    "verify": "chunks",
+    "reuse": (),
+    "follow": False,
+    "resume": True,
+    "files_only": False,
+}
+
+
 def takes(arguments: type) -> Callable[[_Function], _Function]:
     """Return a decorator of a function of `model` and these arguments: it shows them in `help` and
     completion, and refuses others, which Python itself does only for parameters."""
@@ -62,7 +78,7 @@ def takes(arguments: type) -> Callable[[_Function], _Function]:
             name: inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=...,
+                default=_DEFAULTS.get(name),
                 annotation=getattr(kind, "__forward_arg__", kind),
             )
             for name, kind in arguments.__annotations__.items()

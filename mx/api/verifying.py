@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,15 @@ from mx.core.reference import check_pin
 from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.folder_hash import manifest_of
-from mx.storage.staging import recorded
+from mx.storage.staging import differing, recorded
 from mx.text import listed, plain
+from mx.units import count
 
 #: As many as read a checkpoint that is served.
 _THREADS = 2
 _ALONE = "its weights are right"
+#: How many tensors that differ are named in `MxError.details`.
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ def verify_folder(
         What it holds.
 
     Raises:
-        CheckpointError: It holds other weights, or files; or a file is malformed.
+        CheckpointError: It holds other weights, or files; or a file is malformed. Where its pull
+            has recorded them, the tensors that differ are named, and are the
+            `differing_tensors` of `details`: how many (`count`), and the names of the `first`.
         ConfigError: There is no checkpoint, or no pin to compare it with, or that is none.
         LocalError: The disk fails.
     """
@@ -68,24 +73,32 @@ def verify_folder(
     if not ref.pinned_by(expected):
         files = f" ({ref.pin.hex()} with its files)" if ref.packaging else ""
         said = "as requested" if pin else "as it was pulled"
-        wrong = _wrong(manifest, record) if record.startswith(expected) else ""
+        is_of_record = any(word.startswith(expected) for word in record.partition("\n")[0].split())
+        tensors = differing(path, manifest) if is_of_record else []
+        wrong = _wrong(manifest, record, tensors) if is_of_record else ""
         what = "it, or its files alone with `files_only`," if _ALONE in wrong else "it"
-        raise CheckpointError(
+        error = CheckpointError(
             f"{path} holds {ref.identity.hex()}{files}, not {expected} {said}"
             + (wrong and f": {wrong}"),
             hint=f"pull {what} again, into another folder",
         )
+        if tensors:
+            differ = {"count": len(tensors), "first": tensors[:_MOST_NAMED]}
+            error.details = {"differing_tensors": differ}
+        raise error
     files_too = bool(ref.packaging) and not ref.weights_alone(expected)
     return VerifiedFolder(manifest, not pin, files_too, time.monotonic() - began_s)
 
 
-def _wrong(manifest: Manifest, record: str) -> str:
-    """Return what differs from the record of `CheckpointWriter`; "" if that does not say."""
+def _wrong(manifest: Manifest, record: str, tensors: Sequence[str]) -> str:
+    """Return what differs from the record of `CheckpointWriter`, `tensors` as far as they are
+    known; "" if that does not say."""
     first, *lines = record.split("\n")
     if " " not in first:  # of an earlier mx
         return ""
     if manifest.ref.identity.hex() != first.partition(" ")[2]:
-        return "its weights differ"
+        named = f" in {count(len(tensors), 'tensor')}: {plain(listed(tensors))}" if tensors else ""
+        return f"its weights differ{named}"
     there = {side.path: side.digest[:8].hex() for side in manifest.packaging.side_files}
     wanted = {name: digest for digest, _, name in (line.partition(" ") for line in lines)}
     missing = [name for name in wanted if name not in there]

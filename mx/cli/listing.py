@@ -92,6 +92,7 @@ def models(
                 "bytes": entry.nbytes,
                 "layers": entry.layers,
                 "sources": entry.sources,
+                "state": "served" if entry.sources else "no source",
             }
             for entry in found
         ]
@@ -113,10 +114,14 @@ def models(
         Column("variant", [_spaced(entry.model.variant) for entry in found], folds=12),
         Column("size", sizes, right=True),
         Column("layers", [str(entry.layers or "-") for entry in found], right=True),
-        Column("sources", [str(entry.sources) for entry in found], right=True),
+        Column("sources", [str(entry.sources or "none") for entry in found], right=True),
         Column("found by", ways, folds=5),
     ]
     outcome.show(table_of(columns, page.width), page)
+    if gone := sum(not entry.sources for entry in found):
+        outcome.write(
+            f"{count(gone, 'name')} without a source: nothing can be pulled of it until one is back"
+        )
     _say_sets(len(sets))
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
@@ -212,15 +217,25 @@ def say_unknown(what: str, model: str, settings: Settings) -> None:
     """
     text = f"the coordinator at {settings.coordinator} knows no {what}"
     if model:
-        from mx import api
-
-        listed = api.list_models(coordinator=settings.coordinator, settings=settings)
-        names = {each.model.name for each in listed}
         hint = "mx models lists what it knows"
-        if alike := get_close_matches(parse_reference(model).name, names, 1):
-            hint = f"the nearest name that is listed is {alike[0]}"
+        if alike := nearest_name(model, settings):
+            hint = f"the nearest name that is listed is {alike}"
         raise UnknownModelError(text, hint=hint)
     outcome.say(text)
+
+
+def nearest_name(model: str, settings: Settings) -> str:
+    """Return the name that is listed and most like that of a model, which is not; "" if none is
+    like it.
+
+    Raises:
+        CoordinatorError: The coordinator does not answer.
+    """
+    from mx import api
+
+    listed = api.list_models(coordinator=settings.coordinator, settings=settings)
+    names, name = {each.model.name for each in listed}, parse_reference(model).name
+    return "" if name in names else next(iter(get_close_matches(name, names, 1)), "")
 
 
 def _show_tables(model: str, settings: Settings, as_json: bool) -> None:

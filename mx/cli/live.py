@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
@@ -48,23 +49,30 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
-def follow(pull: Pull, sought: str = "", wait_s: float = 0.0) -> PullReport:
+def follow(
+    pull: Pull, sought: str = "", wait_s: float = 0.0, nearest: Callable[[], str] = str
+) -> PullReport:
     """Wait for a pull's end and show it by layer. Raises what the pull fails with.
 
     Args:
         pull: The pull.
         sought: What it waits for a source of, and where.
         wait_s: How long it does.
+        nearest: Returns the name that is most like one that is not listed; "" if there is none.
     """
     rate = RecentRate()
+    like = functools.cache(nearest)
 
     def state(progress: Progress, *, counts_down: bool) -> str:
         text = state_of(progress, rate.at(progress, time.monotonic()))
         if progress.phase != WAITING or not sought:
             return text
-        if not counts_down:
-            return f"{text} of {sought}, for up to {_duration(wait_s)}"
-        return f"{text} of {sought}, {_duration(max(0.0, wait_s - rate.phase_s))} left"
+        text += f" of {sought}, "
+        if counts_down:
+            text += f"{_duration(max(0.0, wait_s - rate.phase_s))} left"
+        else:
+            text += f"for up to {_duration(wait_s)}"
+        return f"{text}; nearest name: {like()}" if like() else text
 
     if not shows_progress():
         return _follow_plainly(pull, lambda progress: state(progress, counts_down=False))

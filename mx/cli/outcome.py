@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -191,7 +191,12 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
         if "--debug" in given:
             sys.stderr.write(plain_lines(traceback.format_exc()))
         outcome = fail(
-            error.exit_code, type(error).__name__, error.message, error.hint, as_json=as_json
+            error.exit_code,
+            type(error).__name__,
+            error.message,
+            error.hint,
+            as_json=as_json,
+            details=error.details,
         )
     except Interrupted as error:
         outcome = _interrupted(error.hint, as_json=as_json)
@@ -213,7 +218,15 @@ def _interrupted(hint: str, *, as_json: bool) -> int:
     return fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", hint, as_json=as_json)
 
 
-def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -> int:
+def fail(
+    exit_code: int,
+    kind: str,
+    message: str,
+    hint: str,
+    *,
+    as_json: bool,
+    details: Mapping[str, object] = MappingProxyType({}),
+) -> int:
     """Report an error on standard error and, with `--json`, on standard output.
 
     Args:
@@ -222,6 +235,7 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
         message: What went wrong. Arguments in backquotes become flags, here and in `hint`.
         hint: What the user can do; "" for nothing.
         as_json: True also writes the error as the one object of `--json`.
+        details: What that says besides.
 
     Returns:
         `exit_code`.
@@ -229,7 +243,7 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
     message, hint = in_flags(message), in_flags(hint)
     error = {"type": kind, "message": message, "hint": hint, "exit_code": exit_code}
     if as_json:
-        emit({"error": error})
+        emit({"error": error | dict(details)})
     if _as_lines:
         _write("error", "error", error)
         return exit_code

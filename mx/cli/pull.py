@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,11 +12,12 @@ import typer
 from mx.cli import live, notify, options, outcome
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
-from mx.errors import ConfigError
+from mx.errors import ConfigError, MxError
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
+    from mx.config import Settings
     from mx.target.report import FilesReport, StepReport
 
 
@@ -151,7 +153,8 @@ def pull(
     ):
         caches = None if artifacts is None else obtain(model, settings, artifacts)
         where = source if source.startswith("peer=") else f"coordinator {settings.coordinator}"
-        report = live.follow(running, f"{model} ({where})", settings.wait_s)
+        nearest = partial(_nearest, model, settings) if where != source else str
+        report = live.follow(running, f"{model} ({where})", settings.wait_s, nearest)
         held = running.hold() if hold else None
         if as_json:
             with_sets = {} if caches is None else {"artifacts": obtained_object(caches)}
@@ -168,6 +171,16 @@ def pull(
                 notify.ready(f"holding {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
+
+
+def _nearest(model: str, settings: Settings) -> str:
+    """Return the listed name that is most like a model's; "" if none is, or without an answer."""
+    from mx.cli.listing import nearest_name
+
+    try:
+        return nearest_name(model, settings)
+    except MxError:
+        return ""
 
 
 def _check_stores(source: str, given: Mapping[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import typer
 from rich.text import Text
@@ -38,7 +39,7 @@ def show(
 
     A flag beats the environment (MX_PEER_COORDINATOR=...), that beats the file, that beats the
     default. The names shown are those of the file; in the environment they are in capitals
-    behind MX_PEER_.
+    behind MX_PEER_. The file is that of `--config`, of MX_PEER_CONFIG, or the default one.
 
     **Example**
 
@@ -50,20 +51,25 @@ def show(
     def shown(name: str) -> object:
         return without_password(getattr(settings, name))
 
+    is_there = Path(settings.file).exists()
     if as_json:
-        outcome.emit({n: {"value": shown(n), "origin": settings.origin(n)} for n in names})
+        file = {"path": settings.file, "read": is_there}
+        found = {n: {"value": shown(n), "origin": settings.origin(n)} for n in names}
+        outcome.emit({"config_file": file, **found})
         return
     styles = ["bold" if settings.is_set(name) else "" for name in names]
 
-    def styled(texts: Iterable[str]) -> list[Text]:
-        return [Text(text, style) for text, style in zip(texts, styles, strict=True)]
+    def styled(first: str, texts: Iterable[str]) -> list[Text]:
+        return [Text(first), *(Text(each, on) for each, on in zip(texts, styles, strict=True))]
 
-    page = outcome.page()
+    page, values = outcome.page(), (config.format_value(shown(name)) for name in names)
+    meanings = (in_flags(about.text) for about in names.values())
+    about_file = "It was read." if is_there else "There is none."
     columns = [
-        Column("setting", styled(names)),
-        Column("value", styled(config.format_value(shown(name)) for name in names), folds=16),
-        Column("from", styled(map(settings.origin, names)), folds=12),
-        Column("meaning", styled(in_flags(about.text) for about in names.values()), folds=24),
+        Column("setting", styled("(file)", names)),
+        Column("value", styled(settings.file, values), folds=16),
+        Column("from", styled("", map(settings.origin, names)), folds=12),
+        Column("meaning", styled(about_file, meanings), folds=24),
     ]
     page.width = min(page.width, _MOST_COLUMNS)
     outcome.show(table_of(columns, page.width), page)

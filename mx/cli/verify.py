@@ -30,7 +30,8 @@ def verify(
 
     Without PIN that is what `mx pull --out` recorded of the folder, where its file system keeps
     such a record (an extended attribute); a copy may have none. A pin that covers files covers
-    those here, too. Nothing is asked of a coordinator or a source. Exit code 4 if anything differs.
+    those here, too. Nothing is asked of a coordinator or a source. Exit code 4 if anything differs;
+    the record says which tensors do, and which files.
 
     **Examples**
 

@@ -146,7 +146,7 @@ class CoordinatorServicer(ListingServicer):
     async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
         unlisted = self._layouts.named(self._state.now())
         key = codec.key_from_wire(request.model)
-        self._access.require(context, (Right.SERVE, Right.PULL), key.name)
+        self._access.require(context, (Right.SERVE,), key.name)
         version = await self._state.ask(lambda registry: registry.layout_version(key, unlisted))
         return pb.LayoutResponse(version=version)
 
@@ -356,6 +356,8 @@ class CoordinatorServicer(ListingServicer):
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
         name = request.name.partition("@")[0]
         self._access.require(context, (Right.PULL,), name)
+        if request.serves:
+            self._access.require(context, (Right.SERVE,), name)
         found = await self._state.ask(
             lambda registry: registry.resolve(request.name, request.revision, request.variant)
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mx import forks
+from mx.core.types import Manifest
 from mx.errors import CapacityError, ConfigError, OutputError
 from mx.storage import folders
 from mx.storage.osfile import write_error
@@ -25,6 +26,10 @@ _FILES = "files"
 JOURNAL = "journal"
 #: The extended attribute of a folder that says what was pulled there.
 _RECORD = "user.mx.pulled"
+#: And the one of its tensors: the first bytes of the layout's digest, then those of each root, as
+#: many as the file system has room for.
+_TENSORS = "user.mx.tensors"
+_LAYOUT_BYTES, _ROOT_BYTES = 8, (8, 4, 2)
 #: How many times the partial folder is made anew if it vanishes between two steps.
 _TRIES = 100
 
@@ -37,6 +42,35 @@ def recorded(folder: Path) -> str:
         return os.getxattr(folder, _RECORD).decode(errors="replace")
     except OSError:
         return ""
+
+
+def differing(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the names of the tensors that are not what `Staging.record_tensors` has recorded on a
+    folder; none where it has no record of tensors of these names and shapes.
+
+    Args:
+        folder: What was pulled.
+        manifest: Of what it holds now.
+    """
+    try:
+        recorded_as = os.getxattr(folder, _TENSORS)
+    except OSError:
+        return []
+    for nbytes in _ROOT_BYTES:
+        if len(recorded_as) == len(_of_tensors(manifest, nbytes)):
+            break
+    else:
+        return []
+    if recorded_as[:_LAYOUT_BYTES] != manifest.ref.layout[:_LAYOUT_BYTES]:
+        return []
+    were = [recorded_as[at : at + nbytes] for at in range(_LAYOUT_BYTES, len(recorded_as), nbytes)]
+    now = zip(manifest.layout.tensors, manifest.roots, were, strict=True)
+    return [tensor.name for tensor, root, was in now if root[:nbytes] != was]
+
+
+def _of_tensors(manifest: Manifest, nbytes: int) -> bytes:
+    layout = manifest.ref.layout[:_LAYOUT_BYTES]
+    return layout + b"".join(root[:nbytes] for root in manifest.roots)
 
 
 def _is_staged(fd: int, link: str) -> bool:
@@ -192,6 +226,13 @@ class Staging:
         extended attribute): `recorded` reads it."""
         with contextlib.suppress(OSError):
             os.setxattr(self._files, _RECORD, text.encode())
+
+    def record_tensors(self, manifest: Manifest) -> None:
+        """Record what was pulled of each tensor, likewise: `differing` reads it."""
+        for nbytes in _ROOT_BYTES:
+            with contextlib.suppress(OSError):
+                os.setxattr(self._files, _TENSORS, _of_tensors(manifest, nbytes))
+                return
 
     def publish(self) -> None:
         """Make `files` durable and rename them to `out`.

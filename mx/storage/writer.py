@@ -155,6 +155,7 @@ class CheckpointWriter(StagedWriter):
         said += [f"{side.digest[:8].hex()} {side.path}" for side in sides]
         text = "\n".join(said)
         self._staging.record(text if len(text.encode()) <= _RECORD_BYTES else said[0])
+        self._staging.record_tensors(self._manifest)
 
     def _published(self) -> None:
         records, self._records = self._records, None

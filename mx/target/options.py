@@ -58,7 +58,6 @@ class PullOptions(LocateRequest):
     files_only: bool = False
     files: tuple[str, ...] | None = None
     device: str = "cpu"
-    hold: bool = False
     into: memoryview | InPlace | None = None
     reuse: list[HeldWeights] = field(default_factory=list)
     follow: bool = False

@@ -7,7 +7,7 @@ import logging
 
 from mx.core.layout_rules import oldest
 from mx.core.types import Layout
-from mx.errors import CheckpointError, MxError
+from mx.errors import CheckpointError, MxError, NotAllowedError
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.memory.verify import check_overlapping
@@ -86,6 +86,8 @@ class FromStore(Attempt):
         locator = Locator(options)
         try:
             return await locator.layout_version(options.key)
+        except NotAllowedError:  # nor could it be registered
+            raise
         except MxError as error:  # to pull needs no coordinator; the registration will say it
             log.debug("no layout version is known: %s", error)
             return oldest()

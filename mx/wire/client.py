@@ -91,7 +91,13 @@ class CoordinatorClient(SourceCalls):
         return await self._coordinators.ask(question)
 
     async def resolve(
-        self, name: str, revision: str = "", variant: str = "", *, documents: bool = True
+        self,
+        name: str,
+        revision: str = "",
+        variant: str = "",
+        *,
+        documents: bool = True,
+        serves: bool = False,
     ) -> Resolution:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it.
 
@@ -101,16 +107,22 @@ class CoordinatorClient(SourceCalls):
                 all ranks of its bundle.
             variant: "" for "checkpoint", or the only one that is listed.
             documents: Request the documents of a small manifest, too.
+            serves: The caller is going to serve it.
 
         Raises:
             UnknownModelError: No registered model fits.
+            NotAllowedError: The policy lets the caller not pull it, or with `serves` not serve it.
             ConfigError: An argument is not a valid name or pin.
         """
         codec.check_model_key(
             ModelKey(name.partition("@")[0], revision or "main", variant or "checkpoint")
         )
         request = pb.ResolveRequest(
-            name=name, revision=revision, variant=variant, inline_documents=documents
+            name=name,
+            revision=revision,
+            variant=variant,
+            inline_documents=documents,
+            serves=serves,
         )
 
         async def question(link: Link) -> Resolution:

@@ -42,7 +42,7 @@ from mx.wire.v1 import peer_pb2
 @dataclass(frozen=True)
 class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
-    coordinator."""
+    coordinator, which `hold` tells that the model is going to be served."""
 
     name: str
     revision: str = ""
@@ -52,6 +52,7 @@ class LocateRequest:
     tls: TlsFiles | None = None
     insecure: bool = False
     connect_timeout_s: float = 3.0
+    hold: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class Locator:
             return await self._describe(self._where.peer)
         check_pin_of(self._where.name)
         found = await self._coordinator().resolve(
-            self._where.name, self._where.revision, self._where.variant
+            self._where.name,
+            self._where.revision,
+            self._where.variant,
+            serves=self._where.hold,
         )
         remote = self._coordinator().remote
         if not found.ref.pinned_by(self._pin):

@@ -9,11 +9,12 @@ import shutil
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_NO_SOURCE
-from tests.support.commands import Command, Run, free_port, serve
+from tests.support.commands import Command, Run, free_port, serve, start_coordinator
 
 pytestmark = pytest.mark.integration
 
@@ -56,6 +57,7 @@ def test_what_is_served_is_listed_and_pulled(
     assert listed[0]["pin"] == served["pin"] != served["identity"]
     assert listed[0]["pin_covers_files"] and not listed[0]["pin_only"]
     assert listed[0]["layers"] == served["layers"]
+    assert (listed[0]["sources"], listed[0]["state"]) == (1, "served")
     assert listed[0]["bytes"] == served["bytes"]  # without the padding between layers
     (entry,) = finished(run, "sources", "small", *at, "--json").json()["sources"]
     assert entry["endpoint"] == served["endpoint"]
@@ -99,6 +101,19 @@ def test_a_mistyped_name_gets_the_nearest_that_is_listed(
         unknown = finished(run, *words, "--coordinator", coordinator)
         assert unknown.process.returncode == EXIT_NO_SOURCE
         assert "sources of smal\n  the nearest name that is listed is small" in unknown.err
+
+
+def test_a_name_without_a_source_is_listed_as_such(run: Run, checkpoint: Path) -> None:
+    coordinator, _ = start_coordinator(run, "--lease-s", "1")
+    at, source = ("--coordinator", coordinator), serve(run, checkpoint, "small", coordinator)
+    source.signal(signal.SIGKILL)
+    source.wait()
+    entry: Any = {"state": "served"}
+    while entry["state"] == "served":  # until its lease ends
+        (entry,) = finished(run, "models", *at, "--json").json()["models"]
+    assert (entry["sources"], entry["state"]) == (0, "no source")
+    shown = finished(run, "models", *at).out
+    assert "none" in shown and "1 name without a source:" in shown
 
 
 def test_the_summary_for_people_says_what_was_kept(
@@ -176,7 +191,13 @@ def test_a_folder_is_verified_against_a_pin_or_its_record(
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    assert "not" in str(verified(EXIT_INTEGRITY, served["identity"])["error"])
+    said: Any = verified(EXIT_INTEGRITY, served["identity"])["error"]
+    assert "not" in said["message"]
+    if _keeps_records(tmp_path):
+        differ = said["differing_tensors"]
+        assert differ["count"] == 1 == len(differ["first"])
+        shown = finished(run, "verify", str(out)).err
+        assert f"differ in 1 tensor: {differ['first'][0]}" in " ".join(shown.split())
     os.rename(out, tmp_path / "moved")
     verified(EXIT_CONFIG, pinned)
     out.mkdir()

@@ -164,3 +164,4 @@ def test_the_example_runs() -> None:
     assert done.returncode == 0, done.stderr
     assert "serving example/tiny-sd/vae" in done.stdout
     assert "an image of (16, 16, 3)" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 80, done.stdout

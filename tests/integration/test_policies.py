@@ -4,7 +4,9 @@ the findings of `mx doctor`."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -206,10 +208,39 @@ def test_the_page_says_a_refusal_once_and_comes_back(site: Site) -> None:
     assert web.err.count("web.coordinator_lost") == 1 == web.err.count(refusal)
 
 
-@pytest.mark.long
-def test_a_pull_that_may_not_serve_says_that_it_holds_nothing(site: Site, checkpoint: Path) -> None:
+def test_who_may_not_serve_is_told_before_bytes_move(site: Site, checkpoint: Path) -> None:
     site.coordinator("--policy", str(site.policy))
-    site.serve(checkpoint, "--max-bandwidth", "3MB")
-    said = site.refused("holder", "pull", MODEL, "--hold", "--transport", "tcp")
-    assert "other pulls are not told of this one" in said  # while it ran
-    assert said.count("sa/reader may not serve") == 2 and "holding" not in said
+    source, _ = site.serve(checkpoint)
+    os.kill(source.process.pid, signal.SIGSTOP)  # nothing could move
+    try:
+        said = site.refused("holder", "pull", MODEL, "--hold")
+    finally:
+        os.kill(source.process.pid, signal.SIGCONT)
+    refusal = f"sa/reader may not serve '{MODEL}'"
+    assert said.count(refusal) == 1 and "not told of this one" not in said
+    # A registration, which comes after all is read, would be refused with "any model".
+    assert refusal in site.refused(
+        "holder", "pull", MODEL, "--hold", "--from", f"disk={checkpoint}"
+    )
+    assert refusal in site.refused("holder", "serve", str(checkpoint), "--model", MODEL)
+    site.pulls("holder")  # and what does not stay may
+
+
+@pytest.mark.long
+def test_a_pull_that_may_not_serve_any_more_says_that_it_holds_nothing(
+    site: Site, checkpoint: Path
+) -> None:
+    site.policy.write_text(SERVE + PULL + PULL.replace('"pull"', '"serve"'))
+    coordinator = site.coordinator("--policy", str(site.policy))
+    source, _ = site.serve(checkpoint, "--max-bandwidth", "3MB")
+    os.kill(source.process.pid, signal.SIGSTOP)
+    try:
+        pull = site.mx("holder", "pull", MODEL, "--hold", "--transport", "tcp", "--wait", "120")
+        pull.until(lambda: "waiting" in pull.err, "a pull that was let in")
+        _policy(site, SERVE + PULL)
+        coordinator.until(lambda: coordinator.err.count("policy.read") == 2, "the new policy")
+    finally:
+        os.kill(source.process.pid, signal.SIGCONT)
+    assert pull.wait(120) == 5, pull.err
+    assert "other pulls are not told of this one" in pull.err  # while it ran
+    assert pull.err.count("sa/reader may not serve") == 2 and "holding" not in pull.err

@@ -39,6 +39,7 @@ def demo() -> Iterator[Router]:
 def test_requests_are_answered_by_a_replica_that_still_loads(demo: Router) -> None:
     demo.until(lambda: any(each["accepted_early"] for each in demo.replicas()), "early answer")
     demo.until(lambda: "began with " in demo.said, "word of it")
+    assert max(map(len, demo.said.splitlines())) < 80, demo.said
     demo.until(lambda: demo.replicas()[0]["fully_loaded"], "replica that is loaded")
     (first, *_) = demo.replicas()
     assert first["layers"] == 12 and set(first["layer_s"]) == {str(n) for n in range(12)}

@@ -25,3 +25,4 @@ def test_another_process_starts_from_an_engines_memory() -> None:
         )
     assert found.returncode == 0, found.stderr[-3000:]
     assert "both generated the same, before the adapter and with it (main.2)" in found.stdout
+    assert max(map(len, found.stdout.splitlines())) < 80, found.stdout

@@ -72,6 +72,18 @@ def test_a_wait_in_vain_says_what_was_lacking(run: Run, coordinator: str) -> Non
     assert "(waited 500 ms)" in command.err
 
 
+def test_what_waits_for_a_name_that_is_not_listed_names_the_nearest(
+    run: Run, coordinator: str, checkpoint: Path
+) -> None:
+    serve(run, checkpoint, "llama-8b", coordinator)
+    command = run("pull", "lama-8b", "--coordinator", coordinator, "--wait", "3")
+    assert command.wait() == EXIT_NO_SOURCE
+    assert command.err.count("nearest name: llama-8b\n") == 1, command.err
+    other = run("pull", "zzz", "--coordinator", coordinator, "--wait", "2")
+    assert other.wait() == EXIT_NO_SOURCE
+    assert "waiting for a source of zzz" in other.err and "nearest" not in other.err
+
+
 def test_errors_that_no_waiting_would_mend_end_the_pull_at_once(coordinator: str) -> None:
     with api.pull("m@nothing", coordinator=coordinator, wait_s=600) as pull:
         assert isinstance(error_of(pull), ConfigError)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import mx
 from mx import api, config
+from mx.api.arguments import PlanArguments, PullArguments
+from mx.api.options import pull_options
 from mx.errors import ConfigError, CoordinatorError
 
 SETTINGS = config.load({"coordinator": "127.0.0.1:1", "wait_s": 0})
@@ -41,6 +47,47 @@ def test_a_wrong_argument_of_pull_is_named(name: str, value: object) -> None:
     wrong: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=name):
         api.pull("m", settings=SETTINGS, **wrong)
+
+
+def test_every_public_name_shows_its_real_signature() -> None:
+    for module, names in ((mx, dir(mx)), (api, api.__all__)):
+        for name in names:
+            called = getattr(module, name)
+            if name.startswith("_") or inspect.ismodule(called) or not callable(called):
+                continue
+            for of in (called, *_methods_of(called)):
+                shown = inspect.signature(of).parameters.values()
+                for each in shown:
+                    assert each.default is not ..., (name, of, each)
+                    assert not str(each.default).startswith("<object"), (name, of, each)
+                kinds = [each.kind for each in shown if each.kind in _ANY]
+                # Only a processing key takes fields of any name.
+                assert not kinds or (called, kinds) == (mx.ProcessingKey, [_ANY[1]]), (name, of)
+            assert "Ellipsis" not in pydoc.render_doc(called), name
+
+
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _methods_of(called: object) -> Iterator[Callable[..., object]]:
+    for name, each in vars(called).items() if isinstance(called, type) else ():
+        if inspect.isfunction(each) and not name.startswith("_"):
+            yield each
+
+
+def test_what_a_signature_shows_is_what_is_taken() -> None:
+    for call, taken in ((api.pull, PullArguments), (api.plan, PlanArguments)):
+        parameters = inspect.signature(call).parameters
+        shown: Any = {name: parameters[name].default for name in taken.__annotations__}
+        settings = config.load({}, environ={})
+        none, all_of_them = (pull_options("m", settings, each) for each in (PullArguments(), shown))
+        assert replace(none, host=None) == replace(all_of_them, host=None)
+    assert inspect.signature(mx.Shard) == inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="int")
+            for name in ("dim", "rank", "size")
+        ]
+    )
 
 
 def test_an_argument_that_does_not_exist_is_refused_with_the_closest_that_does() -> None:

@@ -196,8 +196,13 @@ def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> 
     assert shown["streams"] == {"value": 6, "origin": "environment MX_PEER_STREAMS"}
     assert shown["lease_s"] == {"value": 3.0, "origin": f"{file}, line 1"}
     assert shown["listen"]["origin"] == "default"
+    assert shown["config_file"] == {"path": str(file), "read": True}
     table = run_mx(*arguments, MX_PEER_STREAMS="6").stdout
-    assert "environment MX_PEER_STREAMS" in table
+    assert "environment MX_PEER_STREAMS" in table and "It was read." in table
+    home: Any = {"XDG_CONFIG_HOME": str(tmp_path), "MX_PEER_CONFIG": ""}
+    default = {"path": str(tmp_path / "mx" / "config.toml"), "read": False}
+    assert the_object(run_mx("config", "show", "--json", **home).stdout)["config_file"] == default
+    assert "There is none." in run_mx("config", "show", **home).stdout
 
 
 def in_terminal(code: str, *arguments: str, **more: str) -> list[str]:

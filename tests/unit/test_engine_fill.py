@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mx
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.run import PROCESSED, RankRun
+from mx.engines.replica.run import LOADED, PROCESSED, RankRun
 from mx.engines.replica.tensors import slots_of
+from mx.errors import NotAllowedError
 
 
 class _Pulled(Exception):
@@ -47,6 +49,32 @@ def test_no_tensor_is_made_of_those_of_a_model_in_host_memory() -> None:
         run.fill(slots)
     assert run.asked == {"hold": False, "device": "cpu"}
     assert operations.made == 0
+
+
+class _Refused(_Filling):
+    """One that may pull, and may not serve."""
+
+    lends = LOADED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name, self._own, self._pull = "m", None, None
+        self._log = logging.getLogger(__name__)
+
+    def pull(self, **how: Any) -> Any:
+        if how["hold"]:
+            raise NotAllowedError("it may not serve 'm'")
+        return super().pull(**how)
+
+
+def test_an_engine_that_may_not_lend_is_filled_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = _Refused()
+    with pytest.raises(_Pulled):
+        run.fill(slots_of(torch.nn.Linear(2, 2), non_persistent=True))
+    assert run.asked == {"hold": False, "device": "cpu"} and run.lends == ""
+    assert "it may not serve 'm'; the engine goes on" in caplog.text
 
 
 def test_an_engine_attaches_to_no_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

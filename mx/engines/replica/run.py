@@ -39,7 +39,7 @@ from mx.engines.replica.tensors import (
     common_device,
     copy_into,
 )
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, MxError, NotAllowedError
 from mx.log import event
 from mx.storage.folder_hash import remember_in_background
 from mx.storage.own_weights import OwnWeights, stamps_in
@@ -300,8 +300,17 @@ class RankRun:
             pull.release()  # they are the engine's alone, which processes them
             self.end()
             return
-        to_device = on_gpu and self.options.copy == "device"
-        pull = self.pull(hold=lent, device=device if to_device else "cpu")
+        where = device if on_gpu and self.options.copy == "device" else "cpu"
+        try:
+            pull = self.pull(hold=lent, device=where)
+        except NotAllowedError as refused:  # it may be allowed what it does not lend
+            if not lent:
+                raise
+            self.end()
+            self.lends = ""
+            why = f"{refused}; the engine goes on"
+            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
+            pull = self.pull(hold=False, device=where)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
             copy_into(slots, self.compared(layer.tensors().items()))

@@ -188,16 +188,18 @@ class DeregisterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("name", "revision", "variant", "inline_documents")
+    __slots__ = ("name", "revision", "variant", "inline_documents", "serves")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     INLINE_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    SERVES_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     variant: str
     inline_documents: bool
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ...) -> None: ...
+    serves: bool
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ..., serves: bool = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
     __slots__ = ("model", "manifest", "sources", "documents", "source_count")
