@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,8 +36,10 @@ from mx_transports import ucx
 from mx_transports.toolkit import framing
 from mx_transports.ucx import exposure as ucx_exposure
 from mx_transports.ucx import nixl, wire
+from mx_transports.ucx import session as session_module
 from mx_transports.ucx.agent_process import AgentProcess
 from mx_transports.ucx.exposure import UcxExposure
+from mx_transports.ucx.session import UcxSession
 
 installed = pytest.mark.skipif(nixl.find() is None, reason="NIXL is not installed")
 
@@ -373,6 +376,64 @@ def test_a_reader_that_begins_reads_and_ends_none_is_cut_off(bench: Bench) -> No
             answers += got
         assert len(answers) == ucx_exposure.MAX_RUNNING * wire.RESPONSE.size
     eventually(lambda: source.exposure.active_readers() == 0)
+
+
+# --- sinks
+
+
+@installed
+def test_ucx_is_polled_while_a_sink_blocks_for_as_many_steps_as_may_be_under_way(
+    bench: Bench,
+) -> None:
+    nbytes = 2 * session_module.STEPS * session_module.STEP_BYTES
+    source = bench.source(nbytes)
+    session = bench.open(source)
+    assert isinstance(session, UcxSession)
+    view = memoryview(bytearray(nbytes))
+    sink = bench.sink(hold=True)
+    bench.read(session, 0, 0, view, sink=sink)
+    bench.wait(sink.held, "no first bytes")
+    landed = session_module.STEPS * session_module.STEP_BYTES
+    eventually(lambda: view[:landed] == source.memories[0].expected[:landed])
+    eventually(lambda: session._reports.landings == session_module.STEPS)
+    assert view[landed:] == bytes(landed)
+    assert sink.landings == [session_module.STEP_BYTES]
+    sink.release()
+    bench.succeed(sink)
+    assert view == source.memories[0].expected
+
+
+@installed
+def test_a_sink_that_raises_costs_its_own_read_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda given: reported.append(given.exc_type))
+    source = bench.source(MIB)
+    session = bench.open(source)
+    view = memoryview(bytearray(MIB))
+    raising = bench.sink(raises="landed")
+    bench.read(session, 0, 0, memoryview(bytearray(MIB)), tag="raises", sink=raising)
+    others = [bench.read(session, 0, 0, view) for _ in range(3)]
+    bench.failure(raising, PeerLostError, "raises")
+    bench.succeed(*others)
+    assert view == source.memories[0].expected
+    assert len(reported) == 1 and raising.ends == 1
+
+
+@installed
+@pytest.mark.parametrize("quiet_s", [0.0, 60.0])
+def test_an_agent_sleeps_only_after_some_time_with_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, quiet_s: float
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("mx_transports.ucx.nixl.time.sleep", slept.append)
+    monkeypatch.setattr("mx_transports.ucx.agent.YIELD_S", quiet_s)
+    agent = nixl.TargetAgent("peer:1", "lo")
+    agent._worked_s = time.perf_counter()
+    agent.pause()
+    agent.close()
+    assert len(slept) == (not quiet_s)
 
 
 # --- a forged peer

@@ -44,16 +44,18 @@ IDLE_POLL_S = 0.05
 #: us; one that moves bytes takes 20 and more).
 POLLS = 8
 NOTHING_S = 4e-6
-#: While reads run, a pause when there was nothing to do takes a quarter of the time for which there
-#: has been nothing, so that one of several agents whose links are slow leaves the cores to the
-#: others. The shortest costs no bandwidth over loopback, where 100 us cost half of it; the longest
-#: is for readers that have begun a read and do not go on with it.
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 2.56e-3
+#: While reads run and there was nothing to do for no longer than this, an agent leaves its core to
+#: whoever wants it and polls on: a sleep takes 60 us and more, for which the other side waits.
+YIELD_S = 300e-6
+#: A pause after that takes a quarter of the time for which there has been nothing, so that one of
+#: several agents whose links are slow leaves the cores to the others. The longest is for readers
+#: that have begun a read and do not go on with it.
+_LONGEST_PAUSE_S = 2.56e-3
 
 
 def pause_s(nothing_s: float) -> float:
     """Return how long to pause where there has been nothing to do for so long."""
-    return min(max(_SHORTEST_PAUSE_S, nothing_s / 4), _LONGEST_PAUSE_S)
+    return min(nothing_s / 4, _LONGEST_PAUSE_S)
 
 
 def load_bindings(path: str) -> ModuleType:
@@ -208,6 +210,8 @@ class Agent:
             now_s = time.perf_counter()
             if now_s - began_s >= POLLS * NOTHING_S:
                 worked_s = now_s
+            elif now_s - worked_s < YIELD_S:
+                os.sched_yield()
             else:
                 time.sleep(pause_s(now_s - worked_s))
 

@@ -235,7 +235,7 @@ class TargetAgent:
         return descs
 
     def poll(self, handle: int) -> bool:
-        """Let UCX work while there is anything to do, for POLL_S at most.
+        """Let UCX work while there is anything to do or may soon be, for POLL_S at most.
 
         Returns:
             True once the read has ended; its handle is invalid then.
@@ -249,14 +249,15 @@ class TargetAgent:
                 if polls % agent_program.POLLS:
                     continue
                 now_s = clock()
-                if now_s - before_s < agent_program.POLLS * agent_program.NOTHING_S:
-                    if before_s > began_s:
-                        self._worked_s = before_s
-                    return False
-                if now_s - began_s > POLL_S:
+                if now_s - before_s >= agent_program.POLLS * agent_program.NOTHING_S:
                     self._worked_s = now_s
+                elif now_s - self._worked_s > agent_program.YIELD_S:
                     return False
-                before_s = now_s
+                else:
+                    os.sched_yield()
+                if now_s - began_s > POLL_S:
+                    return False
+                before_s = clock()
             self._worked_s = clock()
             self._agent.releaseXferReq(handle)
             return True
@@ -266,7 +267,7 @@ class TargetAgent:
     def pause(self) -> None:
         """Pause after a look that found nothing to do: the socket's buffer goes on filling."""
         nothing_s = time.perf_counter() - self._worked_s
-        if nothing_s > agent_program.POLLS * agent_program.NOTHING_S:
+        if nothing_s > agent_program.YIELD_S:
             time.sleep(agent_program.pause_s(nothing_s))
 
     def close(self) -> bool:

@@ -1,4 +1,5 @@
-"""The target side of ucx: one thread, which keeps several one-sided reads going at once."""
+"""The target side of ucx: one thread keeps several one-sided reads going at once, and one calls
+sinks, which hash."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ from mx_transports.toolkit.session import StreamSession
 from mx_transports.toolkit.slicing import Slice, host_steps
 from mx_transports.toolkit.stream import SocketStream
 from mx_transports.ucx.nixl import AddressRange, Pin, TargetAgent
+from mx_transports.ucx.reports import ReportedRead, SinkReports
 from mx_transports.ucx.wire import BEGIN, END, REQUEST, RESPONSE, AgentInfo
 
 #: One transfer of NIXL's, reported to the sink when it has ended. Over loopback 1, 2, 4 and 16 MiB
 #: were equally fast with enough of them under way; smaller ones cost more of Python's time.
 STEP_BYTES = 4 * MIB
-#: Transfers under way. UCX serves them side by side, so that the first of 16 lands when all of them
-#: nearly have, for a few percent more bandwidth.
+#: Transfers under way or not yet reported to their sinks: one that blocks holds up its connection.
+#: UCX serves them side by side, so that the first of 16 lands when all of them nearly have, for a
+#: few percent more bandwidth.
 STEPS = 8
 #: Reads under way, those whose END is not answered yet included.
 READS = 6
@@ -43,11 +46,11 @@ log = logging.getLogger("mx.transports.ucx")
 _Step = tuple[list[Slice[memoryview]], int]
 
 
-class _Reading:
+class _Reading(ReportedRead):
     """A read, and what is left of it: its `steps`, and the number of `flights` under way."""
 
     def __init__(self, read: Read, step_nbytes: int) -> None:
-        self.read = read
+        super().__init__(read)
         self.steps: Iterator[_Step] = host_steps(read, step_nbytes)
         self.flights = 0
         self.begun_all = False
@@ -96,6 +99,9 @@ class UcxSession(StreamSession):
         self._received = bytearray()
         self._answers = memoryview(bytearray(64 * RESPONSE.size))
         self._moved_s = 0.0
+        abandoned = PeerLostError(f"{self.peer}: abandoned", peer=self.peer)
+        self._reports = SinkReports("mx-ucx-sinks", self.fail, abandoned)
+        self.threads.insert(0, self._reports.thread)
         self.start()
 
     def adopt(self, arena: Span) -> None:
@@ -121,6 +127,7 @@ class UcxSession(StreamSession):
             failure = error
             raise
         finally:
+            self._reports.wait(0)  # what blocks in a sink holds up the end, too
             self._fence()
             self.hang_up(worker)
             flights, self._flights = self._flights, deque()
@@ -130,7 +137,8 @@ class UcxSession(StreamSession):
             for flight in flights:
                 flight.pins.clear()
             for reading in dict.fromkeys(left):
-                self.fail(reading.read, failure)
+                self._reports.failed(reading.read, failure)
+            self._reports.end()
 
     def _fence(self) -> None:
         """Return once the agent is destroyed, however long that takes.
@@ -166,7 +174,7 @@ class UcxSession(StreamSession):
                     self.check_bounds(read)
                     self.check_generation(framing.MAX_U64)
                 except MxError as error:
-                    self.fail(read, error)
+                    self._reports.failed(read, error)
                     continue
                 if idle:
                     self._moved_s = time.monotonic()
@@ -198,15 +206,20 @@ class UcxSession(StreamSession):
         moved = self._receive()
         moved = self._post() or moved
         moved = self._land() or moved
-        if moved:
+        sinks_are_behind = self._reports.landings >= STEPS
+        if moved or sinks_are_behind:
             self._moved_s = time.monotonic()
-        elif time.monotonic() - self._moved_s > self.grant.stall_timeout_s:
+        if moved:
+            return
+        if time.monotonic() - self._moved_s > self.grant.stall_timeout_s:
             raise PeerTimeoutError(
                 f"{self.peer} by ucx: nothing has come for {self.grant.stall_timeout_s:g} s",
                 peer=self.peer,
             )
-        elif any(flight.landings for flight in self._flights):
+        if any(flight.landings for flight in self._flights):
             self._agent.pause()
+        elif sinks_are_behind:
+            self._reports.wait(STEPS - 1, _ANSWER_TICK_S)
         else:
             # Not `select`: a server's descriptors may have numbers beyond its 1,024.
             waiting = select.poll()
@@ -257,13 +270,14 @@ class UcxSession(StreamSession):
         if reading.flights or not reading.begun_all:
             return
         if reading.refused == framing.OK:
-            reading.read.sink.done()
+            self._reports.done(reading)
         else:
-            self.fail(reading.read, framing.refusal(reading.refused, self.peer))
+            refusal = framing.refusal(reading.refused, self.peer)
+            self._reports.failed(reading.read, refusal)
 
     def _post(self) -> bool:
         """Begin transfers, in the order of the reads, as long as there are not enough."""
-        under_way = sum(len(flight.landings) for flight in self._flights)
+        under_way = sum(len(flight.landings) for flight in self._flights) + self._reports.landings
         posted = False
         for flight in self._flights:
             if not flight.begun:
@@ -321,7 +335,7 @@ class UcxSession(StreamSession):
             while flight.landings and self._agent.poll(flight.landings[0][0]):
                 _, landed = flight.landings.popleft()
                 moved = True
-                flight.reading.read.sink.landed(landed)
+                self._reports.landed(flight.reading, landed)
                 if self.closed:
                     return moved
             if flight.landings or not flight.posted_all:
