@@ -117,10 +117,11 @@ async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
     thread can start then, and the work runs on the loop.
     """
     # No frame keeps the future: an exception in it would keep that frame in turn.
-    return await asyncio.wrap_future(_started(functools.partial(work, *arguments, **named)))
+    return await asyncio.wrap_future(started(functools.partial(work, *arguments, **named)))
 
 
-def _started(work: Callable[[], T]) -> Future[T]:
+def started(work: Callable[[], T]) -> Future[T]:
+    """Begin `work()` on a new thread, as `in_thread` does. Returns the future of its result."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
     arguments = (future, contextvars.copy_context(), work)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from mx.core.planner import Plan
@@ -42,12 +43,13 @@ class History:
 
 @dataclass(frozen=True)
 class Context:
-    """What every attempt of one pull works with. `place` is the target's; `closed` is set to make
+    """What every attempt of one pull works with. `place` is the target's, which is read while the
+    coordinator is asked, and takes a millisecond; `closed` is set to make
     work on threads (reading disk, prefilling) stop soon."""
 
     options: PullOptions
     transports: Mapping[str, Transport]
-    place: Place
+    place: Future[Place]
     log: EventLog
     chain: Chain
     history: History
@@ -55,8 +57,9 @@ class Context:
 
     def plan(self, sources: Sequence[SourceRecord]) -> Plan:
         """Return the paths to these sources, which the chain takes note of."""
-        found = plan_paths(self.options, self.place, self.transports, sources)
-        self.chain.met(found, sources, self.place.boot_id)
+        place = self.place.result()
+        found = plan_paths(self.options, place, self.transports, sources)
+        self.chain.met(found, sources, place.boot_id)
         return found
 
 

@@ -42,7 +42,7 @@ class Connector:
     def __init__(
         self,
         options: PullOptions,
-        place: Place,
+        place: Callable[[], Place],
         transports: Mapping[str, Transport],
         on_change: Callable[[], None],
         reader_id: str = "",
@@ -50,7 +50,7 @@ class Connector:
         """
         Args:
             options: The pull's options.
-            place: The place of its arena.
+            place: Returns the place of its arena; called once sources are known.
             transports: The transports by name.
             on_change: Called on the loop when a lease is lost, reading becomes coordinated, or a
                 source is asked about a chunk.
@@ -143,7 +143,7 @@ class Connector:
             self._options.tls,
         )
         self._leases[lease] = connections
-        granted = await lease.open(self._place, [path.transport], self._options.connect_timeout_s)
+        granted = await lease.open(self._place(), [path.transport], self._options.connect_timeout_s)
         return lease, granted
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
@@ -210,7 +210,7 @@ class Connector:
             streams=self._options.streams,
             rail=path.rail,
             # A staged session's own destinations are in host memory.
-            place=replace(self._place, device="cpu") if path.staged else self._place,
+            place=replace(self._place(), device="cpu") if path.staged else self._place(),
             trusted_fabric=self._options.trusted_fabric,
             content=path.source.content,
         )

@@ -101,7 +101,7 @@ class FromSources(Attempt):
             locator = Locator(options)
             closing.push_async_callback(locator.close)
             connector = Connector(
-                options, context.place, context.transports, wake, self.edition.reader_id
+                options, context.place.result, context.transports, wake, self.edition.reader_id
             )
             closing.push_async_callback(connector.close)
             forced: object = context.transports.get(options.transport or "")

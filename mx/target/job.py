@@ -4,6 +4,7 @@ read it, and what follows from each. On the loop."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import uuid
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from mx.target.options import PullOptions
 from mx.target.paths import target_place
 from mx.target.report import PathReport, PullReport, again
 from mx.target.resolver import FIRST_S
+from mx.tasks import started
 from mx.transport import Transport
 from mx.views import host_bytes
 
@@ -57,10 +59,13 @@ class Job:
         self._log = log
         self._chain = Chain(options)
         self._history = History(options.key)
+        place = started(functools.partial(target_place, options))
+        if options.nics:  # which may not be there: an error of the caller's
+            place.result()
         self._context = Context(
             options,
             transports,
-            target_place(options),
+            place,
             log,
             self._chain,
             self._history,

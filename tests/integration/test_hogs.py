@@ -204,7 +204,7 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
 
     async def main() -> None:
         locator = Locator(options)
-        connector = Connector(options, place, transports, lambda: None)
+        connector = Connector(options, lambda: place, transports, lambda: None)
         hog = Hog(endpoint, "m")
         try:
             (path,) = plan_paths(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -186,7 +188,7 @@ def test_sources_of_other_machines_are_reached_where_there_is_a_network() -> Non
         pytest.skip("this machine has no interface but loopback")
 
     async def place() -> Place:
-        return Job(PullOptions("m"), plugins.transports(), EventLog(0.0))._context.place
+        return Job(PullOptions("m"), plugins.transports(), EventLog(0.0))._context.place.result()
 
     elsewhere = Place(boot_id="another", addresses=("10.1.2.3",))
     far = replace(make_record(make_documents("a")), place=elsewhere)
@@ -213,7 +215,7 @@ def test_attached_memory_that_is_too_small_is_the_sources_error() -> None:
         def on_change() -> None:
             raise AssertionError("the lease was lost")
 
-        connector = Connector(PullOptions("m"), Place(), {}, on_change)
+        connector = Connector(PullOptions("m"), Place, {}, on_change)
         lease = Lease(cast(Any, _NoChannel()), record, on_change)
         path = SourcePath(record, "shm", 1.0, True, "")
         connection = Connection(path, lease, cast(Session, session))
@@ -231,7 +233,7 @@ def test_leases_are_asked_for_before_the_manifest_is_decoded() -> None:
     path = SourcePath(record, "tcp", 1.0, False, "")
 
     async def main() -> None:
-        connector = Connector(PullOptions("m"), Place(), {}, lambda: None)
+        connector = Connector(PullOptions("m"), Place, {}, lambda: None)
         try:
             await connector.begin([path])
             (lease,) = connector._leases
@@ -247,3 +249,26 @@ def test_leases_are_asked_for_before_the_manifest_is_decoded() -> None:
 class _NoChannel:
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **options: None
+
+
+def test_a_coordinator_is_asked_before_the_interfaces_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading them takes a millisecond; one that is named must be there, and is looked for."""
+    may_read = threading.Event()
+
+    def slow(options: PullOptions) -> Place:
+        assert may_read.wait(60)
+        return Place(boot_id="here")
+
+    async def place_of(options: PullOptions) -> Future[Place]:
+        return Job(options, {}, EventLog(0.0))._context.place
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mx.target.job.target_place", slow)
+        found = asyncio.run(place_of(PullOptions("m")))
+        assert not found.done()
+        may_read.set()
+        assert found.result(60).boot_id == "here"
+    with pytest.raises(ConfigError, match="mx-none"):
+        asyncio.run(place_of(PullOptions("m", nics=("mx-none0",))))
