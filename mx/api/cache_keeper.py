@@ -70,7 +70,7 @@ class _KeptModel:
     let_go: Callable[[], None]
 
     def close(self) -> None:
-        """Stop giving it, and let go of the memory. Blocks."""
+        """Stop serving it, and let go of the memory. Blocks."""
         self.let_go()
         with contextlib.suppress(MxError):  # its memory is let go in any case
             self.source.drain(_DRAIN_S)

@@ -74,7 +74,7 @@ class DescribedPull:
         Raises:
             TimeoutError: They are not here after `timeout_s`. They go on coming; call it again.
             ClosedError: The pull was closed.
-            NoSourceError: No source gave them. The pull goes on; a later call tries again.
+            NoSourceError: No source served them. The pull goes on; a later call tries again.
             DigestError: As NoSourceError; the last source sent wrong bytes.
             MxError: The error that ended the pull before they were here, see `pull`.
         """

@@ -146,7 +146,7 @@ class Giving:
             source.accept_requests(port)
 
     def end(self) -> None:
-        """Give nothing to others any more, and give the tensors of `into` back. Idempotent."""
+        """Serve nothing any more, and give the tensors of `into` back. Idempotent."""
         with self._memory.lock:
             self._released = True
             source, self._source = self._source, None

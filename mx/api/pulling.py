@@ -26,7 +26,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
         model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is its newest
             revision; a pin accepts its weights in any revision.
         source: "peers" (the default), or "auto" to go on with the settings' stores where sources do
-            not give everything: a disk (`checkpoint_root`, or `fallback`), the Hugging Face hub
+            not serve everything: a disk (`checkpoint_root`, or `fallback`), the Hugging Face hub
             (`hub_id`), an object store (`object_url`). What a source, the coordinator or a pin says
             of the weights holds for them. The report has `steps`.
         peer: HOST:PORT of the one source to read from, without a coordinator.
@@ -49,7 +49,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             tensors are filled where they are; or a writable, contiguous buffer of at least
             `manifest.layout.arena_nbytes` bytes. The caller owns it. Nothing is written to tensors
             unless all names, shapes, dtypes and ties agree. They must not be used before the pull
-            has ended; after a failure they hold a part of the new weights. While the pull gives
+            has ended; after a failure they hold a part of the new weights. While the pull serves
             them to others they must not be written to, which ends with `release` or `close`.
         reuse: Pulls and sources of this process, for example of the previous revision or of the
             model that this one was made from. Bytes that they hold are copied locally instead of
@@ -61,7 +61,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             the pull gives from then on is of the old revision; tensors that the caller has keep
             its bytes. A pull that is complete follows no further.
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
-            of them are ready at once, and empty. With `only` or `slices` the pull gives nothing to
+            of them are ready at once, and empty. With `only` or `slices` the pull serves nothing to
             others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a
             `device`; `into`, which may be on a GPU, has just these tensors, with their sliced
             shapes.

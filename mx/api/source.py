@@ -339,7 +339,7 @@ class Source(Closable):
 
     @property
     def withdrawn(self) -> str:
-        """Why the weights are given to no reader any more; "" while they are: this process has
+        """Why the weights are served to no reader any more; "" while they are: this process has
         written to them, or replaced tensors that were lent."""
         lending = self._server.lending
         return self._server.retirement.withdrawn if lending is None else lending.why

@@ -384,7 +384,7 @@ class Pull(DescribedPull, Closable):
         self._giving.accept_requests(checked_port(port))
 
     def release(self) -> None:
-        """Stop giving the pull's memory to others, after the pull has ended. Idempotent.
+        """Stop serving the pull's memory to others, after the pull has ended. Idempotent.
 
         Readers may finish for a moment and are then cut off. Afterwards the tensors that `into`
         named are the caller's alone: it may write to them, or lend them with `serve`. `hold` raises

@@ -1,4 +1,4 @@
-"""Gives sets of artefacts to other processes, finds them, and fetches them.
+"""Serves sets of artefacts to other processes, finds them, and fetches them.
 
 A set is listed beside its model, as NAME/artifacts/ID, and moves as a model's weights do: from all
 sources that have it, verified block by block, through the host's cache where there is one. What its

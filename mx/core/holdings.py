@@ -1,7 +1,7 @@
 """Which chunks of a model are verified. This set is the only record of that. Pure.
 
 Everything that depends on it (what is announced to peers, what is listed with the coordinator, what
-is given to readers, when a layer is ready) reads this set or subscribes to it.
+is served to readers, when a layer is ready) reads this set or subscribes to it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Retirement:
         self._grants = grants
         self._registrar = registrar
         self._stall_timeout_s = stall_timeout_s
-        #: Why a source that lends nothing is given to no reader any more; "" while it is.
+        #: Why a source that lends nothing serves no reader any more; "" while it does.
         self.withdrawn = ""
         #: Live memory goes as well: nothing is lent again.
         self.closing = False

@@ -256,7 +256,7 @@ class PeerServicer:
         return self._stale(request) or peer_pb2.Stale(generation=served.held.generation + 1)
 
     def _stale(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:
-        """Return what to tell a reader whose generation is not given any more; None: it is."""
+        """Return what to tell a reader whose generation is not served any more; None: it is."""
         served = self.models.get(request.source_id)
         if served is None:
             return self._gone.get(request.source_id)

@@ -233,7 +233,7 @@ class Node:
             self.peers.leave(key)
 
     def gives_no_more(self, key: str) -> None:
-        """Request nothing any more from a source that has withdrawn what it gave. It may go on
+        """Request nothing any more from a source that has withdrawn what it served. It may go on
         reading here."""
         self._silent.add(key)
         self._patience.lost(key)
@@ -450,7 +450,7 @@ class Node:
         return self._gives and self.holdings.has(chunk)
 
     def withdrawn(self) -> None:
-        """Give nothing any more, and go on receiving. Idempotent."""
+        """Serve nothing any more, and go on receiving. Idempotent."""
         self._gives = False
 
     # -- time -------------------------------------------------------------------------------------

@@ -240,4 +240,4 @@ class Sharing:
         host, self._host = self._host, None
         if host is not None:
             await host.close()
-        self._make_host = None  # and the memory that it gives
+        self._make_host = None  # and the memory that it serves

@@ -87,7 +87,7 @@ class Chain:
             self._near[each.endpoint] = each.place.boot_id == boot_id != ""
 
     def sources_gave(self, paths: Sequence[PathReport], error: MxError | None) -> None:
-        """Record what sources gave, once. Of sources alone the pull's report tells as much.
+        """Record what sources served, once. Of sources alone the pull's report tells as much.
 
         Args:
             paths: What came over each path.

@@ -65,11 +65,11 @@ async def write_files(
         on_wait: Called when a wait for a source begins.
 
     Returns:
-        The endpoint of the source that gave them; the store's place; or "" if they were with the
+        The endpoint of the source that served them; the store's place; or "" if they were with the
         manifest.
 
     Raises:
-        NoSourceError, DigestError, CoordinatorError: No source gave all of them.
+        NoSourceError, DigestError, CoordinatorError: No source served all of them.
         LocalError: `write` raised it.
     """
     known: Sequence[SourceRecord] = located.sources
@@ -171,7 +171,7 @@ class SideFiles:
             options: The pull's options.
             ready: What is known of the edition: whether the caller knows which weights these are.
         """
-        self.source = ""  # that gave the files: its endpoint, or a store's place
+        self.source = ""  # that served the files: its endpoint, or a store's place
         self.left: list[LeftSource] = []
         self._options = options
         self._ready = ready
@@ -215,7 +215,7 @@ class SideFiles:
         one tries again.
 
         Raises:
-            NoSourceError, DigestError, CoordinatorError: No source gave all of them.
+            NoSourceError, DigestError, CoordinatorError: No source served all of them.
             MxError: The error with which the edition has ended (`end`).
         """
         if (here := self.here) is not None:

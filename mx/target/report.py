@@ -108,7 +108,7 @@ class LeftSource:
 @record(frozen=True, slots=True)
 class FilesReport:
     """The side files of a pull of files only. `source` is the endpoint (HOST:PORT) of the source
-    that gave them, or the folder on disk."""
+    that served them, or the folder on disk."""
 
     count: int
     bytes: int

@@ -189,7 +189,7 @@ class Locator:
             Their bytes by digest.
 
         Raises:
-            NoSourceError, or the last error: Neither the coordinator nor a source gave them.
+            NoSourceError, or the last error: Neither the coordinator nor a source served them.
         """
         refs = [each for each in located.ref.documents if each[0] not in located.inlined]
         found = await self._from_anywhere(refs, located.sources, "description")
@@ -231,7 +231,7 @@ class Locator:
             Their bytes by digest.
 
         Raises:
-            NoSourceError: No source gave all of them.
+            NoSourceError: No source served all of them.
         """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
         if not refs:
@@ -278,10 +278,10 @@ class Locator:
             on_failure: Called with the endpoint of a source that did not send them, and why.
 
         Returns:
-            The endpoint of the source that gave them; "" if they were among the documents.
+            The endpoint of the source that served them; "" if they were among the documents.
 
         Raises:
-            NoSourceError: No source gave all of them.
+            NoSourceError: No source served all of them.
             LocalError: `write` raised it.
         """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})

@@ -80,7 +80,7 @@ class _Peer:
     @property
     def cost(self) -> float:
         """The peer's load, as far as it can be known: a peer that holds much gets many requests.
-        One that has given nothing so far comes first."""
+        One that has served nothing so far comes first."""
         return self.seconds * (1 + self.have.bit_count())
 
 

@@ -78,7 +78,7 @@ class Lender:
             slots: Where the model has its tensors.
             name: The model's name.
             key: Its variant.
-            options: The coordinator, and the bounds of what is given.
+            options: The coordinator, and the bounds of what is served.
             engine: Whose logger has the messages.
             revision: The revision to lend it as, "" for the default one.
             files: A folder with the model's configuration and tokenizer, to travel along.
@@ -157,7 +157,7 @@ class Lender:
     def of_pull(
         cls, pull: mx.Pull, key: ProcessingKey, options: LoaderOptions, *, engine: str = "vLLM"
     ) -> Lender:
-        """Return the lender of a pull made with `hold=True`, whose memory it goes on giving until
+        """Return the lender of a pull made with `hold=True`, whose memory it goes on serving until
         the engine's first change. It closes the pull.
 
         Args:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 #: The labels of `mx_replica_info`. `state` is "checkpoint", "loaded", "processed", or "ordinary"
 #: for the engine's own loader; `identity` is that of the weights from peers, in hexadecimal, and
-#: `source` who gave them.
+#: `source` who served them.
 LABELS = ("model", "revision", "rank", "state", "identity", "source")
 _INFO = "mx_replica_info", "What a rank of this engine loaded, and from whom."
 _SECONDS = "mx_replica_load_seconds", "Seconds that a rank took to load its weights."

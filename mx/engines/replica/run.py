@@ -66,7 +66,7 @@ class RankLoading:
         self.loads: Counter[str] = Counter()
         #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
         self.identity = ""
-        #: Who gave what was taken from peers: "tcp from HOST:PORT, ...".
+        #: Who served what was taken from peers: "tcp from HOST:PORT, ...".
         self.source = ""
         #: Whether the engine's updates are to keep linear weights as they are; see vLLM's loader.
         self.plain = False

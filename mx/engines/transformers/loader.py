@@ -88,7 +88,7 @@ def load(
         ConfigError: An argument is wrong; transformers is not installed; the model asks for code
             of its own, is quantised, of an unknown type or class; or the weights do not fit it,
             with all differences.
-        MxError: No source has the model, or gave its files, see `mx.pull`.
+        MxError: No source has the model, or served its files, see `mx.pull`.
     """
     _check_options(options)
     where: dict[str, Any] = {
@@ -98,7 +98,7 @@ def load(
         "coordinator": coordinator,
         "transport": transport,
         "wait_s": wait_s,
-        # A cache would have the whole model before it gave a layer. One that has it is a source.
+        # A cache would have the whole model before it served a layer. One that has it is a source.
         "settings": config.given(
             settings or config.load(),
             cache_socket="off",
