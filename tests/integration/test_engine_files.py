@@ -71,7 +71,7 @@ def test_a_pin_of_weights_alone_brings_no_files(
     lookup = Lookup(settings, coordinator)
     with mx.serve(weights(small), model="m", coordinator=coordinator, files=theirs) as source:
         pinned = f"m@{source.identity_hex}"
-        with pytest.raises(ConfigError, match=r"weights alone.*NAME@PIN.*model_loader_extra"):
+        with pytest.raises(ConfigError, match="weights alone.*model_loader_extra"):
             fetch_files(pinned, tmp_path / "files", coordinator=coordinator)
         assert not (tmp_path / "files").exists()
         with pytest.raises(ConfigError, match="weights alone.*`model_config`"):

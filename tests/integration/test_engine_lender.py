@@ -178,7 +178,7 @@ def test_models_are_filled_or_built_from_what_was_lent(coordinator: str) -> None
         with pytest.raises(ConfigError, match="no module for"):
             replace(smaller, tensors, torch.device("cpu"))
         filled.embed.weight = filled.head.weight = torch.nn.Parameter(torch.zeros(8, 5).half())
-        with pytest.raises(ConfigError, match=r"embed.weight: \[8, 4\] there, \[8, 5\] here"):
+        with pytest.raises(ConfigError, match=r"embed.weight: \[8, 4\] there"):
             check(manifest, slots_of(filled, non_persistent=True))
     finally:
         lender.close()

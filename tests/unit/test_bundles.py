@@ -218,7 +218,7 @@ def test_a_rank_that_has_only_what_the_name_does_not_mean_yet_is_not_resolved() 
     register_source(registry, 0, rank(R0, "one"), ALICE)
     register_source(registry, 0, rank(R1, "two", "main.2"), BOB)
     assert registry.resolve("llama", variant=R0).model.revision == "main"
-    with pytest.raises(UnknownModelError, match="means main for .*which .*has not registered"):
+    with pytest.raises(UnknownModelError, match="means main .*has not registered"):
         registry.resolve("llama", variant=R1)
 
 

@@ -52,7 +52,7 @@ def test_answers_that_are_not_taken_are_counted() -> None:
     now_s = 0.0
     running, slow = Calls(lambda: now_s), Call("10.0.0.1")
     running.begin(slow).sends(60 * MIB)
-    with pytest.raises(CapacityError, match=r"67\.1 MB of unread answers of 10\.0\.0\.1"):
+    with pytest.raises(CapacityError, match=r"unread answers of 10\.0\.0\.1"):
         running.begin(Call("10.0.0.1")).sends(5 * MIB)
     now_s = calls.UNREAD_S - 1
     other = running.begin(Call("10.0.0.2"))

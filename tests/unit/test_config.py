@@ -154,20 +154,20 @@ def test_a_wrong_type_in_the_file(name: str, value: str, tmp_path: Path) -> None
 
 
 def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 1.*no setting cordinator.*coordinator\?"):
+    with pytest.raises(ConfigError, match=r"line 1.* cordinator .*coordinator\?"):
         load(file=toml(tmp_path, 'cordinator = "a:1"\n'))
-    with pytest.raises(ConfigError, match="no setting MX_PEER_CORDINATOR.*MX_PEER_COORDINATOR"):
+    with pytest.raises(ConfigError, match="MX_PEER_CORDINATOR.*MX_PEER_COORDINATOR"):
         load(env={"MX_PEER_CORDINATOR": "a:1"})
-    with pytest.raises(ConfigError, match=r"line 2.*no setting server.*known are coordinator"):
+    with pytest.raises(ConfigError, match="line 2.*setting server .*known are"):
         load(file=toml(tmp_path, "\n[server]\nx = 1\n"))
-    with pytest.raises(ConfigError, match=r"`flags`: there is no setting stream .*mean streams\?"):
+    with pytest.raises(ConfigError, match=r"`flags`.* stream .*streams\?"):
         load({"stream": 3})
     # Another project's variables are ignored.
     load(env={"MX_COORDINATOR": "x", "PATH": "/bin"})
 
 
 def test_malformed_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no configuration file .*\(name one"):
+    with pytest.raises(ConfigError, match="no configuration file"):
         load(file=tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is not TOML.*line 1"):
         load(file=toml(tmp_path, "streams : 3\n"))

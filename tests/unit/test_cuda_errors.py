@@ -48,7 +48,7 @@ def test_who_is_at_fault_while_a_peer_is_read(call: str, code: str, own: bool) -
 
 def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drivers, "_driver", CudaUnavailableError("no libcuda", hint="get one"))
-    with pytest.raises(ConfigError, match=r"no libcuda \(get one; or use `device=cpu`\)"):
+    with pytest.raises(ConfigError, match="get one; or use `device=cpu`"):
         api.pull("m", device="cuda:0")
 
 

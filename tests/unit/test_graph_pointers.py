@@ -62,7 +62,7 @@ def test_any_other_change_is_refused(
     at = data.draw(st.integers(0, len(second) - 1))
     changed = bytearray(second)
     changed[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(ValueError, match=r"differs|did not move|in one capture only|overlap"):
+    with pytest.raises(ValueError, match="differs|not move|one capture|overlap"):
         pointers(first, bytes(changed), MOVED)
 
 

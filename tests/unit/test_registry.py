@@ -144,7 +144,7 @@ def test_a_holder_that_was_away_updates_only_what_it_knows_of() -> None:
     relay = make_record(WEIGHTS["B"], role=SourceRole.RELAY)
     register_source(registry, 1, relay, BOB, keeps_pin=True)
     was = replace(was, this_life=True)
-    with pytest.raises(BindingError, match="another holder of the name key has bound llama to"):
+    with pytest.raises(BindingError, match="another holder .* has bound"):
         register_source(registry, 2, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=was)
     # With the same weights it joins the other.
     same = make_record(WEIGHTS["B"])
@@ -364,7 +364,7 @@ def test_one_layout_for_the_same_weights() -> None:
     version = first.ref.layout_version + 1
     ref = replace(first.ref, layout=b"l" * 32, layout_version=version)
     other = replace(make_record(WEIGHTS["A"]), ref=ref)
-    with pytest.raises(BindingError, match=f"layout {version - 1}, and these .* layout {version}"):
+    with pytest.raises(BindingError, match=f"layout {version - 1}, .* layout {version}"):
         register_source(registry, 0, other, BOB)
     assert records(registry.sources()) == [first]
 
@@ -539,17 +539,13 @@ def test_one_address_may_take_only_a_part_of_the_limits() -> None:
     greedy = [make_record(make_documents(str(i)), name=f"m{i}") for i in range(3)]
     for record in greedy[:2]:
         register_source(registry, 0, record, b"s" * 16, address="ipv4:10.0.0.1")
-    with pytest.raises(
-        CapacityError, match=r"2 models from ipv4:10\.0\.0\.1, its limit for one principal"
-    ):
+    with pytest.raises(CapacityError, match=r"2 models from ipv4:10\.0\.0\.1"):
         register_source(registry, 0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
     # A renewal, and another source of a bound model: neither is a new model.
     register_source(registry, 1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
     again = make_record(make_documents("0"), name="m0")
     register_source(registry, 1, again, b"s" * 16, address="ipv4:10.0.0.1")
-    with pytest.raises(
-        CapacityError, match=r"3 sources from ipv4:10\.0\.0\.1, its limit for one principal"
-    ):
+    with pytest.raises(CapacityError, match=r"3 sources from ipv4:10\.0\.0\.1"):
         another = make_record(make_documents("0"), name="m0")
         register_source(registry, 1, another, b"s" * 16, address="ipv4:10.0.0.1")
     register_source(registry, 1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")

@@ -351,7 +351,7 @@ def test_another_version_of_the_transport_is_refused(
 ) -> None:
     source = bench.source(4096)
     monkeypatch.setattr(shm_session, "MAGIC", shm_exposure.MAGIC[:-1] + b"\4")
-    with pytest.raises(PathError, match="speaks version 3 of this transport; this mx speaks 4"):
+    with pytest.raises(PathError, match="speaks version 3 .* speaks 4"):
         bench.open(source)
 
 

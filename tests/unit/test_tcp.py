@@ -272,7 +272,7 @@ def test_another_version_of_the_transport_is_refused_with_the_own_one(
             assert framing.HELLO.unpack(hello) == (wire.MAGIC, framing.REFUSED)
             assert is_closed(sock)
     monkeypatch.setattr(wire, "MAGIC", wire.MAGIC[:-1] + b"\2")
-    with pytest.raises(PathError, match="speaks version 1 of this transport; this mx speaks 2"):
+    with pytest.raises(PathError, match="speaks version 1 .* speaks 2"):
         bench.open(source)
 
 
