@@ -62,7 +62,7 @@ def test_views_keep_the_memory(spy: Spy, vmm: bool) -> None:
 
 
 def test_too_big_is_said_before_anything_is_taken(gpu: Device, spy: Spy) -> None:
-    with pytest.raises(CapacityError, match=r"the model needs .* on cuda:GPU-.*free memory"):
+    with pytest.raises(CapacityError, match="the model needs .* on cuda:GPU-"):
         DeviceArena(gpu.memory_info()[1], "cuda:0")
     assert not spy.calls["cuMemAlloc"] and not spy.calls["cuMemCreate"]
 

@@ -84,7 +84,7 @@ def test_a_stream_that_holds_up_the_pull_is_let_go(gpu: Device, memory: DeviceMe
         use(gpu, memory, stream)
         stream.synchronize()
         signals.check([0])
-        with pytest.raises(LocalError, match=r"no layer became ready in 0\.05 s while streams"):
+        with pytest.raises(LocalError, match="no layer became ready"):
             signals.check()
 
 
