@@ -117,8 +117,10 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
     return bool(_libc.madvise(address, nbytes, advice) == 0)
 
 
-def map_at(address: int, nbytes: int, *, descriptor: int, protection: int, flags: int) -> None:
-    """Map a file in place of what is mapped at an address, from the file's start.
+def map_at(
+    address: int, nbytes: int, *, descriptor: int, protection: int, flags: int, offset: int = 0
+) -> None:
+    """Map a file in place of what is mapped at an address.
 
     Args:
         address: The address of the first byte, a multiple of the page size.
@@ -126,21 +128,23 @@ def map_at(address: int, nbytes: int, *, descriptor: int, protection: int, flags
         descriptor: The file; it may be closed afterwards.
         protection: PROT_ flags of mmap(2).
         flags: MAP_ flags beside MAP_FIXED.
+        offset: Where in the file its bytes begin, a multiple of the page size.
 
     Raises:
         OSError: It can't be mapped.
     """
-    if _libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, descriptor, 0) != address:
+    if _libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, descriptor, offset) != address:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
-def map_private(descriptor: int, nbytes: int) -> memoryview:
+def map_private(descriptor: int, nbytes: int, offset: int = 0) -> memoryview:
     """Map a memory file privately, at an address at which its huge pages can be mapped as such.
 
     Args:
         descriptor: The file; it may be closed afterwards.
-        nbytes: How many bytes from its start; at least 1.
+        nbytes: How many bytes; at least 1.
+        offset: Where in the file they begin, a multiple of `HUGE_PAGE_BYTES`.
 
     Returns:
         A writable view, which keeps the map. A page that is written to becomes this process's own;
@@ -150,7 +154,7 @@ def map_private(descriptor: int, nbytes: int) -> memoryview:
         OSError: It can't be mapped.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    return _mapped(descriptor, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    return _mapped(descriptor, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, offset)
 
 
 def map_shared(descriptor: int, nbytes: int) -> memoryview:
@@ -158,7 +162,9 @@ def map_shared(descriptor: int, nbytes: int) -> memoryview:
     return _mapped(descriptor, nbytes, mmap.PROT_READ, mmap.MAP_SHARED).toreadonly()
 
 
-def _mapped(descriptor: int, nbytes: int, protection: int, flags: int) -> memoryview:
+def _mapped(
+    descriptor: int, nbytes: int, protection: int, flags: int, offset: int = 0
+) -> memoryview:
     # The map of a file can't be placed by Python: it replaces one of nothing that is large enough.
     whole = memoryview(
         mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
@@ -166,7 +172,7 @@ def _mapped(descriptor: int, nbytes: int, protection: int, flags: int) -> memory
     skip = -address_of(whole) % HUGE_PAGE_BYTES
     view = whole[skip : skip + nbytes]
     place = address_of(view)
-    map_at(place, nbytes, descriptor=descriptor, protection=protection, flags=flags)
+    map_at(place, nbytes, descriptor=descriptor, protection=protection, flags=flags, offset=offset)
     return view
 
 

@@ -33,18 +33,12 @@ class HugePages:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """
         Args:
-            descriptor: The file, which is not read through this object; it may be closed
-                afterwards.
+            descriptor: The file, which its owner keeps open while this is used.
             nbytes: Its size.
         """
+        self._descriptor = descriptor
         self._made = bytearray(nbytes // HUGE_PAGE_BYTES)  # 1 for each page that was asked for
         self._failures = 0
-        try:
-            self._view = map_private(descriptor, max(nbytes, 1))
-        except OSError:
-            self._made.clear()
-        else:
-            self._address = address_of(self._view)
 
     def prepare(self, begin: int, end: int) -> None:
         """Put the bytes from `begin` to `end`, which are about to be written, into huge pages."""
@@ -53,13 +47,19 @@ class HugePages:
             if made[page] or self._failures >= _MOST_FAILURES:
                 continue
             made[page] = 1
-            # A huge page is made of small ones, one at least. A byte that is written could come
-            # after another thread's, and one that is read would kill where there is no memory.
-            at = self._address + page * HUGE_PAGE_BYTES
-            succeeded = advise(at, mmap.PAGESIZE, _MADV_POPULATE_READ) and advise(
-                at, HUGE_PAGE_BYTES, _MADV_COLLAPSE
-            )
-            self._failures = 0 if succeeded else self._failures + 1
+            self._failures = 0 if self._make(page) else self._failures + 1
+
+    def _make(self, page: int) -> bool:
+        try:
+            view = map_private(self._descriptor, HUGE_PAGE_BYTES, page * HUGE_PAGE_BYTES)
+        except OSError:
+            return False
+        # A huge page is made of small ones, one at least. A byte that is written could come after
+        # another thread's, and one that is read would kill where there is no memory.
+        at = address_of(view)
+        return advise(at, mmap.PAGESIZE, _MADV_POPULATE_READ) and advise(
+            at, HUGE_PAGE_BYTES, _MADV_COLLAPSE
+        )
 
 
 def collapse(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:

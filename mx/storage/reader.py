@@ -18,14 +18,14 @@ from itertools import islice
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
-from mx.errors import ClosedError
+from mx.errors import CapacityError, ClosedError
 from mx.memory.arena import MakeHasher, host_hasher
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
 from mx.threads import Threads
-from mx.units import MIB
+from mx.units import MIB, format_bytes
 from mx.views import HostView, View, as_bytes, contiguous, device_of, host_view
 
 SPAN_BYTES = 4 * MIB
@@ -97,7 +97,7 @@ def fill(
             spans = deque(found)
 
             def work() -> None:
-                with mmap.mmap(-1, buffer_nbytes) as ring, memoryview(ring) as buffer:
+                with _buffer(buffer_nbytes) as ring, memoryview(ring) as buffer:
                     while job.goes_on():
                         try:
                             reader, span = spans.popleft()
@@ -212,6 +212,16 @@ def hash_in_place(
 
     job.run(work_on_gpu if on_gpu else work, 1 if on_gpu else _COPY_THREADS)
     return job.filled()
+
+
+def _buffer(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise CapacityError(
+            f"a buffer of {format_bytes(nbytes)} could not be mapped: {error.strerror}",
+            hint="raise the address-space limit (ulimit -v) or overcommit",
+        ) from error
 
 
 def _arena(

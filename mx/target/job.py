@@ -8,6 +8,7 @@ import functools
 import threading
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,11 @@ class Job:
         self._log = log
         self._chain = Chain(options)
         self._history = History(options.key)
-        place = started(functools.partial(target_place, options))
+        try:
+            place = started(functools.partial(target_place, options))
+        except RuntimeError:  # there are too many threads: what needs one says so
+            place = Future()
+            place.set_result(target_place(options))
         if options.nics:  # which may not be there: an error of the caller's
             place.result()
         self._context = Context(

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import add, gt
 
 from mx.buffers import map_private
@@ -95,6 +95,8 @@ def _in_turn(addresses: array[int], lengths: array[int]) -> array[int]:
     return found
 
 
+#: How many addresses there are.
+_ADDRESSES = 1 << 64
 #: Where the padding between tensors goes that is read along with them.
 _PADDING = (ctypes.c_char * 256)()
 
@@ -168,7 +170,8 @@ class ShmSource(LocalSource):
             batch = min(BATCH, count - len(self.regions))
             entries, descriptors = self.receive(ENTRY.size * batch, batch)
             for index, nbytes, address, attached, scattered in ENTRY.iter_unpack(entries):
-                if index in self.regions or (attached and (scattered or not descriptors)):
+                impossible = attached and (scattered or not descriptors)
+                if index in self.regions or impossible or address + nbytes > _ADDRESSES:
                     raise self.wrong("its list of regions is malformed")
                 descriptor = descriptors.pop(0) if attached else None
                 self.regions[index] = _ProcessRegion(nbytes, address, descriptor)
@@ -189,7 +192,11 @@ class ShmSource(LocalSource):
             columns.byteswap()
         begins, addresses, lengths = (columns[i * count : (i + 1) * count] for i in range(3))
         limits = chain(begins[1:], (region.nbytes,))
-        if any(map(gt, map(add, begins, lengths), limits)):
+        beyond = chain(
+            map(gt, map(add, begins, lengths), limits),
+            map(gt, map(add, addresses, lengths), repeat(_ADDRESSES)),
+        )
+        if any(beyond):
             raise self.wrong("its list of places is malformed")
         region.begins, region.addresses, region.lengths = begins, addresses, lengths
 

@@ -64,9 +64,17 @@ class ThreadedSession:
         self._lost = "the connection was lost"
 
     def start(self) -> None:
-        """Start the threads."""
-        for thread in self.threads:
-            thread.start()
+        """Start the threads. Where one can't be, all end, what the session has is released, and the
+        error is raised."""
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            for thread in reversed(self.threads):
+                if thread.ident is None:
+                    thread.run()  # here: it ends at once, since the session is closed
+            raise
 
     # --- what subclasses fill in
 
