@@ -272,3 +272,17 @@ def test_a_coordinator_is_asked_before_the_interfaces_are_read(
         assert found.result(60).boot_id == "here"
     with pytest.raises(ConfigError, match="mx-none"):
         asyncio.run(place_of(PullOptions("m", nics=("mx-none0",))))
+
+
+def test_a_pull_begins_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs one then fails with its own error."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def place() -> Place:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            return Job(PullOptions("m"), {}, EventLog(0.0))._context.place.result()
+
+    assert asyncio.run(place()).boot_id == discovery.here().boot_id

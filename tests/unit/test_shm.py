@@ -404,3 +404,15 @@ def test_what_the_kernel_says_about_reading_processes() -> None:
     assert "ptrace_scope" in as_nobody(code)
     assert kernel.start_ticks(os.getpid()) > 0
     assert kernel.start_ticks(1 << 22) == -1
+
+
+@pytest.mark.parametrize("places", [0, 1])
+def test_addresses_beyond_the_last_one_are_refused(bench: Bench, places: int) -> None:
+    """Of a region in one place, and of a place of a scattered one."""
+    last = (1 << 64) - 16
+    with scattered_at(bench, [0, last, 4096][: 3 * places], places) as source:
+        exposure = source.exposure
+        assert isinstance(exposure, shm_exposure.ShmExposure)
+        exposure._regions = [(shm_exposure.ENTRY.pack(0, 4096, last, False, places), None)]
+        with pytest.raises(PeerProtocolError, match="is malformed"):
+            bench.open(source)
