@@ -294,7 +294,7 @@ class Chain:
                     model,
                     manifest,
                     pages,
-                    lambda layer, page: transfer.put_pages([(layer, page)]),
+                    transfer.put_page,
                     threads=store.threads,
                     cancelled=cancelled,
                 ),

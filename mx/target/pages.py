@@ -167,14 +167,13 @@ class PageFetcher:
             transfer.exclude(source.key, failure)
 
     def _put(self, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Use pages up to the first that is wrong, for which this raises DigestError."""
-        right: list[tuple[int, bytes]] = []
-        try:
-            for layer, page in pages:
-                check_page(self._transfer.manifest, layer, page)
-                right.append((layer, page))
-        finally:
-            self._transfer.put_pages(right)
+        """Use pages up to the first that is wrong, for which this raises DigestError.
+
+        One after the other: while the caller is told of a layer, no other one becomes ready here.
+        """
+        for layer, page in pages:
+            check_page(self._transfer.manifest, layer, page)
+            self._transfer.put_page(layer, page)
 
     def _give_up(self, source: SourceRecord, error: MxError) -> None:
         self._causes.append(error)

@@ -250,17 +250,13 @@ class Transfer:
             label, source, before.bytes + nbytes, seconds(before.seconds)
         )
 
-    def put_pages(self, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Use pages, (layer, page), that `check_page` found right. Reports the layers that become
-        ready, so the caller may take long; `join` waits for it."""
+    def put_page(self, layer: int, page: bytes) -> None:
+        """Use a page that `check_page` found right. Reports the layer if that makes it ready, so
+        the caller may take long; `join` waits for it."""
 
         def use(machine: TransferMachine) -> Sequence[Command]:
-            commands: list[Command] = []
-            now_s = time.monotonic()
-            for layer, page in pages:
-                self.pages.put(layer, page)
-                commands += machine.page_known(layer, now_s)
-            return commands
+            self.pages.put(layer, page)
+            return machine.page_known(layer, time.monotonic())
 
         with self._put:
             self._putting += 1

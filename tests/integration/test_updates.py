@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mx.errors import (
     NoSourceError,
     StaleGenerationError,
 )
+from mx.target.pages import PageFetcher
 from mx.units import MIB
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
@@ -185,6 +186,39 @@ def test_readers_are_cut_after_the_grace_and_never_get_a_mixture(
             assert "was updated" in found["text"]
         with api.pull("m", coordinator=coordinator) as pull:
             assert versions_of(pull.state_dict()) == {2}
+
+
+def test_an_update_cuts_a_pull_whose_caller_is_told_of_a_layer(
+    coordinator: str, settings: config.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the layer is ready by its digests, which have come after all bytes: those of the
+    others, in the same message, are used once the caller has been told."""
+    patient = replace(settings, reader_lease_s=3600.0)
+    put, entered, go_on = PageFetcher._put, threading.Event(), threading.Event()
+
+    def late(fetcher: PageFetcher, pages: Sequence[tuple[int, bytes]]) -> None:
+        while fetcher._transfer.landed_nbytes() < 2 * MIB * LAYERS and not go_on.is_set():
+            time.sleep(0.01)
+        put(fetcher, pages)
+
+    def told(_: object) -> None:
+        entered.set()
+        assert go_on.wait(120)
+
+    monkeypatch.setattr(PageFetcher, "_put", late)
+    with api.serve(weights(1), model="m", coordinator=coordinator, settings=patient) as source:
+        into = memoryview(bytearray(64 << 20))
+        with api.pull("m", coordinator=coordinator, transport="tcp", into=into) as pull:
+            pull.on_layer(told)
+            assert entered.wait(60)
+            update = threading.Thread(target=lambda: source.update(weights(2), grace_s=0))
+            update.start()
+            update.join(60)
+            waits = update.is_alive()
+            go_on.set()
+            assert not waits
+            update.join()
+            assert "was updated" in str(error_of(pull, 60))
 
 
 def test_pulls_among_updates_are_of_one_generation_each(

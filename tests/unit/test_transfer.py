@@ -219,7 +219,7 @@ def test_layers_wait_for_their_page_alone() -> None:
         session.land()
     assert setting.listener.ready == []
     assert setting.transfer.progress() == (len(BYTES), [len(BYTES)])
-    setting.transfer.put_pages([(0, PAGE)])
+    setting.transfer.put_page(0, PAGE)
     assert setting.listener.ready == [0]
     assert setting.listener.verified_by == [VerifiedBy.DIGEST]
 
@@ -252,7 +252,7 @@ def test_the_shortcut_is_used_only_where_it_is_allowed_and_vouched_for() -> None
         for _ in range(3):
             session.land()
         assert bool(setting.listener.ready) == (by is VerifiedBy.SHORTCUT)
-        setting.transfer.put_pages([(0, PAGE)])
+        setting.transfer.put_page(0, PAGE)
         assert setting.listener.verified_by == [by]
 
 
@@ -296,7 +296,7 @@ def test_join_waits_for_a_layer_that_a_page_has_made_ready_and_not_for_ever() ->
         assert go_on.wait(60)
 
     setting.listener.layer_ready = ready  # type: ignore[method-assign]
-    putting = threading.Thread(target=setting.transfer.put_pages, args=([(0, PAGE)],))
+    putting = threading.Thread(target=setting.transfer.put_page, args=(0, PAGE))
     putting.start()
     assert entered.wait(60)
     setting.transfer.close()

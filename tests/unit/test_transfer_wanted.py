@@ -186,7 +186,7 @@ def test_before_the_page_only_what_lies_whole_is_read() -> None:
     setting = Setting(page=False)
     session = setting.connection()
     assert [read.tag for read in session.reads] == ["chunk 8", "chunk 9"]
-    setting.transfer.put_pages([(0, setting.pages[0])])
+    setting.transfer.put_page(0, setting.pages[0])
     assert any(read.tag == "chunk 0" for read in session.reads)
     setting.land_all(session)
     setting.check()
