@@ -14,7 +14,9 @@ FIGURES = pytest.StashKey[list[Row]]()
 
 #: Claims, and how the names of their tests begin; a test is of the first that fits.
 CLAIMS = {
-    "torch's own allocations, expandable segments too": ["test_transports.py::test_torch"],
+    "torch's own allocations, expandable segments too": [
+        *("test_transports.py::test_torch", "test_torch.py"),
+    ],
     "cuda_ipc: within a GPU, and to another one": ["test_cuda_ipc.py"],
     "pcie_p2p: host to GPU, GPU to host, GPU to GPU": ["test_pcie_p2p.py"],
     "tcp and ucx from a GPU and into one, through pinned memory": [

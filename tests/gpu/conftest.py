@@ -25,7 +25,7 @@ from tests.support.leftovers import Holdings
 
 HERE = Path(__file__).parent
 #: What needs torch is left out where there is none.
-_NEED_TORCH = ["test_pulls.py", "test_end_to_end.py"]
+_NEED_TORCH = ["test_pulls.py", "test_end_to_end.py", "test_torch.py"]
 collect_ignore = [] if importlib.util.find_spec("torch") else _NEED_TORCH
 #: How long what is left of a test may take to go.
 _SETTLE_S = 5.0

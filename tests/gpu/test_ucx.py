@@ -1,16 +1,17 @@
 """The ucx transport keeps the rules from GPU memory that it keeps from host memory."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 
 from mx.cuda.driver import Driver
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from mx.testing.harness import HERE
+from mx_transports.ucx.nixl import PACKAGES
 
-pytest.importorskip("nixl_cu12")
 
-
+@pytest.mark.skipif(not any(map(importlib.util.find_spec, PACKAGES)), reason="there is no NIXL")
 class TestUcxFromGpu(TransportSuite):
     @pytest.fixture(params=[Kind.GPU, Kind.SCATTERED], ids=["gpu", "scattered"])
     def harness(self, driver: Driver, request: pytest.FixtureRequest) -> Harness:
