@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mx import config
 from mx.core.topology import Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import CudaEvent, CudaStream, Device, DeviceMemory, PinnedMemory, PinnedRegion
@@ -90,7 +91,11 @@ class Remote:
 
     def open(self) -> Session:
         return self.transport.open(
-            Grant("bench", self.ticket, 1, (self.nbytes,), "source", place=self.place)
+            Grant(
+                *("bench", self.ticket, 1, (self.nbytes,), "source"),
+                place=self.place,
+                streams=config.load().streams,
+            )
         )
 
 

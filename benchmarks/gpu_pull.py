@@ -10,6 +10,7 @@ torch. One GPU is enough.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -86,13 +87,14 @@ def loaded(folder: Path, device: str) -> float:
     return time.perf_counter() - began_s
 
 
-def run(folder: Path, nbytes: int, rounds: int) -> list[harness.Row]:
+def run(folder: Path, nbytes: int, rounds: int, only: str = "") -> list[harness.Row]:
     """Measure and return all rows.
 
     Args:
         folder: Where the checkpoint is kept.
         nbytes: About how many bytes it has.
         rounds: Interleaved rounds.
+        only: A regular expression that the names of the rows have.
     """
     layers = max(1, nbytes // (2 * 4096 * (4 * 4096 + 3 * 11008)))
     folder = folder / f"llama-{layers}"
@@ -111,6 +113,8 @@ def run(folder: Path, nbytes: int, rounds: int) -> list[harness.Row]:
             harness.say(f"mx serve --device {device}: {time.perf_counter() - began_s:.2f} s")
         contestants: dict[str, Callable[[], float]] = {}
         for case in CASES:
+            if not re.search(only, name_of(case)):
+                continue
             try:
                 pulled(endpoints, case)
             except MxError as error:
@@ -142,12 +146,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--gb", type=float, default=4.0, help="of the checkpoint")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where it is kept")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of the rows")
     given = parser.parse_args(arguments)
     found = cuda.probe()
     if isinstance(found, Unavailable):
         raise SystemExit(f"no GPU rows: {found.reason}")
     harness.say(found.detail)
-    harness.show(run(given.folder, int(given.gb * 1e9), given.rounds), as_json=given.json)
+    harness.show(
+        run(given.folder, int(given.gb * 1e9), given.rounds, given.only), as_json=given.json
+    )
 
 
 if __name__ == "__main__":

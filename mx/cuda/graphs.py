@@ -19,12 +19,15 @@ _ABSENT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_
 #: What a kernel may have without asking.
 _SHARED_BYTES, _CLUSTER_BLOCKS = 48 << 10, 8
 _ATTRIBUTE_BYTES = 64
+#: CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE.
+_POINTER, _SIZE = 1, 2
 #: A CUgraphEdgeData: from_port, to_port and type are its first bytes.
 _EDGE_BYTES = 8
 
 
 class Launch(NamedTuple):
-    """A kernel node: `parameters` is where a pointer to each parameter is, 0 if they are packed."""
+    """A kernel node: `parameters` is where a pointer to each parameter is, 0 if they are packed;
+    `packed` has their bytes then."""
 
     function: int
     context: int
@@ -32,6 +35,7 @@ class Launch(NamedTuple):
     block: tuple[int, ...]
     shared_bytes: int
     parameters: int
+    packed: bytes = b""
 
 
 class CopyNode(NamedTuple):
@@ -41,6 +45,19 @@ class CopyNode(NamedTuple):
     target: int
     source: int
     nbytes: int
+
+
+def _packed(extra: int) -> bytes:
+    """Return the bytes of packed parameters: `extra` has names and values (cuLaunchKernel)."""
+    found = {}
+    words = (ctypes.c_uint64 * 5).from_address(extra) if extra else ()
+    for name, value in zip(words[::2], words[1::2], strict=False):
+        if name == 0:  # CU_LAUNCH_PARAM_END
+            break
+        found[name] = value
+    if not found.keys() >= {_POINTER, _SIZE}:
+        return b""
+    return ctypes.string_at(found[_POINTER], ctypes.c_size_t.from_address(found[_SIZE]).value)
 
 
 class GraphCalls(DriverCalls):
@@ -90,6 +107,7 @@ class GraphCalls(DriverCalls):
             (found.blockDimX, found.blockDimY, found.blockDimZ),
             found.sharedMemBytes,
             int(found.kernelParams),
+            b"" if found.kernelParams else _packed(int(found.extra)),
         )
 
     def attribute(self, node: Any, attribute: int) -> bytes:

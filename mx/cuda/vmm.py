@@ -12,7 +12,11 @@ from collections.abc import Sequence
 
 from mx.cuda.device import Device, LastWork, Mapping
 from mx.errors import LocalError
-from mx.units import align_up, format_bytes
+from mx.units import GIB, align_up, format_bytes
+
+#: What is reserved at a given address is a multiple of this: a driver of CUDA 13.0 (580.159) does
+#: not look at the address that is wished for ranges under 32 MiB.
+_FIXED_BYTES = GIB
 
 
 class OccupiedError(LocalError):
@@ -55,8 +59,9 @@ class VmmMemory(Mapping):
         with device.current(), contextlib.ExitStack() as undo:
             for handle in handles:
                 undo.callback(driver.vmm_release, handle)
-            self.address = at = driver.vmm_reserve(self.nbytes, base)
-            undo.callback(driver.vmm_unreserve, at, self.nbytes)
+            reserved = align_up(self.nbytes, _FIXED_BYTES) if base else self.nbytes
+            self.address = at = driver.vmm_reserve(reserved, base)
+            undo.callback(driver.vmm_unreserve, at, reserved)
             if base and at != base:  # the address was a hint
                 raise OccupiedError(
                     f"the {format_bytes(self.nbytes)} of addresses from {base:#x} on are in use "

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from mx.cuda.device import CudaStream, Device
 from mx.cuda.driver import DeviceAttribute, format_version
-from mx.cuda.graphs import GraphCalls
+from mx.cuda.graphs import GraphCalls, Launch
 from mx.graphs.bounds import ATTRIBUTES, check
 from mx.graphs.eager import EagerCall, identified, loaded_by
 from mx.graphs.message import Capture, encode
@@ -211,26 +211,30 @@ class _NodeReader:
             launch.block,
             launch.shared_bytes,
             tuple(attributes),
-            self._values(what, kernel, launch.parameters),
+            self._values(what, kernel, launch),
         )
 
-    def _values(self, what: str, kernel: Kernel, address: int) -> bytes:
+    def _values(self, what: str, kernel: Kernel, launch: Launch) -> bytes:
         count = len(kernel.parameters)
-        if count and not address:
-            raise GraphRefusedError(f"{what}: its parameters are packed, and their types unknown")
         values = bytearray(kernel.nbytes)
-        if count:
-            places = (ctypes.c_void_p * count).from_address(address)
-            for number, (offset, size) in enumerate(kernel.parameters):
+        if not launch.parameters and len(launch.packed) < kernel.nbytes:
+            raise GraphRefusedError(f"{what}: its parameters can't be read")
+        places = (
+            (ctypes.c_void_p * count).from_address(launch.parameters) if launch.parameters else ()
+        )
+        for number, (offset, size) in enumerate(kernel.parameters):
+            if places:
                 value = ctypes.string_at(places[number] or 0, size)
-                for found in known_addresses(value, self._specs, self._knows):
-                    number_there = int.from_bytes(value[found : found + 8], "little")
-                    raise GraphRefusedError(
-                        f"{what}: parameter {number} has the address {number_there:#x} at byte "
-                        f"{found}, of memory outside the region",
-                        hint="allocate everything that the graph uses in the region",
-                    )
-                values[offset : offset + size] = value
+            else:
+                value = launch.packed[offset : offset + size]
+            for found in known_addresses(value, self._specs, self._knows):
+                number_there = int.from_bytes(value[found : found + 8], "little")
+                raise GraphRefusedError(
+                    f"{what}: parameter {number} has the address {number_there:#x} at byte "
+                    f"{found}, of memory outside the region",
+                    hint="allocate everything that the graph uses in the region",
+                )
+            values[offset : offset + size] = value
         return bytes(values)
 
     def _knows(self, address: int) -> bool:

@@ -24,8 +24,8 @@ from mx.units import GIB, MIB, align_up, format_bytes
 
 #: Where the region of the first GPU is; each GPU has a TiB. Linux puts nothing there by itself.
 BASE = 0x6000_0000_0000
-#: For the second capture: both halves of the address differ, and no two bytes alike.
-SHIFTED_BASE = 0x6B15_2740_0000
+#: For the second capture: both halves of the address differ. A multiple of a GiB, as `BASE` is.
+SHIFTED_BASE = 0x6B15_4000_0000
 _APART = 1024 * GIB
 #: As cudaMalloc and torch align.
 _ALIGNMENT = 512

@@ -160,11 +160,14 @@ def array_of(name: str, tensor: object, places: Allocations | None = None) -> Ar
         ("__array_interface__", _of_interface),
         ("__dlpack__", _of_dlpack),
     ):
-        if hasattr(tensor, attribute) and not _is_numpy_scalar(tensor):
-            if places is not None:
-                return adapt(name, tensor, attribute, places)
-            with Allocations() as places:
-                return adapt(name, tensor, attribute, places)
+        if not hasattr(tensor, attribute) or _is_numpy_scalar(tensor):
+            continue
+        if attribute == "__cuda_array_interface__" and _is_opaque(tensor):
+            continue
+        if places is not None:
+            return adapt(name, tensor, attribute, places)
+        with Allocations() as places:
+            return adapt(name, tensor, attribute, places)
     raise ConfigError(
         f"{name} is a {type(tensor).__name__}, not a tensor",
         hint="give tensors of torch or numpy, or others with DLPack",
@@ -228,6 +231,12 @@ def _is_numpy_scalar(tensor: object) -> bool:
     gives is that of a temporary copy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(tensor, numpy.generic)
+
+
+def _is_opaque(tensor: Any) -> bool:
+    """Return True if DLPack says more of a tensor: bfloat16 and float8 have no typestr, and torch's
+    interface says "<V2" of them."""
+    return hasattr(tensor, "__dlpack__") and tensor.__cuda_array_interface__["typestr"][1:2] == "V"
 
 
 def _of_interface(name: str, tensor: Any, attribute: str, places: Allocations) -> Array:

@@ -91,7 +91,9 @@ class Memory:
             self._map[:nbytes] = self.expected
         else:
             self.memfd = os.memfd_create("mx-testing", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.write(self.memfd, self.expected or b"\0")
+            left = memoryview(self.expected or b"\0")
+            while left:  # one call writes less than 2 GiB
+                left = left[os.write(self.memfd, left) :]
             if kind is Kind.SEALED:
                 seal(self.memfd, _SEALS)
             self._map = mmap.mmap(self.memfd, max(nbytes, 1), prot=mmap.PROT_READ)

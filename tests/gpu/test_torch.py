@@ -23,12 +23,14 @@ MODEL = """
 import torch, xxhash
 def make(seed):
     torch.manual_seed(seed)
-    layers = [torch.nn.Linear(1000, 1003) for _ in range(6)] + [torch.nn.LayerNorm(1003)]
+    layers = [torch.nn.Linear(1000, 1003).to(torch.bfloat16 if i % 2 else torch.float32)
+              for i in range(6)] + [torch.nn.LayerNorm(1003)]
     return torch.nn.ModuleDict({f"layers_{i}": layer for i, layer in enumerate(layers)}).cuda()
 def digest(model):
     torch.cuda.synchronize()
-    parts = [each.detach().cpu().numpy().tobytes() for each in model.state_dict().values()]
-    return xxhash.xxh3_128_hexdigest(b"".join(parts))
+    return xxhash.xxh3_128_hexdigest(b"".join(map(content, model.state_dict().values())))
+def content(tensor):
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 """
 #: Lends its model; each line that it reads is a factor, by which it multiplies the weights.
 LENDER = f"""{MODEL}
@@ -46,7 +48,7 @@ with lent as source:
 """
 _own: dict[str, Any] = {}
 exec(MODEL, _own)  # the same code in both processes
-make, digest = _own["make"], _own["digest"]
+make, digest, content = _own["make"], _own["digest"], _own["content"]
 
 
 @pytest.fixture
@@ -91,10 +93,8 @@ def test_frozen_tensors_are_attached(coordinator: str) -> None:
             report = pull.wait(60)
             state = pull.state_dict()
             torch.cuda.synchronize()
-            parts = [each.cpu().numpy().tobytes() for each in make(1).state_dict().values()]
             names = list(make(1).state_dict())
-            assert [len(part) for part in parts] == [state[name].nbytes for name in names]
-            found = b"".join(state[name].cpu().numpy().tobytes() for name in names)
+            found = b"".join(content(state[name]) for name in names)
             assert xxhash.xxh3_128_hexdigest(found) == wanted
             assert [path.attached for path in report.paths] == [True]
             del state
@@ -103,6 +103,8 @@ def test_frozen_tensors_are_attached(coordinator: str) -> None:
 
 def test_streams_of_torch_wait_for_layers(coordinator: str) -> None:
     """Work queued before the bytes are there uses the bytes that arrive."""
+    torch.ones(8, device="cuda").double().sum()  # loads the kernels, for which torch would wait
+    torch.cuda.synchronize()
     with rig.Child(LENDER, coordinator, "changing") as lender:
         lender.receive_line()
         with mx.pull("live", coordinator=coordinator, device="cuda:0", transport="tcp") as pull:
