@@ -160,7 +160,7 @@ def fetch_document(
 
     Raises:
         ArtifactError: What its sources have is no set, or not the one that is listed.
-        SignerError: Its signer may not give any.
+        SignerError: Its signer may not sign sets for this model.
         MxError: As `mx.pull`.
     """
     where: _CoordinatorSettings = {"coordinator": coordinator, "settings": settings}
