@@ -46,9 +46,20 @@ def undone_unless_kept(package: str, *owners: object) -> Iterator[Callable[[], N
                 _forget_parts(registry, before.get(id(registry), (registry, ()))[1])
             for found, content in variables:
                 _forget_parts(found, content)
-            if (error := sys.exception()) is not None:
-                traceback.clear_frames(error.__traceback__)
+            clear_frames(sys.exception())
             gc.collect()  # the model's memory is needed
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear what the frames of an error and its causes refer to, so that the memory of a model is
+    freed. The tracebacks still show where each was raised.
+
+    Args:
+        error: The error; None changes nothing.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _random() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,6 @@ import torch
 
 import mx
 from mx import config
-from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.core.revisions import may_be_update
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
@@ -30,6 +28,7 @@ from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import EligibleModels
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.registries import clear_frames
 from mx.engines.replica.sampling import Sampler
 from mx.engines.replica.tensors import (
     LiveTensors,
@@ -42,7 +41,7 @@ from mx.engines.replica.tensors import (
 from mx.errors import ConfigError, MxError, NotAllowedError
 from mx.log import event
 from mx.storage.folder_hash import remember_in_background
-from mx.storage.own_weights import OwnWeights, stamps_in
+from mx.storage.own_weights import stamps_in
 from mx.text import listed
 
 #: A model's tensors after the engine has processed them, and before.
@@ -134,7 +133,7 @@ class RankRun:
         self._began_s = time.monotonic()
         self._pull: mx.Pull | None = None
         self._taken: Manifest | None = None
-        self._own: OwnWeights | None = None
+        self._sampler: Sampler | None = None
         self.choice = Choice.decode(ranks.from_first(self._choose().encode()))
         if not ranks.all_true(self._may_take(self.choice)):
             why = meant.refused or "the folders of the ranks have different weights"
@@ -265,13 +264,13 @@ class RankRun:
         Raises:
             IntegrityError: One differs.
         """
-        folder, state = self.meant.folder, self.choice.state
-        if self._own is None and folder is not None and _can_be_read(folder):
-            self._own = OwnWeights(folder)
-        if self._own is None:
+        if self._sampler is None:
+            self._sampler = Sampler.of(self.meant.folder)
+        if self._sampler is None:
             yield from tensors
             return
-        yield from Sampler(self._own).passing(
+        state = self.choice.state
+        yield from self._sampler.passing(
             tensors, checkpoint=state == CHECKPOINT, processed=state == PROCESSED
         )
 
@@ -303,14 +302,13 @@ class RankRun:
         where = device if on_gpu and self.options.copy == "device" else "cpu"
         try:
             pull = self.pull(hold=lent, device=where)
-        except NotAllowedError as refused:  # it may be allowed what it does not lend
+        except NotAllowedError as refused:  # it may be allowed to pull what it may not serve
             if not lent:
                 raise
             self.end()
-            self.lends = ""
-            why = f"{refused}; the engine goes on"
-            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
             pull = self.pull(hold=False, device=where)
+            self.lends = ""
+            self._say_not_lent(refused)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
             copy_into(slots, self.compared(layer.tensors().items()))
@@ -329,13 +327,15 @@ class RankRun:
             self.loading.loads[self.choice.state] += 1
             self._tell_taken()
             return True
-        self.end()
         error, state = self.error, self.choice.state
         self.choice, self.error = Choice(name=self.name), None
-        if error is not None:
-            if not self.falls_back:
+        clear_frames(error)
+        self.end()
+        if error is not None and not self.falls_back:
+            try:
                 raise error
-            _let_go(error)
+            finally:
+                del error  # its traceback has this frame
         self._take_over(f"{state}: {error or 'another rank could not load it'}")
         return False
 
@@ -435,8 +435,11 @@ class RankRun:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is
-            why = f"{error or type(error).__name__}; the engine goes on"
-            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
+            self._say_not_lent(error)
+
+    def _say_not_lent(self, error: Exception) -> None:
+        why = f"{str(error) or type(error).__name__}; the engine goes on and lends nothing"
+        event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
 
     def _lent_as(self) -> ProcessingKey:
         digits = self.choice.checkpoint
@@ -482,24 +485,12 @@ class RankRun:
 
     def end(self) -> None:
         """Close the pull, if it is not lent. Tensors keep its memory."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
         if self._pull is not None:
             self._note_source()
             self._pull.close()
             self._pull = None
 
 
-def _let_go(error: BaseException) -> None:
-    """Clear an error's references to the model, so that its memory is freed."""
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found.__traceback__, found = None, found.__cause__ or found.__context__
-
-
-def _can_be_read(folder: Path) -> bool:
-    """Return True if a folder's weights are of the kind that can be compared."""
-    files = folder.iterdir() if folder.is_dir() else [folder]
-    return any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files)

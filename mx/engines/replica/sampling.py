@@ -4,9 +4,11 @@ tensor. A sample may refuse, never admit."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.engines.replica.tensors import plain
 from mx.errors import IntegrityError
 from mx.memory.tensors import TORCH_DTYPES
@@ -14,7 +16,7 @@ from mx.storage.own_weights import OwnWeights, Sample
 
 
 class Sampler:
-    """Compares tensors with those of a folder."""
+    """Compares tensors with those of a folder, whose files are open. `close` it."""
 
     def __init__(self, own: OwnWeights) -> None:
         """
@@ -23,6 +25,27 @@ class Sampler:
         """
         self._own = own
         self.compared = 0
+
+    @classmethod
+    def of(cls, path: Path | None) -> Sampler | None:
+        """Return a sampler of a file or folder; None if it has no safetensors to compare with.
+
+        Args:
+            path: The path; None for no folder.
+
+        Raises:
+            ConfigError, CheckpointError, LocalError: As `OwnWeights`.
+        """
+        if path is None:
+            return None
+        files = path.iterdir() if path.is_dir() else [path]
+        if not any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files):
+            return None
+        return cls(OwnWeights(path))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._own.close()
 
     def passing(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, checkpoint: bool, processed: bool
