@@ -492,5 +492,3 @@ class RankRun:
             self._note_source()
             self._pull.close()
             self._pull = None
-
-
