@@ -1,4 +1,4 @@
-"""One rank's way through loading, whatever the engine: choose, pull, give up, lend."""
+"""Loads one rank of any engine: chooses weights, pulls them, falls back, and lends them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GivenUpError(Exception):
 
 
 class RankLoading:
-    """What one rank of an engine loaded, and lends; it stays for as long as the engine does."""
+    """What one rank of an engine has loaded and lends, for as long as the engine runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class RankLoading:
 
 
 class RankRun:
-    """One rank's way through loading."""
+    """Loads the model of one rank."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class RankRun:
         event(self._log, "engine.refused", level=logging.WARNING, model=name, text=text)
 
     def _may_take(self, chosen: Choice) -> bool:
-        """Return True if this rank may take what the first one has chosen: each has a folder."""
+        """Return True if this rank's folder, too, allows what the first rank has chosen."""
         if not chosen.state:
             return True
         return not self.meant.refused and chosen.identity == self.meant.identity
@@ -275,7 +275,7 @@ class RankRun:
         )
 
     def fill(self, slots: Mapping[str, ParameterSlot]) -> None:
-        """Fill a model with the state before processing, layer by layer as it arrives.
+        """Fill a model with the state before processing, each layer as it arrives.
 
         A model on a GPU is filled where it is, unless a copy of this state is to be lent: then that
         is pulled, and the engine's own tensors, which it is about to process, are copied from it.
@@ -315,7 +315,8 @@ class RankRun:
         pull.wait()
 
     def agreed(self, loaded: bool) -> bool:
-        """Return True if every rank has loaded what was chosen. Otherwise all give it up.
+        """Return True if every rank has loaded what was chosen. Otherwise every rank ends its pull,
+        for the ordinary loader to take over.
 
         Args:
             loaded: Whether this rank has; `error` says why not.
@@ -484,7 +485,7 @@ class RankRun:
             self.loading.hashing = remember_in_background(folder, config.state_folder())
 
     def end(self) -> None:
-        """Close the pull, if it is not lent. Tensors keep its memory."""
+        """Close the pull, unless a lender has taken it over. Tensors keep its memory."""
         if self._sampler is not None:
             self._sampler.close()
             self._sampler = None

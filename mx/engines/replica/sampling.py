@@ -1,5 +1,5 @@
-"""Compares what a peer serves with the weights in the engine's folder: a few bytes of each
-tensor. A sample may refuse, never admit."""
+"""Compares what a peer serves with the weights in the engine's folder, by a few bytes of each
+tensor. A sample that differs refuses the peer's weights; equal ones prove nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sampler:
     def passing(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, checkpoint: bool, processed: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors, each after it was compared.
+        """Yield tensors, each after a sample of it was compared.
 
         Args:
             tensors: What a peer serves, by name.

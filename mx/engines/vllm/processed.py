@@ -1,4 +1,4 @@
-"""The state after vLLM has processed a model's weights: what has it, and how it is taken over."""
+"""The state of weights that vLLM has processed: which models have it, and how to take it over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def states(wanted: str, vllm_config: Any) -> list[str]:
 
 
 def unsupported(model: torch.nn.Module) -> str:
-    """Return why vLLM can't take over the processed weights of such a model, or ""."""
+    """Return why vLLM can't take over the processed weights of this model, or ""."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     for name, module in model.named_modules():
