@@ -46,7 +46,7 @@ class Prints:
         }
 
     def written(self, *, devices: bool) -> str:
-        """Return the name of a tensor that has changed since, or "".
+        """Return which tensor has changed since, and how, or "".
 
         Args:
             devices: Whether to read tensors of devices, too: only on a thread that may use them.
