@@ -1,7 +1,7 @@
 """The document of a set of artefacts: what an operator signs, and a target checks. Pure.
 
-Everything in it is bounded, and it has one valid encoding: a document that is read and written
-again is the same bytes, so that nothing can hide in it.
+All its values are bounded, and it has one valid encoding: reading a document and writing it again
+returns the same bytes, so that nothing can be hidden in it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Document:
 
 
 def set_id(document: bytes) -> str:
-    """Return the id of a set: of the bytes of its document, which name all others."""
+    """Return the id of a set: a digest of its document, which has the digests of all other
+    bytes."""
     return blake3(document).hexdigest()[:ID_CHARS]
 
 
@@ -113,10 +114,10 @@ def encode(document: Document) -> bytes:
 
 
 def decode(data: bytes) -> Document:
-    """Return the document that bytes from elsewhere encode.
+    """Return the document that untrusted bytes encode.
 
     Raises:
-        ArtifactError: They encode none, or not in the one way; or a value is out of its bounds.
+        ArtifactError: They are no document in its one encoding, or a value is out of its bounds.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         _refuse(f"its document has {len(data)} bytes, more than {MAX_DOCUMENT_BYTES}")

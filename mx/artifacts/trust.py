@@ -102,7 +102,7 @@ def shown_key(public: bytes) -> str:
 
 @dataclass(frozen=True)
 class Signed:
-    """A document with its signature, which is right. That says nothing about the signer."""
+    """A document with its signature, which was verified. The signer was not."""
 
     document: Document
     set_id: str
@@ -132,14 +132,14 @@ def _encoded(document: bytes, public: bytes, signature: bytes) -> bytes:
 
 
 def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
-    """Return the signed document that bytes from elsewhere encode.
+    """Return the signed document that untrusted bytes encode.
 
     Args:
         data: The bytes.
-        trust: Who may have signed it: others' documents are not read. None reads everybody's.
+        trust: Whose documents are read; None reads those of any signer.
 
     Raises:
-        ArtifactError: They encode none, or the signature is not that of the key beside it.
+        ArtifactError: They encode none, or the signature is not by the key beside it.
         SignerError: As `Trust.check_signer`.
     """
     if len(data) > MAX_SIGNED_BYTES:

@@ -39,7 +39,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
     Args:
         files: The PEM files.
-        server: Whether it is for the side that accepts.
+        server: Whether the context is for the side that accepts.
 
     Raises:
         ConfigError: A file is missing, or is not what it should be.
@@ -83,7 +83,7 @@ def _state(path: str) -> object:
 
 
 def _require_begun(certificate: str) -> None:
-    """Raise ConfigError for a certificate that is not valid yet: who sees it would refuse it."""
+    """Raise ConfigError for a certificate that is not valid yet, which peers would refuse."""
     from cryptography import x509  # without TLS it is not needed
 
     try:
