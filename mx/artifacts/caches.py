@@ -294,7 +294,7 @@ def _write_and_rename(
                 _make_folders(temporary, folder, made)
             data = memoryview(read(index))
             if data.nbytes != file.nbytes:
-                raise ArtifactError(f"{shown(file.path)} has not the size that was announced")
+                raise ArtifactError(f"{shown(file.path)} does not have the size that was announced")
             if _TRITON_GROUP.fullmatch(file.path):
                 data = memoryview(_relocated(file.path, data, root))
             _write(f"{temporary}/{file.path}", data, 0o700 if file.executable else 0o600)

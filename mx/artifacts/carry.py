@@ -177,7 +177,7 @@ def fetch_document(
         except TimeoutError:
             raise PeerTimeoutError(
                 f"the document of {listed.name} did not arrive in {_DOCUMENT_S:g} s",
-                hint="its sources are slow, or want to be",
+                hint="its sources are slow, maybe on purpose",
             ) from None
     signed = read_signed(data.tobytes(), trust)
     _require(signed.set_id == listed.set_id, listed.name)
@@ -228,7 +228,7 @@ def _require_no_files(pulled: Pull, name: str) -> None:
     except TimeoutError:
         raise PeerTimeoutError(
             f"the layout of {name} did not arrive in {_DOCUMENT_S:g} s",
-            hint="its sources are slow, or want to be",
+            hint="its sources are slow, maybe on purpose",
         ) from None
     _require(not manifest.packaging.side_files, name)
 

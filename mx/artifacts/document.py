@@ -157,7 +157,7 @@ def check(document: Document) -> None:
     if document.kind not in KINDS:
         _refuse(f"it is of the kind {shown(document.kind)}")
     if not 0 < document.created_s < 1 << 40:
-        _refuse("it was made at no time")
+        _refuse("the time of its making is not valid")
     _check_counts(len(document.environment), len(document.blobs), len(document.files))
     for name, value in document.environment.items():
         if not is_field(name, value):
@@ -169,7 +169,7 @@ def check(document: Document) -> None:
     if len({blob.blake3 for blob in document.blobs}) != len(document.blobs):
         _refuse("it has the same bytes twice")
     if (document.kind == CUDA_GRAPH) != bool(_PIN.fullmatch(document.pin)):
-        _refuse("graphs, and nothing else, are for the weights of a pin")
+        _refuse("a set has a pin if it is of graphs, and only then")
     _check_files(document)
 
 
@@ -182,9 +182,9 @@ def _check_counts(fields: int, blobs: int, files: int) -> None:
 
 def _check_files(document: Document) -> None:
     if any(each.blob >= len(document.blobs) for each in document.files):
-        _refuse("a file has bytes that are not in it")
+        _refuse("a file names bytes that the set does not have")
     if {each.blob for each in document.files} != set(range(len(document.blobs))):
-        _refuse("it has bytes that are no file's")
+        _refuse("it has bytes that belong to no file")
     of_graphs = f"{GRAPHS}/{document.pin}/"
     if any(
         each.path.startswith(of_graphs) != bool(document.pin)

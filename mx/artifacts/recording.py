@@ -382,8 +382,8 @@ def _digest(folder: Path, file: CacheFile) -> bytes:
         raise LocalError(f"{path} could not be read: {error}") from error
     if folded:
         raise ArtifactError(
-            f"{shown(file.path)} has constants of the model's weights, and would give a fine-tune "
-            "the weights of another",
+            f"{shown(file.path)} has constants of the model's weights, so that fine-tunes would "
+            "compute with those of another",
             hint="record without Inductor's `freezing` and without AOTInductor's packages",
         )
     return hasher.digest()

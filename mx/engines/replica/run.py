@@ -439,7 +439,8 @@ class RankRun:
             self._say_not_lent(error)
 
     def _say_not_lent(self, error: Exception) -> None:
-        why = f"{str(error) or type(error).__name__}; the engine goes on and lends nothing"
+        why = str(error) or type(error).__name__
+        why += "; the engine goes on, and lends nothing to other replicas"
         event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
 
     def _lent_as(self) -> ProcessingKey:

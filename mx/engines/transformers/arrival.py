@@ -120,7 +120,7 @@ class Loading:
             if self._places.missing:
                 self._pull.close()  # ends what still runs, then `wait` says why
                 self._pull.wait()
-                raise ClosedError("the model was closed before its weights were here")
+                raise ClosedError("the model was closed before its weights had arrived")
             report = self._pull.wait()
         except BaseException as error:  # noqa: BLE001 - raised in those that wait
             self._values.failed(runtime.unexpected(error))

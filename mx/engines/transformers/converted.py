@@ -100,7 +100,7 @@ def why_not(model: Any, info: Mapping[str, Any], memory: range) -> str:
     """
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
-            return f"{problem}: what is not in the checkpoint was made up here"
+            return f"{problem}: what the checkpoint lacks was initialised here"
     if not memory:
         return "the checkpoint is not in this host's memory"
     tensors = model.state_dict()

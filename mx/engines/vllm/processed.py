@@ -141,5 +141,5 @@ def build(vllm_config: Any, pull: mx.Pull, device: torch.device, plain: bool) ->
         with plain_linears(plain), weights_already_processed():
             utils.process_weights_after_loading(model, config, device)
     if left := cannot_move(slots_of(model, non_persistent=True)):
-        raise ConfigError(f"the replica that lends has no {left}")
+        raise ConfigError(f"the replica that lends these weights has no {left}")
     return model.eval()  # type: ignore[no-any-return]

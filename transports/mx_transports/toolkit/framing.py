@@ -43,7 +43,7 @@ STATUS_TEXT = {
     STALE: "the source's memory has changed since the read was planned",
     OUT_OF_RANGE: "the source says that the read lies outside of what it registered",
     FULL: "the source has too many connections for this grant",
-    NOT_YOURS: "the source gave the grant to another certificate than the one shown here",
+    NOT_YOURS: "the grant is for another certificate than the one that was shown",
 }
 
 

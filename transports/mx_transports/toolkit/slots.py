@@ -50,7 +50,7 @@ class StagingSlots:
         devices = {device for each in regions for device in devices_of(each.view)}
         elsewhere = any(len(each.view) and not devices_of(each.view) for each in regions)
         if elsewhere or len(devices) != 1:
-            raise LocalError("what is not in the memory of one GPU can't be exposed together")
+            raise LocalError("only memory of one GPU can be exposed together")
         self._views = {region.index: region.view for region in regions}
         self._on_lost: Callable[[CudaError], None] = options.on_lost
         #: A slot may be held for so long while no other is free.

@@ -57,7 +57,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
             if known is None:
                 raise
             if known[0] != state:
-                log.warning("the certificate of before is used further: %s", error)
+                log.warning("the earlier certificate stays in use: %s", error)
             context, until_s = known[1], now_s + AGAIN_S
         _made.pop((files, server), None)
         _made[files, server] = state, context, until_s

@@ -172,7 +172,7 @@ class Copier:
     def _from_host(self, stage: _Stage, at: int, region: RemoteRegion, part: Slice[Span]) -> int:
         span, nbytes = part.view, len(part.view)
         if not isinstance(span, DeviceView) or self._target is None:
-            raise LocalError(f"{self._remote.path} is for memory of which one side is a GPU's")
+            raise LocalError(f"{self._remote.path} needs a GPU's memory at one side at least")
         middle = self._memory(stage, self._target) + at
         view = stage.view[at : at + nbytes]
         if region.where is RegionKind.MEMFD:
