@@ -66,7 +66,7 @@ def pull(
         ),
     ] = False,
     hold: Annotated[
-        bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
+        bool, typer.Option("--hold", help="Stay after the pull, and serve the model.")
     ] = False,
     transport: options.OneTransport = None,
     verify: Annotated[
@@ -167,8 +167,8 @@ def pull(
                 outcome.summarise(obtained_line(caches))
         if held is not None:
             with held, stop.on_signals():
-                outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
-                notify.ready(f"holding {report.model}")
+                outcome.say(f"serving {report.model} at {held.endpoint}; stop with Ctrl-C")
+                notify.ready(f"serving {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
 
