@@ -3,7 +3,7 @@
     python examples/compile_cache.py
 
 A publisher runs a replica once, records what `torch.compile` compiles in it, and signs that. Then
-one replica starts without it, and another, in a folder of its own, with what a source gives it.
+one replica starts without it, and another, in a folder of its own, with what a source serves.
 Coordinator, keys and trust file are made in a temporary folder.
 """
 

@@ -10,7 +10,7 @@
     GET  /metrics     for Prometheus
     POST /generate    a request, which goes to the best replica that takes requests
 
-The demonstration starts a coordinator, a source that gives 4 MB/s, and a replica, which answers
+The demonstration starts a coordinator, a source that serves 4 MB/s, and a replica, which answers
 before it is loaded; then a second replica, and ends the first. It serves until Ctrl-C, or for
 `--seconds`.
 """

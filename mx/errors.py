@@ -301,6 +301,6 @@ class ArtifactError(IntegrityError):
 
 
 class SignerError(IntegrityError):
-    """The trust file does not let this signer give artefacts to this model."""
+    """The trust file does not let this signer sign sets for this model."""
 
     exit_code = EXIT_NOT_ALLOWED

@@ -1,4 +1,4 @@
-"""`broadcast`: one rank of a process group gives its weights to the others, in their own memory."""
+"""`broadcast`: one rank of a process group sends its weights to the memory of the others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def broadcast(
     *,
     on_layer: Callable[[Layer], None] | None = None,
 ) -> BroadcastReport:
-    """Give one rank's weights to all ranks of a process group, in the memory that they have.
+    """Broadcast one rank's weights to all ranks of a process group, into the memory that they have.
 
     Every rank of the group calls this, as it calls torch's own collectives. Before a byte moves all
     ranks compare names, shapes, dtypes, strides and ties; then the bytes land in the receivers' own
@@ -92,7 +92,7 @@ def broadcast(
             before the first byte comes, and in the end it lists the new revision, as with
             `Source.changing`. On `src` a source that is listed spares one hashing.
         group: The process group of torch.distributed; None is the default one.
-        src: The rank that gives: its rank in the default group, whatever `group` is.
+        src: The rank that sends: its rank in the default group, whatever `group` is.
         on_layer: Called on this thread with each layer, in order, once this receiver has verified
             it, or once `src` has sent it. All ranks wait for it.
 
@@ -163,7 +163,7 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def _prepared(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given | Source | InPlace:
-    """Return what this rank gives, or where it takes the weights.
+    """Return what this rank sends, or where it takes the weights.
 
     Raises:
         MxError: As `broadcast`.

@@ -58,7 +58,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             of failing, and keep what is equal: layers that were ready are not any more, and are
             reported again with their `revision`. Wait for the end, or use `on_layer`: `layers()`
             raises RevisionChangedError, as does `tensors()` of an event from before. Nothing that
-            the pull gives from then on is of the old revision; tensors that the caller has keep
+            the pull returns from then on is of the old revision; tensors that the caller has keep
             its bytes. A pull that is complete follows no further.
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
             of them are ready at once, and empty. With `only` or `slices` the pull serves nothing to

@@ -1,4 +1,4 @@
-"""The folders of compile caches: what of them travels, and how they are laid out at a target.
+"""The folders of compile caches: which files travel, and how they are laid out at a target.
 
 A cache has three parts, the first words of its files' paths: `inductor` and `triton`, of
 torch.compile, and `vllm`, of which only its torch_compile_cache travels. Locks, temporary files and
@@ -182,10 +182,11 @@ def lay_out(
 ) -> bool:
     """Lay a cache out, all of it or nothing: files are written beside `root`, then renamed.
 
-    Nothing is synced: what a lost power supply leaves is not whole, and laid out anew.
+    Nothing is synced: what a loss of power leaves incomplete is laid out anew.
 
     Args:
-        files, read: The files, and what returns the checked bytes of that of an index.
+        files, read: The files, and a function that returns the checked bytes of the file at an
+            index.
         root: The cache's folder. If it is whole, it is used as it is, also if another process laid
             it out. One that is not is laid out anew unless it is in use (`hold`).
         digests: As for `is_whole`.
@@ -227,8 +228,8 @@ def lay_out(
 
 
 def is_whole(root: Path, files: Sequence[CacheFile], digests: Sequence[bytes] = ()) -> bool:
-    """Return True if a cache is laid out and as it was, apart from what engines do with it: they
-    add files, and write to lists of their own.
+    """Return True if a cache is laid out and unchanged, except that engines may have added files
+    and written to lists of their own.
 
     Args:
         root: The cache's folder. It need not exist.
@@ -273,7 +274,7 @@ def _temporary(root: Path) -> Path:
 def _write_and_rename(
     files: Sequence[CacheFile], read: Callable[[int], memoryview | bytes], root: Path
 ) -> bool:
-    """Return False if another process was faster."""
+    """Write a cache beside its place and rename it. Return False if another process was faster."""
     temporary = _temporary(root)
     temporary.mkdir(mode=0o700)
     # A process that can lock such a folder may remove it: the one that made it is gone, or has not
@@ -293,7 +294,7 @@ def _write_and_rename(
                 _make_folders(temporary, folder, made)
             data = memoryview(read(index))
             if data.nbytes != file.nbytes:
-                raise ArtifactError(f"{shown(file.path)} has not the size that was announced")
+                raise ArtifactError(f"{shown(file.path)} does not have the size that was announced")
             if _TRITON_GROUP.fullmatch(file.path):
                 data = memoryview(_relocated(file.path, data, root))
             _write(f"{temporary}/{file.path}", data, 0o700 if file.executable else 0o600)
@@ -344,7 +345,8 @@ def _write(path: str, data: memoryview, mode: int) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return True if a path leads to what is open, and to nothing that took its place."""
+    """Return True if a path still leads to the open file or folder, and to nothing that replaced
+    it."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except FileNotFoundError:
@@ -371,7 +373,7 @@ def _take_away(root: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what processes left that were killed while they laid out this cache."""
+    """Remove what killed processes left while they laid out this cache."""
     name = re.compile(re.escape(f".{root.name}.") + "[0-9a-f]{16}")
     for entry in os.listdir(root.parent):
         if not name.fullmatch(entry):

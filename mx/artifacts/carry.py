@@ -1,8 +1,8 @@
 """Serves sets of artefacts to other processes, finds them, and fetches them.
 
 A set is listed beside its model, as NAME/artifacts/ID, and moves as a model's weights do: from all
-sources that have it, verified block by block, through the host's cache where there is one. What its
-sources, the coordinator and its name say of it counts for nothing: only its signed document does.
+sources that have it, verified block by block, through the host's cache where there is one. Its
+sources, the coordinator and its name are not believed: only its signed document is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _CoordinatorSettings(TypedDict):
 
 @dataclass(frozen=True)
 class ListedSet:
-    """A set as a coordinator lists it. All of it is hearsay: `fetch_document` has what is signed.
+    """A set as a coordinator lists it. Nothing of it is proved: `fetch_document` returns what is
+    signed.
 
     `name` names these bytes, also where others were registered under the set's name first.
     `signer` is the beginning of the signer's key.
@@ -72,8 +73,8 @@ def serve(
     """Serve a set until the source is closed.
 
     Args:
-        path: The set, as `publish` made it. All of its bytes are checked first, its signer is not:
-            who takes it decides by his own trust file.
+        path: The set, as `publish` made it. Its bytes are all checked first. Its signer is not:
+            readers check that with their own trust files.
         coordinator: HOST:PORT, as for `mx.serve`.
         settings: Settings to use; None loads them from the environment and the files.
         embed: False never embeds a coordinator.
@@ -106,15 +107,16 @@ def find(
     coordinator: str | None = None,
     settings: config.Settings | None = None,
 ) -> list[ListedSet]:
-    """Return the sets that a coordinator lists, with sources: those with the most come first.
+    """Return the sets that a coordinator lists and that have sources, those with the most sources
+    first.
 
     Args:
-        model: The model that they are for; "" for those of all.
+        model: The model that they are for; "" for all models.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:
-        ConfigError: The name is none, or a setting is wrong.
+        ConfigError: The name is malformed, or a setting is wrong.
         CoordinatorError: The coordinator does not answer.
     """
     wanted = parse_reference(model).name if model else ""
@@ -153,14 +155,14 @@ def fetch_document(
     """Return a listed set's document, with a right signature.
 
     Args:
-        listed: What a coordinator lists.
-        trust: Who may have signed it; None for everybody.
+        listed: The set, as a coordinator lists it.
+        trust: Whose signatures are accepted; None for anyone's.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:
         ArtifactError: What its sources have is no set, or not the one that is listed.
-        SignerError: Its signer may not give any.
+        SignerError: Its signer may not sign sets for this model.
         MxError: As `mx.pull`.
     """
     where: _CoordinatorSettings = {"coordinator": coordinator, "settings": settings}
@@ -175,7 +177,7 @@ def fetch_document(
         except TimeoutError:
             raise PeerTimeoutError(
                 f"the document of {listed.name} did not arrive in {_DOCUMENT_S:g} s",
-                hint="its sources are slow, or want to be",
+                hint="its sources are slow, maybe on purpose",
             ) from None
     signed = read_signed(data.tobytes(), trust)
     _require(signed.set_id == listed.set_id, listed.name)
@@ -196,7 +198,7 @@ def fetched(
     off.
 
     Args:
-        found: Its document, whose signer has been checked.
+        found: The set's document, whose signer was checked.
         staging: A path in a private folder for what arrives; a run with the same path goes on with
             it. It is removed at the end of the block.
         coordinator: HOST:PORT; None takes the address in the settings.
@@ -220,13 +222,13 @@ def fetched(
 
 
 def _require_no_files(pulled: Pull, name: str) -> None:
-    """Refuse a set that has files beside it: its document has no size for them."""
+    """Refuse a set with side files: its document names no size for them."""
     try:
         manifest = pulled.wait_manifest(_DOCUMENT_S)
     except TimeoutError:
         raise PeerTimeoutError(
             f"the layout of {name} did not arrive in {_DOCUMENT_S:g} s",
-            hint="its sources are slow, or want to be",
+            hint="its sources are slow, maybe on purpose",
         ) from None
     _require(not manifest.packaging.side_files, name)
 

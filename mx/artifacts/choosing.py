@@ -34,7 +34,7 @@ class Search:
     """A search for the sets of one kind that may be used here.
 
     Attributes:
-        model: The name that they are for.
+        model: The name of the model that they are for.
         reasons: Why sets, or all, are not used: one line each.
     """
 
@@ -54,7 +54,7 @@ class Search:
             model: The model's name, as for `mx.pull`.
             kind: The kind of the sets.
             trust: The trust file.
-            pin: That of the weights, which a set for weights has to name.
+            pin: The pin of the weights, which a set that is for certain weights has to name.
             fields: Fields of the environment that the caller knows.
             coordinator: HOST:PORT; None takes the address in the settings.
             settings: Settings to use; None loads them from the environment and the files.
@@ -72,7 +72,7 @@ class Search:
         self._trust = Trust.load(Path(trust))
 
     def choices(self) -> list[ChosenSet]:
-        """Return what may be used, the newest first. Whatever is wrong with others is no error.
+        """Return the sets that may be used, the newest first. Faults of other sets are no errors.
 
         Raises:
             ConfigError: A setting is wrong.

@@ -1,7 +1,7 @@
 """The document of a set of artefacts: what an operator signs, and a target checks. Pure.
 
-Everything in it is bounded, and it has one valid encoding: a document that is read and written
-again is the same bytes, so that nothing can hide in it.
+All its values are bounded, and it has one valid encoding: reading a document and writing it again
+returns the same bytes, so that nothing can be hidden in it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Document:
 
 
 def set_id(document: bytes) -> str:
-    """Return the id of a set: of the bytes of its document, which name all others."""
+    """Return the id of a set: a digest of its document, which has the digests of all other
+    bytes."""
     return blake3(document).hexdigest()[:ID_CHARS]
 
 
@@ -113,10 +114,10 @@ def encode(document: Document) -> bytes:
 
 
 def decode(data: bytes) -> Document:
-    """Return the document that bytes from elsewhere encode.
+    """Return the document that untrusted bytes encode.
 
     Raises:
-        ArtifactError: They encode none, or not in the one way; or a value is out of its bounds.
+        ArtifactError: They are no document in its one encoding, or a value is out of its bounds.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         _refuse(f"its document has {len(data)} bytes, more than {MAX_DOCUMENT_BYTES}")
@@ -156,7 +157,7 @@ def check(document: Document) -> None:
     if document.kind not in KINDS:
         _refuse(f"it is of the kind {shown(document.kind)}")
     if not 0 < document.created_s < 1 << 40:
-        _refuse("it was made at no time")
+        _refuse("the time of its making is not valid")
     _check_counts(len(document.environment), len(document.blobs), len(document.files))
     for name, value in document.environment.items():
         if not is_field(name, value):
@@ -168,7 +169,7 @@ def check(document: Document) -> None:
     if len({blob.blake3 for blob in document.blobs}) != len(document.blobs):
         _refuse("it has the same bytes twice")
     if (document.kind == CUDA_GRAPH) != bool(_PIN.fullmatch(document.pin)):
-        _refuse("graphs, and nothing else, are for the weights of a pin")
+        _refuse("a set has a pin if it is of graphs, and only then")
     _check_files(document)
 
 
@@ -181,9 +182,9 @@ def _check_counts(fields: int, blobs: int, files: int) -> None:
 
 def _check_files(document: Document) -> None:
     if any(each.blob >= len(document.blobs) for each in document.files):
-        _refuse("a file has bytes that are not in it")
+        _refuse("a file names bytes that the set does not have")
     if {each.blob for each in document.files} != set(range(len(document.blobs))):
-        _refuse("it has bytes that are no file's")
+        _refuse("it has bytes that belong to no file")
     of_graphs = f"{GRAPHS}/{document.pin}/"
     if any(
         each.path.startswith(of_graphs) != bool(document.pin)

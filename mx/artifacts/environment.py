@@ -53,7 +53,7 @@ def here(
     Args:
         engine: The package of the engine, such as "vllm"; "" for none.
         fields: The caller's own fields, such as `configuration`, `code` and `tp`. They win.
-        names: The fields that are wanted, by default all: what others need is not looked for.
+        names: The fields to return, by default all; others are not determined.
 
     Returns:
         Text by name of field. What is unknown, or is not there, is left out.
@@ -73,7 +73,7 @@ def here(
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Difference]:
-    """Return the fields of theirs that ours does not agree with.
+    """Return the fields of `theirs` with which `ours` does not agree.
 
     Args:
         ours: The environment here.
@@ -212,7 +212,7 @@ def _isa() -> tuple[str]:
 
 
 def _compiler() -> tuple[str]:
-    """Return what Inductor calls, as it says itself; "" if it can't be called."""
+    """Return the version of the compiler that Inductor calls; "" if it can't be called."""
     called = config.inherited("CXX").get("CXX", "g++")
     try:
         said = subprocess.run(

@@ -15,7 +15,7 @@ def check_private(folder: Path) -> None:
     """Refuse a folder that other users could put code into.
 
     Args:
-        folder: It need not exist; then the folders that do are checked.
+        folder: The folder. If it does not exist, the folders on the way to it that do are checked.
 
     Raises:
         ConfigError: It, or a folder or link on the way to it, belongs to another user than this
@@ -28,10 +28,10 @@ def check_private(folder: Path) -> None:
 
 
 def check_way(file: Path) -> None:
-    """Refuse a file that other users could put another in the place of.
+    """Refuse a file that other users could replace.
 
     Args:
-        file: Its own owner and mode are not looked at, nor whether it is there.
+        file: The file. Its own owner and mode are not checked, nor whether it exists.
 
     Raises:
         ConfigError: A folder or link on the way to it is another user's than this process's and
@@ -93,7 +93,7 @@ def private_folder(folder: Path) -> Path:
     """Return a folder's absolute path, once it is there for this user alone.
 
     Args:
-        folder: It is made if it is missing, and so are those on the way to it.
+        folder: The folder, which is made if it is missing, with those on the way to it.
 
     Raises:
         ConfigError: As `check_private`, or it can't be made.

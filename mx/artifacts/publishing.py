@@ -35,7 +35,8 @@ def publish(
         The set's signed document.
 
     Raises:
-        ArtifactError: The folder is not as it was recorded, or has what no set may have.
+        ArtifactError: The folder has changed since it was recorded, or has something that no set
+            may have.
         ConfigError: An argument is wrong, the key file is not this user's alone, or there is a
             file `out`.
         CapacityError, OutputError: It can't be written.

@@ -56,7 +56,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a folder has: the environment, by field, and each file with its blake3, by path."""
+    """The content of a folder: the environment, by field, and each file with its blake3, by
+    path."""
 
     environment: Mapping[str, str]
     files: Sequence[tuple[CacheFile, bytes]]
@@ -79,7 +80,7 @@ def record(
         fields: Further fields of the environment. `engine` names the package of the engine; it is
             "vllm" without being named if vLLM's cache was used.
         python: The interpreter that the command runs in; mx has to be installed there. By default
-            it is seen in the command.
+            it is found in the command.
 
     Returns:
         The command's exit code, as a shell has it. Unless it is 0, the folder is removed.
@@ -127,7 +128,7 @@ def record(
 
 
 def note(fields: Mapping[str, str]) -> None:
-    """Have an engine add to the environment what only it knows, if its caches are being recorded.
+    """Add fields that only the engine knows to the environment, if its caches are being recorded.
 
     Args:
         fields: Text by name of field; of several processes that note a field the last counts.
@@ -381,8 +382,8 @@ def _digest(folder: Path, file: CacheFile) -> bytes:
         raise LocalError(f"{path} could not be read: {error}") from error
     if folded:
         raise ArtifactError(
-            f"{shown(file.path)} has constants of the model's weights, and would give a fine-tune "
-            "the weights of another",
+            f"{shown(file.path)} has constants of the model's weights, so that fine-tunes would "
+            "compute with those of another",
             hint="record without Inductor's `freezing` and without AOTInductor's packages",
         )
     return hasher.digest()

@@ -102,7 +102,7 @@ def shown_key(public: bytes) -> str:
 
 @dataclass(frozen=True)
 class Signed:
-    """A document with its signature, which is right. That says nothing about the signer."""
+    """A document with its signature, which was verified. The signer was not."""
 
     document: Document
     set_id: str
@@ -132,14 +132,14 @@ def _encoded(document: bytes, public: bytes, signature: bytes) -> bytes:
 
 
 def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
-    """Return the signed document that bytes from elsewhere encode.
+    """Return the signed document that untrusted bytes encode.
 
     Args:
         data: The bytes.
-        trust: Who may have signed it: others' documents are not read. None reads everybody's.
+        trust: Whose documents are read; None reads those of any signer.
 
     Raises:
-        ArtifactError: They encode none, or the signature is not that of the key beside it.
+        ArtifactError: They encode none, or the signature is not by the key beside it.
         SignerError: As `Trust.check_signer`.
     """
     if len(data) > MAX_SIGNED_BYTES:
@@ -187,7 +187,7 @@ class Trust:
         return _parsed(_read(path), path)
 
     def check(self, signed: Signed, model: str, now_s: float) -> str:
-        """Return the name of the signer, if he may give a set to a model.
+        """Return the name of the signer, if he may sign sets for a model.
 
         Args:
             signed: The set's document.
@@ -206,13 +206,13 @@ class Trust:
             )
         if not any(fnmatchcase(model, pattern) for pattern in signer.models):
             raise SignerError(
-                f"{which} was signed by {signer.name}, who may not give any to {shown(model)}",
+                f"{which} was signed by {signer.name}, who may not sign sets for {shown(model)}",
                 hint="add the model to the signer's `models` in the trust file",
             )
         return signer.name
 
     def check_signer(self, public: bytes, set_id: str, now_s: float) -> Signer:
-        """Return the signer of a set, if he may give any.
+        """Return the signer of a set, if the trust file lets him sign any.
 
         Args:
             public: The public key that signed the set.
@@ -227,7 +227,7 @@ class Trust:
         if signer is None:
             raise SignerError(
                 f"{which} was signed by {key}, which the trust file does not name",
-                hint="add the key to the trust file, if you want to run what its owner gives you",
+                hint="add the key to the trust file, if you want to run what its owner signs",
             )
         if not self.revoked.isdisjoint((set_id, key)):
             what = "is" if set_id in self.revoked else "was signed by a key that is"

@@ -1,4 +1,5 @@
-"""Whether an engine used a cache: shown by what it did not have to make, not by hit counters alone.
+"""Tells whether an engine used a cache, by the objects that it did not have to make and not by hit
+counters alone.
 
 Counters are of one process, and count a hit where the compiler runs again all the same: an object's
 key has more in it than its graph's. So a cache is `used` only if the counters hit and no new object
@@ -44,18 +45,18 @@ _VLLM_MISSES = ("num_inductor_compiles", "num_aot_compiles")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Whether a cache was used, and what shows it.
+    """Whether a cache was used, and the figures that show it.
 
     Attributes:
         state: "used", "partly" or "unused".
-        hits: What the counters of torch.compile and vLLM in this process count as found.
-        misses: What they count as not found.
+        hits: The hits that torch.compile and vLLM have counted in this process.
+        misses: The misses that they have counted.
         counted: Whether these counters moved at all; they do not if the engine's compiler runs in
             another process, and then a cache is never `used`, at best `partly`.
-        new_objects: The objects that appeared in the folders since, of any process.
-        opened: How many objects that were there any process has read since; -1 if the file system
-            does not keep times of access.
-        objects: How many there were.
+        new_objects: How many objects have appeared in the folders since, made by any process.
+        opened: How many of the first objects any process has read since; -1 if the file system does
+            not record times of access.
+        objects: How many objects there were at first.
         differences: The factors of vLLM's key that differ from those of the cache, ours first.
         text: All this on one line.
     """
@@ -168,7 +169,7 @@ def _unread(root: Path, objects: dict[str, _Seen]) -> dict[str, _Seen]:
 
 
 def _counts() -> tuple[int, int]:
-    """Return the hits and misses that this process has counted, of what it has imported."""
+    """Return the hits and misses that the modules which this process has imported have counted."""
     hits = misses = 0
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = getattr(dynamo, "counters", {})

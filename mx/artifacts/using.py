@@ -1,7 +1,7 @@
 """Takes the set of compile caches that fits this process, before an engine starts.
 
-Whatever comes from elsewhere may be wrong, late or missing: then the engine compiles as always, and
-`Obtained.reasons` says why. Only what the caller got wrong himself is an error.
+Sets may be wrong, late or missing: then the engine compiles as always, and `Obtained.reasons` says
+why. Only the caller's own mistakes are errors.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def obtain(
         model: The model's name, as for `mx.pull`.
         trust: The trust file.
         root: A folder that only this user may write to, made if it is missing; None takes
-            ~/.cache/mx/artifacts. Each set has a folder there, of its id. What is there already is
-            not fetched again.
+            ~/.cache/mx/artifacts. Each set has a folder there, named by its id, and is fetched
+            once.
         fields: Fields of the environment that the caller knows, such as "configuration".
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
     Returns:
-        The set, and where it is; without one, why.
+        The set and its folder, or why there is none.
 
     Raises:
         ConfigError: An argument is wrong, the trust file is malformed, or others may write to it
@@ -131,8 +131,8 @@ def _lay_out(search: Search, found: FetchedDocument, place: Path) -> None:
 
 @contextlib.contextmanager
 def staging(place: Path, set_id: str) -> Iterator[Path]:
-    """Yield a path for a set that arrives, for this run alone: a later one goes on from what it
-    leaves. A process that is stopped keeps none waiting, and none leaves more than one can use.
+    """Yield a path for an arriving set, for this run alone. A later run goes on with what this one
+    leaves. A process that is stopped keeps no other waiting.
 
     Raises:
         OutputError: `place` can't be written.
@@ -158,7 +158,7 @@ def _locked(place: Path, name: str, held: contextlib.ExitStack) -> bool:
 
 
 class Used:
-    """A set in use: what `use` gives."""
+    """A set in use, as `use` yields it."""
 
     def __init__(self, obtained: Obtained) -> None:
         self.obtained = obtained
@@ -172,9 +172,10 @@ class Used:
 
 @contextlib.contextmanager
 def _inductor(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have Inductor see, if it is imported already, what it reads of the environment only then.
+    """Set in Inductor, if it is imported already, what it otherwise reads from the environment at
+    its import.
 
-    It is in the keys by which Inductor finds what it has compiled. Its settings are a thread's own.
+    The setting is part of the keys by which Inductor finds compiled code. Each thread has its own.
     """
     loaded = sys.modules.get("torch._inductor.config")
     headers = variables.get(caches.PRECOMPILED_HEADERS)
@@ -213,7 +214,7 @@ def use(
         ConfigError: As `obtain`.
 
     Yields:
-        What is used. Its `report` says at any time whether the engine did use it.
+        The set in use. Its `report` returns at any time whether the engine has used it.
     """
     found = obtain(
         model, trust=trust, root=root, fields=fields, coordinator=coordinator, settings=settings

@@ -44,7 +44,7 @@ def root() -> None:
     """Compile caches and CUDA graphs, which travel with the weights.
 
     They are code: what a set holds runs on the machine that uses it. Only a publisher's key makes
-    a set, and only who is named in the trust file (`--trust`) may give any.
+    a set, and only sets whose signer is named in the trust file (`--trust`) are used.
     """
 
 
@@ -158,7 +158,7 @@ def artifacts_publish(
 ) -> None:
     """Sign what was recorded in DIR, and write it as a set.
 
-    Nothing that was added or changed since is taken. Give the set to others with
+    Nothing that was added or changed since is taken. Serve the set with
     `mx serve --artifacts SET`.
 
     **Example**

@@ -1,4 +1,4 @@
-"""`mx serve PIPELINE`: hold each component of a diffusers pipeline warm until it is stopped."""
+"""`mx serve PIPELINE`: serve each component of a diffusers pipeline until it is stopped."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def pull(
         ),
     ] = False,
     hold: Annotated[
-        bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
+        bool, typer.Option("--hold", help="Stay after the pull, and serve the model.")
     ] = False,
     transport: options.OneTransport = None,
     verify: Annotated[
@@ -167,8 +167,8 @@ def pull(
                 outcome.summarise(obtained_line(caches))
         if held is not None:
             with held, stop.on_signals():
-                outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
-                notify.ready(f"holding {report.model}")
+                outcome.say(f"serving {report.model} at {held.endpoint}; stop with Ctrl-C")
+                notify.ready(f"serving {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
 
@@ -262,12 +262,12 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool
     name = with_pin(report.model, report.pin)
     lines.append(f"  pin {name} {outcome.pin_covers(report.pin_covers_files)}")
     if not kept:
-        lines.append("  nothing was kept: --out DIR writes it, --hold passes it on")
+        lines.append("  nothing was kept: --out DIR writes it, --hold serves it")
     return "\n".join(lines)
 
 
 def _steps(steps: Sequence[StepReport], *, shows_all: bool) -> list[str]:
-    """Return a line for the steps of --from auto that gave something, and one for each that failed;
+    """Return a line for the steps of --from auto that served bytes, and one for each that failed;
     `shows_all` adds one for each other."""
     if not steps:
         return []
@@ -290,7 +290,7 @@ def _files_summary(report: PullReport, files: FilesReport, *, out: str | None) -
     ]
     lines += [f"  left {each.source}: {in_flags(each.reason)}" for each in report.left]
     if report.fallback:
-        lines.append(f"  no source gave them; taken from {report.fallback}")
+        lines.append(f"  no source served them; taken from {report.fallback}")
     if report.pin:
         name = with_pin(report.model, report.pin)
         lines.append(f"  pin {name} {outcome.pin_covers(report.pin_covers_files)}")

@@ -1,4 +1,4 @@
-"""`mx serve`: hold a checkpoint warm until it is stopped."""
+"""`mx serve`: serve a checkpoint until it is stopped."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def serve(
     *,
     as_json: bool,
 ) -> None:
-    """Hold a checkpoint in memory and let others pull it.
+    """Serve a checkpoint from memory, for others to pull.
 
     Reads CHECKPOINT once, seals its memory, registers with the coordinator and serves until it
     is stopped. Without `--coordinator` it joins the one at 127.0.0.1:7600, and where none

@@ -1,4 +1,4 @@
-"""Compile caches that an engine takes from peers: before it compiles, and what became of them."""
+"""Compile caches that an engine takes from peers before it compiles, and whether it used them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CompileCaches:
         return {"cpp_cache_precompile_headers": False} if found else None
 
     def compiled(self) -> None:
-        """Say what became of the caches, once the engine has compiled. Never raises."""
+        """Log whether the caches were used, once the engine has compiled. Never raises."""
         if self.state or self._used is None:
             return
         try:

@@ -75,7 +75,7 @@ class TransferMetrics:
             given += each.given_nbytes()
         found = CounterMetricFamily(
             "mx_transfer_bytes",
-            "Bytes of weights: received and verified, or given.",
+            "Bytes of weights: received and verified, or served to readers (given).",
             labels=["transport", "direction"],
         )
         received = self.pulls.received(open_pulls)

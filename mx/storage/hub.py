@@ -84,7 +84,7 @@ class HubStore:
                 )
             case "refused":
                 raise ConfigError(
-                    f"the hub does not give {self.place}: {said}",
+                    f"the hub refuses {self.place}: {said}",
                     hint="check `hub_id`, its revision, and HF_TOKEN",
                 )
             case _:

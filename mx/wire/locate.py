@@ -200,7 +200,7 @@ class Locator:
 
         Raises:
             PeerProtocolError: A row is not valid.
-            NoSourceError, or the last error: Neither gave them.
+            NoSourceError, or the last error: Neither has served them.
         """
         refs = source.table.documents
         found = await self._from_anywhere(refs, [source], "layer-address table")
@@ -221,7 +221,7 @@ class Locator:
                 causes.append(error)
         found = await self._from_sources(refs, sources, causes)
         if found is None:
-            raise _none_gave(what, self.name, causes)
+            raise _none_served(what, self.name, causes)
         return found
 
     async def side_files(self, manifest: Manifest, located: Located) -> dict[bytes, bytes]:
@@ -325,10 +325,10 @@ def write_side_files(manifest: Manifest, write: WritePage) -> None:
         write(digest, 0, manifest.documents[digest])
 
 
-def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
+def _none_served(what: str, name: str, causes: Sequence[MxError]) -> MxError:
     if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
         return causes[-1]
-    said = f"no source gave the {what} of {name}: "
+    said = f"no source served the {what} of {name}: "
     why = "; ".join(map(_named, causes)) or "none is registered"
     if causes and all(isinstance(each, PeerLostError | PeerTimeoutError) for each in causes):
         said, why = f"no source of {name} answers: ", "; ".join(each.message for each in causes)
@@ -343,7 +343,7 @@ def _named(cause: MxError) -> str:
 
 def _no_files(name: str, sources: Sequence[SourceRecord], causes: Sequence[MxError]) -> MxError:
     if causes or not sources:
-        return _none_gave("side files", name, causes)
+        return _none_served("side files", name, causes)
     ref = next((source.ref for source in sources if source.ref.packaging), None)
     hint = "wait for a source that has them, or pull the weights without `out`"
     if ref is not None:

@@ -226,7 +226,7 @@ def _say_kept(tls: TlsFiles, error: MxError) -> None:
         "certificates.refused",
         level=logging.WARNING,
         certificate=tls.certificate,
-        text=f"the certificate of before is used further: {error}",
+        text=f"the earlier certificate stays in use: {error}",
     )
 
 

@@ -39,7 +39,7 @@ class Restarted:
         honest = origin = serve(run, weights.folder, "m", coordinator)
         if relay:
             honest = run("pull", "m", "--coordinator", coordinator, "--hold", "--json")
-            honest.until(lambda: "holding m" in honest.err, "the model held", END_S)
+            honest.until(lambda: "serving m at" in honest.err, "the model held", END_S)
             origin.signal(signal.SIGKILL)
             origin.wait()
         role = SourceRole.RELAY if relay else SourceRole.ORIGIN

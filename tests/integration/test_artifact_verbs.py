@@ -74,7 +74,7 @@ def test_from_a_key_to_an_engines_folder(
     assert "would be used: it is by farm" in publisher.mx(*check, *fields).err
     refused = publisher.mx(*check, ends=1).err
     assert "configuration is absent here, small there" in refused
-    assert "may not give any to 'other'" not in publisher.mx(*check, "--model", "m", *fields).err
+    assert "'other'" not in publisher.mx(*check, "--model", "m", *fields).err
     assert "is for the model 'm'" in publisher.mx(*check, "--model", "other", ends=5).err
 
     source = run(
@@ -136,7 +136,7 @@ def test_nothing_runs_or_is_kept_without_trust(
     assert "name one with --trust" in publisher.mx(*pull, ends=2).err
     publisher.trust.write_text(publisher.trust.read_text().replace('"m"', '"n*"'))
     refused = publisher.mx(*pull, "--trust", str(publisher.trust), ends=3).err
-    assert "signed by farm, who may not give any to 'm'" in refused
+    assert "signed by farm" in refused and "'m'" in refused
     publisher.trust.chmod(0o666)
     assert "other users may write" in publisher.mx(
         *pull, "--trust", str(publisher.trust), ends=2

@@ -211,7 +211,7 @@ def test_serve_and_hold_end_when_they_are_asked(
     at = ("--coordinator", coordinator)
     source = serve(run, checkpoint, "small", coordinator)
     relay = run("pull", "small", *at, "--hold", "--json")
-    relay.until(lambda: "holding" in relay.err, "a relay")
+    relay.until(lambda: "stop with Ctrl-C" in relay.err, "a relay")
     roles = {s["role"] for s in finished(run, "sources", *at, "--json").json()["sources"]}
     assert roles == {"origin", "relay"}
     for command in (relay, source):

@@ -6,6 +6,7 @@ A small engine stands for vLLM and SGLang; what it decides with is theirs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import mmap
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -292,6 +294,43 @@ def test_what_the_user_says_is_believed_as_far_as_a_sample_goes(
             started(other, coordinator, model=source.pinned)
         model, run = started(other, coordinator, model=source.pinned, fallback=True)
         assert run.loading.loads == {"ordinary": 1} and equal(model, loads(other))
+
+
+class _Noting(RankRun):
+    """One that notes the tensors that it has pulled."""
+
+    def compared(self, tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self.noted: list[weakref.ref[torch.Tensor]] = []
+
+        def noting() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                self.noted.append(weakref.ref(tensor))
+                yield name, tensor
+
+        yield from super().compared(noting())
+
+
+def test_a_load_that_fails_keeps_no_memory(coordinator: str, tmp_path: Path) -> None:
+    """Neither for garbage collection, nor as long as its error is there."""
+    folder, other = saved(tmp_path / "x" / "model", 14), saved(tmp_path / "y" / "model", 15)
+    group: Any = _Group()
+    with mx.serve(folder, model="m", coordinator=coordinator) as source:
+        options = {"coordinator": coordinator, "lend": False, "transport": "tcp"}
+        read = LoaderOptions.read({**options, "model": source.pinned})
+        meant = meant_by(str(other), given=read.model)
+        run = _Noting("Engine", meant, read, {}, Ranks(group, group, (0, 1)), other)
+        gc.disable()
+        try:
+            try:
+                run.fill(slots_of(Plain(), non_persistent=False))
+            except IntegrityError as error:
+                run.error = error
+            with pytest.raises(IntegrityError) as caught:
+                run.agreed(False)
+            assert run.noted and {each() for each in run.noted} == {None}
+        finally:
+            gc.enable()
+    assert "fill" in [entry.name for entry in caught.traceback]
 
 
 def test_a_pin_fails_closed(coordinator: str, tmp_path: Path) -> None:

@@ -243,4 +243,4 @@ def test_a_pull_that_may_not_serve_any_more_says_that_it_holds_nothing(
         os.kill(source.process.pid, signal.SIGCONT)
     assert pull.wait(120) == 5, pull.err
     assert "other pulls are not told of this one" in pull.err  # while it ran
-    assert pull.err.count("sa/reader may not serve") == 2 and "holding" not in pull.err
+    assert pull.err.count("sa/reader may not serve") == 2 and "Ctrl-C" not in pull.err

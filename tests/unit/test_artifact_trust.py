@@ -64,8 +64,8 @@ def test_a_trusted_signer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"models": ["qwen"]}, "may not give any"),
-        ({"models": ["LLAMA-*"]}, "may not give any"),
+        ({"models": ["qwen"]}, "`models`"),
+        ({"models": ["LLAMA-*"]}, "`models`"),
         ({"expires": "2026-01-01"}, "has expired"),
         ({"expires": "2027-01-15T08:00:00Z"}, "has expired"),  # this very second
         ({"revoked": [SIGNED.set_id]}, "is revoked"),

@@ -197,9 +197,8 @@ def test_the_error_of_the_chain() -> None:
     chain.stored("disk", ConfigError("no folder", hint="name one"))
     error = chain.error(NoSourceError("gone", hint="start one"))
     assert isinstance(error, NoSourceError) and error.hint == "start one"
-    assert (
-        error.message == "nothing gave m\n  peers: gone\n  disk: no folder (name one)\n  hub: why"
-    )
+    steps = ["  peers: gone", "  disk: no folder (name one)", "  hub: why"]
+    assert error.message.splitlines()[1:] == steps
     chain.stored("objects", CheckpointError("wrong", hint="upload it"))
     error = chain.error(NoSourceError("gone"))
     assert isinstance(error, CheckpointError) and error.hint == "upload it"

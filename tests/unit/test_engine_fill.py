@@ -51,6 +51,13 @@ def test_no_tensor_is_made_of_those_of_a_model_in_host_memory() -> None:
     assert operations.made == 0
 
 
+class _Empty:
+    """A pull that has ended."""
+
+    def wait_manifest(self) -> Any:
+        raise _Pulled
+
+
 class _Refused(_Filling):
     """One that may pull, and may not serve."""
 
@@ -58,13 +65,14 @@ class _Refused(_Filling):
 
     def __init__(self) -> None:
         super().__init__()
-        self.name, self._own, self._pull = "m", None, None
+        self.name, self._sampler, self._pull = "m", None, None
         self._log = logging.getLogger(__name__)
 
     def pull(self, **how: Any) -> Any:
+        self.asked = how
         if how["hold"]:
             raise NotAllowedError("it may not serve 'm'")
-        return super().pull(**how)
+        return _Empty()
 
 
 def test_an_engine_that_may_not_lend_is_filled_all_the_same(
@@ -74,7 +82,26 @@ def test_an_engine_that_may_not_lend_is_filled_all_the_same(
     with pytest.raises(_Pulled):
         run.fill(slots_of(torch.nn.Linear(2, 2), non_persistent=True))
     assert run.asked == {"hold": False, "device": "cpu"} and run.lends == ""
-    assert "it may not serve 'm'; the engine goes on" in caplog.text
+    (said,) = caplog.messages
+    assert said.startswith("engine.not_lent ") and "it may not serve 'm'" in said
+
+
+class _Unreadable(_Refused):
+    """One that may not pull either."""
+
+    def pull(self, **how: Any) -> Any:
+        self.asked = how
+        raise NotAllowedError("it may not pull 'm'")
+
+
+def test_an_engine_that_may_not_pull_says_nothing_of_lending(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = _Unreadable()
+    with pytest.raises(NotAllowedError):
+        run.fill(slots_of(torch.nn.Linear(2, 2), non_persistent=True))
+    assert run.asked["hold"] is False and run.lends == LOADED
+    assert not caplog.records
 
 
 def test_an_engine_attaches_to_no_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

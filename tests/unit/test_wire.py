@@ -34,7 +34,7 @@ from mx.wire.address import (
     split_address,
 )
 from mx.wire.documents import PAGE_BYTES, Assembler, pages
-from mx.wire.locate import _none_gave
+from mx.wire.locate import _none_served
 from mx.wire.status import DETAIL_KEY, Remote, Role, code_of, encode_detail, translate
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.versions import headers
@@ -194,13 +194,13 @@ def test_a_stream_that_is_removed_was_closed() -> None:
 
 def test_sources_that_do_not_answer_are_named_once_with_one_hint() -> None:
     lost = [translate(rpc_error(grpc.StatusCode.UNAVAILABLE, "refused"), who=SOURCE)]
-    error = _none_gave("side files", "llama", lost)
+    error = _none_served("side files", "llama", lost)
     assert str(error) == (
         "no source of llama answers: the source at 10.0.0.2:7700 does not answer: refused "
         "(mx sources shows who is registered)"
     )
-    other = _none_gave("side files", "llama", [*lost, errors.UnknownModelError("none here")])
-    assert other.message.startswith("no source gave the side files of llama: ")
+    other = _none_served("side files", "llama", [*lost, errors.UnknownModelError("none here")])
+    assert isinstance(other, errors.NoSourceError) and "none here" in other.message
 
 
 def test_the_error_for_an_absent_coordinator_says_what_to_do() -> None:

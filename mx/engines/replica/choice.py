@@ -41,7 +41,7 @@ class Choice:
     identities: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> str:
-        """Return it as text, for the other ranks."""
+        """Return the choice as text, for the other ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -51,7 +51,7 @@ class Choice:
 
 
 def with_checkpoint(key: ProcessingKey, checkpoint: str) -> ProcessingKey:
-    """Return a key with the field that says of which checkpoint the weights are; "" for none."""
+    """Return a key with its checkpoint field set; "" removes the field."""
     fields = {name: value for name, value in key.fields.items() if name != CHECKPOINT}
     return ProcessingKey.parse(
         ",".join(f"{n}={v}" for n, v in {**fields, **_field(checkpoint)}.items())
@@ -73,7 +73,7 @@ def look(
     coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
 ) -> Choice:
-    """Ask the coordinator what there is, and choose.
+    """Ask the coordinator what is listed, and choose what to load.
 
     No checkpoint says what an engine has made of it: a state is believed only from the name's
     owner, who is known by the name key. Where the user has a name only, the coordinator says whose
@@ -180,8 +180,8 @@ def choose(
         owned: By revision and variant, the identity of what the name's owner serves.
         revision: The only revision to take; "" for the newest.
         checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
-        pinned: Whether only weights made of `checkpoint` will do: in any revision, where `revision`
-            names none, but for updates.
+        pinned: Whether to take only weights that are made of `checkpoint`. Where `revision` names
+            none, they may be of any revision that is no update.
 
     Returns:
         The choice; with the state "" if there is nothing to take.

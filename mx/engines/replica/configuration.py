@@ -1,5 +1,5 @@
-"""Compares a model's configuration here with that of a source: engines cut weights that are too
-large for theirs without a word."""
+"""Compares the engine's configuration of a model with a source's: engines silently cut off weights
+that are larger than their configuration says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DEPTH = 8
 
 
 def check_configuration(here: Mapping[str, Any], there: bytes) -> None:
-    """Compare what decides about the shapes of weights.
+    """Compare the fields that determine the shapes of weights.
 
     Args:
         here: The engine's configuration of the model.

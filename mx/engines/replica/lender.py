@@ -1,8 +1,8 @@
 """Lends what an engine's model holds, and withdraws it while the engine changes it.
 
-The engine says when it changes its weights: `withdraw` and `restore`. What it does not say is
-noticed at the model (`Lender.watch`): then the weights stay withdrawn until the engine says that it
-has changed them, since they may be half written.
+The engine announces its changes with `withdraw` and `restore`. Other changes are noticed at the
+model (`Lender.watch`): then the weights, which may be half written, stay withdrawn until the next
+announced change has ended.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Lender:
         self._begin()
 
     def processed(self) -> None:
-        """Lend what processing has left as it was, where nothing was copied before it. Call it on
-        the engine's thread, once."""
+        """Lend tensors that processing has left unchanged, unless copies were made before. Call it
+        once, on the engine's thread."""
         if self._before:
             try:
                 self._start()
@@ -231,12 +231,13 @@ class Lender:
 
     @property
     def source(self) -> mx.Source | None:
-        """What lends it, once it is hashed and registered; None before, and if that failed."""
+        """The source that lends the tensors; None before they are hashed and registered, or if that
+        failed."""
         return self._source
 
     @property
     def state(self) -> str:
-        """What becomes of it: "starting", "lending", "changing", or "withdrawn"."""
+        """The state of lending: "starting", "lending", "changing", or "withdrawn"."""
         if self._thread is not None and self._thread.is_alive():
             return "starting"
         if self._reasons:
@@ -259,7 +260,7 @@ class Lender:
         if they have just begun to be lent.
 
         Args:
-            reason: A word; `restore` with the same one ends it.
+            reason: A word, which `restore` takes to end the withdrawal.
         """
         with self._lock:
             source = self._settled()
@@ -326,8 +327,8 @@ class Lender:
     # -- what the engine does not say -------------------------------------------------------------
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Notice what is written to a model that the engine does not say: its `load_weights` is
-        called outside of an update, or samples of its weights are others than they were.
+        """Watch for changes that the engine does not announce: calls of the model's `load_weights`
+        outside of an update, and samples of its weights that differ from before.
 
         Args:
             model: The model, as the engine computes with it.
@@ -356,7 +357,7 @@ class Lender:
         """Compare the weights with what they were, and withdraw them if they were written to.
 
         Args:
-            devices: Whether to read those of devices, too: only on the engine's own thread, since
+            devices: Whether to read weights on devices, too: only on the engine's own thread, since
                 it may be capturing graphs.
         """
         with self._lock:
@@ -374,11 +375,11 @@ class Lender:
             self.written(found)
 
     def written(self, what: str) -> None:
-        """Withdraw the tensors, since they are or were written to outside of a change that the
-        engine announced. Does nothing inside one; sleep is none.
+        """Withdraw the tensors, since something writes to them outside of an announced change. Does
+        nothing during such a change; sleep is not one.
 
         Args:
-            what: What was found, or was called.
+            what: What was found or called, for the log.
         """
         with self._lock:
             if self._reasons - {ASLEEP} or self._past:
@@ -401,7 +402,7 @@ class Lender:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Copy tensors of other devices to their copies on the host again."""
+        """Renew the host's copies of tensors that are on devices."""
         if self._tensors is not self._live:
             for name, tensor in self._live.items():
                 there = self._tensors[name]
@@ -453,7 +454,7 @@ class Lender:
 def _copied(
     tensors: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors with copies of those of devices; what is tied is one copy."""
+    """Return tensors, with copies of those on devices; tied tensors have one copy."""
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -467,7 +468,7 @@ def _copied(
 
 
 def _watch_load_weights(model: Any, lender: Lender) -> None:
-    """Have a model tell its lender of each call of its `load_weights`, before it writes."""
+    """Replace a model's `load_weights` by one that notifies the lender before it writes."""
     original = getattr(model, "load_weights", None)
     if original is None:
         return

@@ -1,4 +1,4 @@
-"""Where an engine's users see what mx says of it."""
+"""The loggers whose lines an engine's users see."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Which model an engine means: whether a peer's weights are allowed in place of its folder's.
 
-A name is no folder. Where the engine's folder has weights of its own, a peer's are taken only if
-they are known to be the same: a source of this user on this host has read the same files, or this
-user's index has them, or the user says so himself, with a pin or a name in the loader's options.
+A name does not say what a folder holds. Where the engine's folder has weights of its own, a peer's
+are taken only if they are known to be the same: a source of this user on this host has read the
+same files, or this user's index has them, or the user says so himself, with a pin or a name in the
+loader's options.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from mx.wire.same_files import sources_of
 class EligibleModels:
     """What an engine may take from peers.
 
-    `names` are the models to look for, one after the other: of `revision` ("" for the newest), or
-    of `pin`, if the user gave one. With `identity`, in hexadecimal, only weights of it, and what
-    was made of them, will do. `how` says how it is known. If `refused` says why, no peer's weights
-    are allowed. `folder` has weights of its own, in files of these `stamps` if `identity` is known.
+    `names` are the models to look for, in this order: in `revision` ("" for the newest), or with
+    `pin`, if the user named one. If `identity` (hexadecimal) is known, only weights with this
+    identity, and states made of them, are allowed; `how` says how it is known. If `refused` is not
+    empty, no peer's weights are allowed, and it says why. `folder` has weights of its own, in files
+    with these `stamps` if `identity` is known.
     """
 
     names: tuple[str, ...] = ()

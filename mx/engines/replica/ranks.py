@@ -38,7 +38,7 @@ class Ranks:
         return self.places["tp"][0] == 0 and self.places["pp"][0] == 0
 
     def from_first(self, text: str) -> str:
-        """Return the first rank's text to all.
+        """Return the first rank's text, on every rank.
 
         Args:
             text: What the first rank has to say; the others' texts are ignored.
@@ -48,7 +48,7 @@ class Ranks:
         return text
 
     def all_true(self, mine: bool) -> bool:
-        """Return True if every rank says so."""
+        """Return True if `mine` is true on every rank."""
         vote = torch.tensor([int(mine)], dtype=torch.int64)
         for group in self._groups:
             torch.distributed.all_reduce(

@@ -18,15 +18,16 @@ _CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
 def undone_unless_kept(package: str, *owners: object) -> Iterator[Callable[[], None]]:
     """Yield a function that keeps the model that is built inside the block.
 
-    If it is not called, the engine is afterwards as it was before: its registries have no part of
-    the model, nor torch's state of random numbers and its default dtype what building it made of
-    them.
+    If it is not called, the engine is restored at the end of the block: its registries without
+    parts of the model, and torch's random state and default dtype as they were before.
 
     Args:
-        package: The engine's package. What its modules have in variables, and in dicts, lists and
-            sets of their own, is undone as far as it is a module or a tensor, or is kept by the
-            address of one: the rest, such as classes that were imported, has nothing of the model.
-        owners: Objects whose attributes are undone, and what is in those that are registries.
+        package: The engine's package. Modules and tensors that were added to the variables of its
+            Python modules, or to dicts, lists and sets in them, are removed, as are entries under
+            the `id` of one. The rest, such as imported classes, does not belong to the model, and
+            stays.
+        owners: Objects whose attributes are restored, with the content of those that are dicts,
+            lists or sets.
     """
     before = {id(found): (found, _copy(found)) for found in _of_modules(package)}
     variables = [(found, dict(found)) for found in _variables_of(package)]
@@ -46,9 +47,20 @@ def undone_unless_kept(package: str, *owners: object) -> Iterator[Callable[[], N
                 _forget_parts(registry, before.get(id(registry), (registry, ()))[1])
             for found, content in variables:
                 _forget_parts(found, content)
-            if (error := sys.exception()) is not None:
-                traceback.clear_frames(error.__traceback__)
+            clear_frames(sys.exception())
             gc.collect()  # the model's memory is needed
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear what the frames of an error and its causes refer to, so that the memory of a model is
+    freed. The tracebacks still show where each was raised.
+
+    Args:
+        error: The error; None changes nothing.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _random() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -85,7 +97,7 @@ def _of_modules(package: str) -> list[Any]:
 
 
 def _copy(registry: Any) -> Any:
-    """Return a registry's content, of the same kind but without its ways."""
+    """Return a registry's content as a plain dict, set or list."""
     if isinstance(registry, MutableMapping):
         return dict(registry)
     return set(registry) if isinstance(registry, MutableSet) else list(registry)
@@ -97,7 +109,8 @@ def _restore(registry: Any, content: Any) -> None:
 
 
 def _forget_parts(registry: Any, before: Any) -> None:
-    """Take parts of a model that were added out of a registry, and put back those they replaced."""
+    """Remove parts of a model that were added to a registry, and restore those that they
+    replaced."""
     if isinstance(registry, dict):
         old = before or {}
         for name in [n for n, each in registry.items() if _is_part(each) or _is_address(n)]:
@@ -121,5 +134,5 @@ def _is_part(value: object, depth: int = 2) -> bool:
 
 
 def _is_address(key: object) -> bool:
-    """Return True for what `id` returns of a module: the next one may have the same."""
+    """Return True if a key may be the `id` of a module, which the next model's may have, too."""
     return type(key) is int and key >= 1 << 32

@@ -1,4 +1,4 @@
-"""One rank's way through loading, whatever the engine: choose, pull, give up, lend."""
+"""Loads one rank of any engine: chooses weights, pulls them, falls back, and lends them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,6 @@ import torch
 
 import mx
 from mx import config
-from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.core.revisions import may_be_update
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
@@ -30,6 +28,7 @@ from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import EligibleModels
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.registries import clear_frames
 from mx.engines.replica.sampling import Sampler
 from mx.engines.replica.tensors import (
     LiveTensors,
@@ -42,7 +41,7 @@ from mx.engines.replica.tensors import (
 from mx.errors import ConfigError, MxError, NotAllowedError
 from mx.log import event
 from mx.storage.folder_hash import remember_in_background
-from mx.storage.own_weights import OwnWeights, stamps_in
+from mx.storage.own_weights import stamps_in
 from mx.text import listed
 
 #: A model's tensors after the engine has processed them, and before.
@@ -56,7 +55,7 @@ class GivenUpError(Exception):
 
 
 class RankLoading:
-    """What one rank of an engine loaded, and lends; it stays for as long as the engine does."""
+    """What one rank of an engine has loaded and lends, for as long as the engine runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,7 +93,7 @@ class RankLoading:
 
 
 class RankRun:
-    """One rank's way through loading."""
+    """Loads the model of one rank."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class RankRun:
         self._began_s = time.monotonic()
         self._pull: mx.Pull | None = None
         self._taken: Manifest | None = None
-        self._own: OwnWeights | None = None
+        self._sampler: Sampler | None = None
         self.choice = Choice.decode(ranks.from_first(self._choose().encode()))
         if not ranks.all_true(self._may_take(self.choice)):
             why = meant.refused or "the folders of the ranks have different weights"
@@ -152,7 +151,7 @@ class RankRun:
         event(self._log, "engine.refused", level=logging.WARNING, model=name, text=text)
 
     def _may_take(self, chosen: Choice) -> bool:
-        """Return True if this rank may take what the first one has chosen: each has a folder."""
+        """Return True if this rank's folder, too, allows what the first rank has chosen."""
         if not chosen.state:
             return True
         return not self.meant.refused and chosen.identity == self.meant.identity
@@ -265,18 +264,18 @@ class RankRun:
         Raises:
             IntegrityError: One differs.
         """
-        folder, state = self.meant.folder, self.choice.state
-        if self._own is None and folder is not None and _can_be_read(folder):
-            self._own = OwnWeights(folder)
-        if self._own is None:
+        if self._sampler is None:
+            self._sampler = Sampler.of(self.meant.folder)
+        if self._sampler is None:
             yield from tensors
             return
-        yield from Sampler(self._own).passing(
+        state = self.choice.state
+        yield from self._sampler.passing(
             tensors, checkpoint=state == CHECKPOINT, processed=state == PROCESSED
         )
 
     def fill(self, slots: Mapping[str, ParameterSlot]) -> None:
-        """Fill a model with the state before processing, layer by layer as it arrives.
+        """Fill a model with the state before processing, each layer as it arrives.
 
         A model on a GPU is filled where it is, unless a copy of this state is to be lent: then that
         is pulled, and the engine's own tensors, which it is about to process, are copied from it.
@@ -303,21 +302,21 @@ class RankRun:
         where = device if on_gpu and self.options.copy == "device" else "cpu"
         try:
             pull = self.pull(hold=lent, device=where)
-        except NotAllowedError as refused:  # it may be allowed what it does not lend
+        except NotAllowedError as refused:  # it may be allowed to pull what it may not serve
             if not lent:
                 raise
             self.end()
-            self.lends = ""
-            why = f"{refused}; the engine goes on"
-            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
             pull = self.pull(hold=False, device=where)
+            self.lends = ""
+            self._say_not_lent(refused)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
             copy_into(slots, self.compared(layer.tensors().items()))
         pull.wait()
 
     def agreed(self, loaded: bool) -> bool:
-        """Return True if every rank has loaded what was chosen. Otherwise all give it up.
+        """Return True if every rank has loaded what was chosen. Otherwise every rank ends its pull,
+        for the ordinary loader to take over.
 
         Args:
             loaded: Whether this rank has; `error` says why not.
@@ -329,13 +328,15 @@ class RankRun:
             self.loading.loads[self.choice.state] += 1
             self._tell_taken()
             return True
-        self.end()
         error, state = self.error, self.choice.state
         self.choice, self.error = Choice(name=self.name), None
-        if error is not None:
-            if not self.falls_back:
+        clear_frames(error)
+        self.end()
+        if error is not None and not self.falls_back:
+            try:
                 raise error
-            _let_go(error)
+            finally:
+                del error  # its traceback has this frame
         self._take_over(f"{state}: {error or 'another rank could not load it'}")
         return False
 
@@ -435,8 +436,12 @@ class RankRun:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is
-            why = f"{error or type(error).__name__}; the engine goes on"
-            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
+            self._say_not_lent(error)
+
+    def _say_not_lent(self, error: Exception) -> None:
+        why = str(error) or type(error).__name__
+        why += "; the engine goes on, and lends nothing to other replicas"
+        event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
 
     def _lent_as(self) -> ProcessingKey:
         digits = self.choice.checkpoint
@@ -481,25 +486,11 @@ class RankRun:
             self.loading.hashing = remember_in_background(folder, config.state_folder())
 
     def end(self) -> None:
-        """Close the pull, if it is not lent. Tensors keep its memory."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        """Close the pull, unless a lender has taken it over. Tensors keep its memory."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
         if self._pull is not None:
             self._note_source()
             self._pull.close()
             self._pull = None
-
-
-def _let_go(error: BaseException) -> None:
-    """Clear an error's references to the model, so that its memory is freed."""
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found.__traceback__, found = None, found.__cause__ or found.__context__
-
-
-def _can_be_read(folder: Path) -> bool:
-    """Return True if a folder's weights are of the kind that can be compared."""
-    files = folder.iterdir() if folder.is_dir() else [folder]
-    return any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files)

@@ -1,12 +1,14 @@
-"""Compares what a peer serves with the weights in the engine's folder: a few bytes of each
-tensor. A sample may refuse, never admit."""
+"""Compares what a peer serves with the weights in the engine's folder, by a few bytes of each
+tensor. A sample that differs refuses the peer's weights; equal ones prove nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.engines.replica.tensors import plain
 from mx.errors import IntegrityError
 from mx.memory.tensors import TORCH_DTYPES
@@ -14,7 +16,7 @@ from mx.storage.own_weights import OwnWeights, Sample
 
 
 class Sampler:
-    """Compares tensors with those of a folder."""
+    """Compares tensors with those of a folder, whose files are open. `close` it."""
 
     def __init__(self, own: OwnWeights) -> None:
         """
@@ -24,10 +26,31 @@ class Sampler:
         self._own = own
         self.compared = 0
 
+    @classmethod
+    def of(cls, path: Path | None) -> Sampler | None:
+        """Return a sampler of a file or folder; None if it has no safetensors to compare with.
+
+        Args:
+            path: The path; None for no folder.
+
+        Raises:
+            ConfigError, CheckpointError, LocalError: As `OwnWeights`.
+        """
+        if path is None:
+            return None
+        files = path.iterdir() if path.is_dir() else [path]
+        if not any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files):
+            return None
+        return cls(OwnWeights(path))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._own.close()
+
     def passing(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, checkpoint: bool, processed: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors, each after it was compared.
+        """Yield tensors, each after a sample of it was compared.
 
         Args:
             tensors: What a peer serves, by name.

@@ -17,7 +17,7 @@ from mx.transport import Unavailable
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """A place of a model that a parameter or buffer is in, whatever is in it at the moment."""
+    """A model's place for a parameter or buffer, whatever tensor is there at the moment."""
 
     module: torch.nn.Module
     leaf: str
@@ -65,7 +65,7 @@ def slots_of(model: torch.nn.Module, *, non_persistent: bool) -> dict[str, Param
 
 
 class LiveTensors(Mapping[str, torch.Tensor]):
-    """The tensors that are in some slots at the moment, for `mx.serve(copy=False)`.
+    """The tensors that slots hold at the moment, for `mx.serve(copy=False)`.
 
     Wrappers that an engine puts around modules later, as for LoRA, change nothing: a slot belongs
     to the inner module.
@@ -88,12 +88,12 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a parameter of an engine's own class as the tensor that it is."""
+    """Return a tensor of an engine's own class as a plain tensor of the same memory."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 
 def cannot_move(slots: Mapping[str, ParameterSlot]) -> str:
-    """Return which tensors have no values of their own that could be moved, or ""."""
+    """Return the names of tensors without values that could be copied, or ""."""
     bad = [
         name
         for name, slot in slots.items()
@@ -108,10 +108,10 @@ def cannot_move(slots: Mapping[str, ParameterSlot]) -> str:
 
 
 def check(manifest: Manifest, slots: Mapping[str, ParameterSlot]) -> None:
-    """Compare a model with the tensors that are to fill it.
+    """Check that the tensors of a manifest fit the model that they are to fill.
 
     Args:
-        manifest: The tensors that are to come.
+        manifest: The manifest that describes the tensors.
         slots: The model's.
 
     Raises:
@@ -146,7 +146,7 @@ def device_of(device: torch.device) -> str:
 
 
 def common_device(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return where mx can lend or fill all of these: "cpu" or "cuda:N"; "" where it can't."""
+    """Return the device where mx can lend or fill all tensors: "cpu" or "cuda:N"; "" for none."""
     devices = {tensor.device for tensor in tensors.values() if tensor.numel()}
     if len(devices) > 1:
         return ""
@@ -159,7 +159,7 @@ def common_device(tensors: Mapping[str, torch.Tensor]) -> str:
 def copy_into(
     slots: Mapping[str, ParameterSlot], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Copy tensors to where the model has them, on any device. Their names and shapes fit."""
+    """Copy tensors into those of a model, on any device. Names and shapes have to fit."""
     done: set[int] = set()
     for name, tensor in tensors:
         there = slots[name].get()
@@ -172,7 +172,7 @@ def copy_into(
 def replace(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Put tensors into a model that has none yet, by name. What shares memory is one tensor.
+    """Put tensors into a model on the meta device, by name. Those that share memory become one.
 
     Args:
         model: On the meta device. Slots that hold one tensor get one.

@@ -1,4 +1,4 @@
-"""Notices that a model's weights were written to by something that did not say so."""
+"""Notices writes to a model's weights that were not announced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Print:
 
 
 class Prints:
-    """What some tensors were when it was made: where they are, torch's counters, and samples.
+    """A record of tensors as they are now: their addresses, torch's counters, and samples.
 
     An update of a model, a merged adapter or another checkpoint is noticed, since nearly every
     element of some tensor changes. A write to a few elements of a large tensor may be missed.
@@ -35,8 +35,8 @@ class Prints:
     def __init__(self, slots: Mapping[str, ParameterSlot]) -> None:
         """
         Args:
-            slots: Where the tensors are. Those of devices are read, too: make it on a thread that
-                may use the device.
+            slots: The slots of the tensors. Those on devices are read, too: make it on a thread
+                that may use the device.
         """
         self._slots = slots
         self._prints = {
@@ -46,7 +46,7 @@ class Prints:
         }
 
     def written(self, *, devices: bool) -> str:
-        """Return which tensor is not what it was, or "".
+        """Return which tensor has changed since, and how, or "".
 
         Args:
             devices: Whether to read tensors of devices, too: only on a thread that may use them.

@@ -1,4 +1,4 @@
-"""The arrival of a model's weights: a thread that puts each layer's tensors in their places."""
+"""Loads a model's weights on a thread, which puts each layer's tensors in place as they arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END = None
 class Loading:
     """The arrival of a model's weights: what `loading(model)` returns.
 
-    It ends by itself, when all weights are here or the pull has failed, or with the model.
+    It ends by itself once all weights have arrived, the pull has failed, or the model is gone.
     """
 
     def __init__(self, running: Pull, model: Any, values: Values) -> None:
@@ -34,7 +34,7 @@ class Loading:
         Args:
             running: The pull of the weights, which this closes at its end.
             model: The model, with pending tensors.
-            values: What they wait for.
+            values: The values that those tensors wait for.
         """
         self._pull = running
         self._values = values
@@ -65,7 +65,7 @@ class Loading:
             The report of the pull.
 
         Raises:
-            TimeoutError: Some are not here after `timeout_s`. They go on coming.
+            TimeoutError: Some have not arrived after `timeout_s`. Loading goes on.
             MxError: The error that ended the pull, see `mx.pull`.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -104,7 +104,7 @@ class Loading:
             self._thread.join()
 
     def forked(self) -> None:
-        """Count as closed in a forked child."""
+        """Mark it as closed, in a forked child."""
         self._values.forked(runtime.fork_error())
 
     # -- the thread -------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Loading:
             if self._places.missing:
                 self._pull.close()  # ends what still runs, then `wait` says why
                 self._pull.wait()
-                raise ClosedError("the model was closed before its weights were here")
+                raise ClosedError("the model was closed before its weights had arrived")
             report = self._pull.wait()
         except BaseException as error:  # noqa: BLE001 - raised in those that wait
             self._values.failed(runtime.unexpected(error))
@@ -145,7 +145,8 @@ def _homeless() -> MxError:
 
 
 class _PendingTensor:
-    """Where one pending tensor is registered, and how many tensors it still waits for."""
+    """The places where one pending tensor is registered, and how many tensors it still waits
+    for."""
 
     __slots__ = ("entries", "flat", "missing", "pending")
 
@@ -158,7 +159,7 @@ class _PendingTensor:
         self.flat: list[weakref.ref[Any]] = []
 
     def made(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return what belongs here: a plain parameter or buffer."""
+        """Return the plain parameter or buffer that replaces the pending tensor."""
         pending = self.pending
         found: torch.Tensor = pending.mx_value.make(tensors)
         if getattr(pending, "_is_param", False):
@@ -169,7 +170,7 @@ class _PendingTensor:
         return found
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Replace the pending tensor where it still is."""
+        """Replace the pending tensor in the places that still hold it."""
         for entries, name in self.entries:
             if entries.get(name) is self.pending:
                 entries[name] = tensor
@@ -180,7 +181,7 @@ class _PendingTensor:
 
 
 class _PendingTensors:
-    """The places of a model's pending tensors. It does not keep the model."""
+    """The places of a model's pending tensors. It does not keep the model alive."""
 
     def __init__(self, model: Any) -> None:
         places: dict[int, _PendingTensor] = {}
@@ -201,7 +202,7 @@ class _PendingTensors:
                 self._waiting.setdefault(name, []).append(place)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], values: Values) -> None:
-        """Take tensors that have arrived, and fill the places for which all are here."""
+        """Take tensors that have arrived, and fill the places that wait for no other."""
         self._here.update(tensors)
         ready = []
         for name in tensors:

@@ -1,4 +1,4 @@
-"""A model whose forward is compiled, with compile caches from peers, once its weights are here."""
+"""Compiles a model's forward, with compile caches from peers, once its weights have arrived."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def configuration_of(model: Any) -> str:
 
 
 def compile_forward(model: Any, loading: Loading, name: str, settings: config.Settings) -> None:
-    """Have a model compile its forward at its first call, when all its weights have arrived.
+    """Replace a model's forward by one that is compiled at its first call, which waits for all
+    weights.
 
     Args:
         model: The model, of which the forward is replaced.

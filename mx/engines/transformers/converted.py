@@ -50,7 +50,7 @@ _WORTH_BYTES = 1 << 20
 def key_of(
     cls: Any, found: ServedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], version: str
 ) -> ProcessingKey | None:
-    """Return what names the result of a call of `from_pretrained`; None if others can't share it.
+    """Return the key of what a call of `from_pretrained` makes; None if processes can't share it.
 
     Args:
         cls: The model's class.
@@ -95,12 +95,12 @@ def why_not(model: Any, info: Mapping[str, Any], memory: range) -> str:
 
     Args:
         model: The model.
-        info: What transformers says of the load.
+        info: The loading info that transformers returns.
         memory: The addresses of the checkpoint's own tensors.
     """
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
-            return f"{problem}: what is not in the checkpoint was made up here"
+            return f"{problem}: what the checkpoint lacks was initialised here"
     if not memory:
         return "the checkpoint is not in this host's memory"
     tensors = model.state_dict()
@@ -113,10 +113,10 @@ def why_not(model: Any, info: Mapping[str, Any], memory: range) -> str:
 
 
 def adopt(model: Any, held: HeldAt, settings: config.Settings) -> None:
-    """Make a model's tensors views of the cache's copy, so that their own memory is free.
+    """Replace a model's tensors by views of the cache's copy, which frees their own memory.
 
     Raises:
-        MxError: It can't be attached.
+        MxError: The copy can't be attached.
     """
     with pull_offered(held, settings) as running:
         report = running.wait()

@@ -1,4 +1,4 @@
-"""Counts where models came from."""
+"""Counts models by where they came from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def served(name: str, place: str, *, reason: str = "", **fields: object) -> None
         name: The model, as the program names it.
         place: One of `PLACES`.
         reason: Why it came from no better place.
-        fields: More for the log.
+        fields: Further fields of the log's event.
     """
     with _lock:
         _counts[place] += 1
@@ -34,6 +34,6 @@ def served(name: str, place: str, *, reason: str = "", **fields: object) -> None
 
 
 def counts() -> dict[str, int]:
-    """Return how many models came from where in this process, by the words of `PLACES`."""
+    """Return how many models of this process came from each of `PLACES`."""
     with _lock:
         return {place: _counts[place] for place in PLACES}

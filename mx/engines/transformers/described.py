@@ -1,4 +1,4 @@
-"""What a model's side files say of it: its configuration, its class, how it generates."""
+"""Reads a model's configuration, class and generation settings from its side files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelDescription:
 def describe(
     name: str, files: Mapping[str, bytes], *, config: Any = None, model_class: Any = None
 ) -> ModelDescription:
-    """Return how to build a model, of its side files and what the caller knows better.
+    """Return how to build a model, from its side files and what the caller names instead.
 
     Code that comes with a model is never run.
 

@@ -1,4 +1,4 @@
-"""The import of transformers, when it is needed."""
+"""Imports transformers when it is needed."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ _ON_DISK = "`device_map` leaves a part on disk, where it is read again later"
 
 
 class LeftToDiskError(BaseException):
-    """Weights come from disk, inside a call that has taken their configuration from peers: all of
-    it begins again, from disk. `reason` says why. No library between may try something else after
-    it, as after an Exception."""
+    """Ends a call that has taken a configuration from peers, but whose weights have to come from
+    disk, for `reason`: the whole call begins again, from disk. It is no Exception, so that no
+    library in between handles it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -151,7 +151,7 @@ class ModelLoad:
             self._pull = self._begin()
 
     def unconverted(self) -> ModelLoad:
-        """Return a load of the same model as its sources have it."""
+        """Return a load of the same model, not converted."""
         load = ModelLoad(self.served, self._lookup)
         load.key = self.key
         return load
@@ -176,7 +176,7 @@ class ModelLoad:
         return WeightsFile(self._weights, self._finished if owned else None)
 
     def _finished(self) -> None:
-        """Close weights that were read as a file alone."""
+        """Close the weights, once all have arrived that were read as a file alone."""
         weights = self._weights
         assert weights is not None
         if weights.failure is None:
@@ -203,11 +203,11 @@ class ModelLoad:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Load the model, and share what was converted.
+        """Load the model, and lend what was converted to the cache.
 
         Args:
             original: transformers' own `from_pretrained`, bound to the class.
-            name: What it is given, and `args`, `kwargs`.
+            name: Its arguments, with `args` and `kwargs`.
 
         Returns:
             What it returns.
@@ -256,7 +256,7 @@ class ModelLoad:
         return "cache" if any(path.source == at for path in report.paths) else "host"
 
     def _share(self, model: Any, info: Mapping[str, Any], weights: Weights) -> None:
-        """Lend to the cache what was converted, and use the cache's copy from now on."""
+        """Lend the converted tensors to the cache, and use the cache's copy from now on."""
         assert self.key is not None
         why_not = converted.why_not(model, info, weights.memory())
         if why_not:

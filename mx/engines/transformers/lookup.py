@@ -54,7 +54,7 @@ class ServedModel:
 
 
 def say_why_not(error: OSError, name: object, why: str) -> None:
-    """Add a note to transformers' error, unless it has it: why its files are not at peers either.
+    """Add a note to transformers' error that says why peers do not serve the files either.
 
     Args:
         error: The error.
@@ -75,27 +75,28 @@ class _KeptMeaning:
 
 
 class ResolvedRevision(str):
-    """A revision, as it was given, that stands for what a name meant when it was resolved."""
+    """A revision, equal to the one that was named, which stands for what a name meant when it was
+    resolved."""
 
     name: str
     served: ServedModel
 
     @classmethod
     def of(cls, revision: str | None, name: str, served: ServedModel) -> ResolvedRevision:
-        """Return a text that equals the revision."""
+        """Return a text that equals the revision, and stands for `served`."""
         made = cls(revision or "main")
         made.name, made.served = name, served
         return made
 
 
 class _ThreadMeanings(threading.local):
-    """What names mean in the call that this thread is in; None: it is in none."""
+    """What names mean in the call that runs on this thread; None outside of a call."""
 
     meanings: dict[tuple[str, str], ServedModel | None] | None = None
 
 
 class Lookup:
-    """The models that the coordinator knows, as far as they were asked for. Thread-safe."""
+    """The coordinator's models that programs have named. Thread-safe."""
 
     def __init__(self, settings: config.Settings, coordinator: str) -> None:
         """
@@ -116,11 +117,11 @@ class Lookup:
 
     @contextmanager
     def one_call(self) -> Iterator[bool]:
-        """Let a name mean one thing on this thread inside the block: files and weights of one call
-        are of one revision, also if the name is updated meanwhile. It is asked for anew.
+        """Keep what a name means on this thread inside the block, so that files and weights of one
+        call have one revision even if the name is updated meanwhile. Each block asks anew.
 
         Yields:
-            False inside another such block, whose meanings hold.
+            False inside another such block, whose meanings are kept.
         """
         if self._here.meanings is not None:
             yield False
@@ -161,7 +162,7 @@ class Lookup:
         return ResolvedRevision.of(revision, str(name), found)
 
     def _meaning(self, text: str, wanted: str, *, asks_again: bool) -> ServedModel | None:
-        """Return what a name means; with `asks_again`, one that is served is asked for anew."""
+        """Return what a name means; `asks_again` asks anew for a name that is served."""
         with self._lock:
             known = self._meanings.get((text, wanted))
             now_s = time.monotonic()
@@ -227,7 +228,7 @@ class Lookup:
         return found.model, found.ref
 
     def _known_still(self, name: str, revision: str) -> ServedModel | None:
-        """Return what a name means, if its files are here; None if they are to be fetched."""
+        """Return what a name means, if its files were fetched; None if they have to be."""
         if (name, revision) not in self._meanings:
             return None
         return self._models.get(pinned_name(*self._resolve(name, revision)))

@@ -47,7 +47,7 @@ _patched: Patched | None = None
 
 
 class _ThreadLoads(threading.local):
-    """What this thread loads."""
+    """The loads of this thread."""
 
     def __init__(self) -> None:
         self.load: ModelLoad | None = None
@@ -66,7 +66,7 @@ class Patched:
         self._undo: list[Callable[[], None]] = []
 
     def find(self, name: object, revision: str | None) -> ServedModel | None:
-        """Return the served model that a name means at the moment, on this thread."""
+        """Return the served model that a name means on this thread at the moment."""
         if self.here.from_disk or name is None:
             return None
         return self.lookup.find(name, revision)
@@ -95,13 +95,13 @@ class Patched:
             self.here.from_disk = before
 
     def whole(self, name: object, call: Callable[[], Any], *, code: object = False) -> Any:
-        """Call what takes several files of a model, all of one revision; again, and all from disk,
-        if its weights are left to disk.
+        """Call a function that takes several files of a model, all of one revision. If the weights
+        have to come from disk, call it again, with all files from disk.
 
         Args:
             name: What the program has named.
-            call: Loads it.
-            code: Whether it may run code that a file names: then none of it is a peer's.
+            call: The function.
+            code: Whether it may run code that a file names: then no file comes from a peer.
 
         Returns:
             What `call` returns.
@@ -133,18 +133,18 @@ class Patched:
         self._undo.append(functools.partial(setattr, owner, name, original))
 
     def when_undone(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when everything is put back."""
+        """Call `undo` when the replacements are undone."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Undo all replacements."""
         while self._undo:
             self._undo.pop()()
         self.lookup.close()
 
 
 def _put_back(module: Any, new: Any, original: Any) -> None:
-    """Put a value back, in every module: whatever was imported meanwhile has taken the new one."""
+    """Restore a value, also in modules that were imported since and hold the new one."""
     for each in [module, *list(sys.modules.values())]:
         inside = getattr(each, "__dict__", None)
         if isinstance(inside, dict):
@@ -336,8 +336,8 @@ def _has_file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _auto(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A class method that reads a configuration, and what belongs to it. It may run code which that
-    names: then it is not a peer's."""
+    """Return a class method that reads a configuration and the files that belong to it: none of a
+    peer, if it may run code that they name."""
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +361,7 @@ def _pipeline(made: Patched, module: Any) -> None:
 
 
 def _with_subclasses(owner: Any) -> set[Any]:
-    """Return those of a class and all that derive from it that have the method themselves."""
+    """Return a class and those derived from it, as far as they define the method themselves."""
     found = set[Any]().union(*map(_with_subclasses, owner.__subclasses__()))
     return found | {owner} if "from_pretrained" in vars(owner) else found
 
@@ -475,8 +475,7 @@ def _from_disk(
     reason: str,
     cause: BaseException | None = None,
 ) -> Any:
-    """Call what loads from disk what can't be had from peers; `cause` is the error that says so, if
-    any."""
+    """Load from disk what peers can't serve; `cause` is the error that says so, if any."""
     try:
         with made.from_disk(reason):
             model = call()

@@ -1,9 +1,9 @@
-"""Tensors that are not here yet: a module's parameters while their layers arrive.
+"""Pending tensors: a module's parameters while their layers arrive.
 
-A `Pending` stands where a parameter will be. What asks for its form (shape, dtype, device) is
-answered at once. An operator that touches it waits until its value is here, and computes with that.
-While a model is being built operators do not wait either: what they make of a pending tensor is
-pending, too, and is computed once its sources are here.
+A `Pending` takes a parameter's place. Its form (shape, dtype, device) is known at once. An operator
+that uses it waits until its value has arrived, and computes with that. While a model is being built
+operators do not wait either: their result is pending, too, and is computed once the tensors that it
+is made of have arrived.
 
 `mx.engines.transformers.arrival` makes the values and puts them in place.
 """
@@ -46,7 +46,7 @@ class Values:
         self.error: MxError | None = None
 
     def wait(self, value: Value) -> Made:
-        """Return what was made of a value, as soon as it is here.
+        """Return the tensors of a value, as soon as they have arrived.
 
         Raises:
             MxError: Why it will not come.
@@ -60,13 +60,14 @@ class Values:
         return value.made
 
     def failed(self, error: MxError) -> None:
-        """Raise this error from all that wait, or will wait, for a value that is not here."""
+        """Raise this error in all threads that wait, or will wait, for a value that has not
+        arrived."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
 
     def forked(self, error: MxError) -> None:
-        """Fail in a forked child, without a lock that a thread of the parent may have held."""
+        """Fail in a forked child, without the lock, which a thread of the parent may have held."""
         self.changed = threading.Condition()
         self.error = error
 
@@ -100,7 +101,7 @@ class Value:
         self.made: Made = None
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> Made:
-        """Make the value, once, of what has arrived.
+        """Make the value from tensors that have arrived, once.
 
         Args:
             tensors: The tensors by name, at least those in `needs`.
@@ -116,13 +117,13 @@ class Value:
         return self.made
 
     def settle(self, made: torch.Tensor) -> None:
-        """Take what is used in the value's place from now on, and let waiters have it."""
+        """Set the tensors that take the value's place, and wake those that wait."""
         self.made = made
         self.here = True
 
 
 class Pending(torch.Tensor):
-    """A tensor that is not here yet."""
+    """A tensor whose value has not arrived yet."""
 
     mx_value: Value
     mx_values: Values
@@ -250,7 +251,7 @@ _GRADIENTS = frozenset(
 def _about_gradients(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Ask a pending tensor, and what has taken its place, about gradients."""
+    """Call a function about gradients on a pending tensor, and on the tensor that replaced it."""
     pending = args[0]
     with pending.mx_values.changed:  # it is not put in place meanwhile
         if pending.mx_value.here:
@@ -260,7 +261,7 @@ def _about_gradients(
 
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """Write to a part of a tensor, and return the tensor, as other operators in place do."""
+    """Write to a part of a tensor, and return the tensor, as other in-place operators do."""
     tensor[index] = value
     return tensor
 
@@ -276,7 +277,7 @@ _EQUAL: tuple[Any, ...] = (torch.equal, torch.Tensor.equal)
 def _later(
     values: Values, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what an operator will make of tensors that are not here yet."""
+    """Return the pending result of an operator on tensors that have not arrived."""
     if func is _GETITEM and args[1] is Ellipsis:
         return args[0]
     if func in _EQUAL and (known := _equal(values, *args)) is not None:
@@ -321,7 +322,7 @@ def _later(
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what stands for an operand while the form of a result is found out."""
+    """Return a stand-in for an operand, on which the form of a result is computed."""
     if isinstance(tensor, Pending):
         meta: torch.Tensor = tensor.mx_value.meta
         return meta
@@ -350,8 +351,8 @@ _IN_PLACE = re.compile(
 
 
 def _conversion(tensor: Pending, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return what `Tensor.to` is asked for, beside the device: the model is built as if it were on
-    the CPU."""
+    """Return the arguments of `Tensor.to` except for the device: the model is built as if on the
+    CPU."""
     kwargs.pop("copy", None)
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type != "cpu":

@@ -44,7 +44,7 @@ _OTHER_FILES = (
 
 
 def install(made: Patched) -> None:
-    """Patch diffusers now, as far as it is imported, and the rest when it is."""
+    """Patch the modules of diffusers that are imported now, and the others once they are."""
     for name in sorted({module for module, _, _ in _METHODS}):
         when_imported(made, name, functools.partial(_replace, made))
 
@@ -53,9 +53,9 @@ def when_imported(made: Patched, name: str, then: Callable[[ModuleType], None]) 
     """Call `then` with a module: now, if it is imported, or when it is.
 
     Args:
-        made: Ends the waiting.
+        made: The patch, whose end also ends the waiting.
         name: The module's.
-        then: Called with it.
+        then: Called with the module.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -125,7 +125,7 @@ def _why_not(made: Patched, name: object, kwargs: dict[str, Any]) -> str:
 
 
 def _config(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ConfigMixin.load_config`, which schedulers too read."""
+    """Return a replacement of `ConfigMixin.load_config`, which schedulers use, too."""
 
     @functools.wraps(original)
     def load_config(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,8 +150,8 @@ def _download(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]
 def _from_pretrained(
     made: Patched, original: Callable[..., Any], *, by_name: bool
 ) -> Callable[..., Any]:
-    """A pipeline or one model of diffusers, loaded again from disk if a source was lost. With
-    `by_name` the original finds the folder itself."""
+    """Return a replacement of `from_pretrained` of a pipeline or model, which loads again from disk
+    if a source was lost. With `by_name` the original finds the folder itself."""
 
     @functools.wraps(original)
     def from_pretrained(

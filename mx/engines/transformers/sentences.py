@@ -1,5 +1,5 @@
-"""Has sentence-transformers find a model's small files (modules, pooling) where its weights come
-from.
+"""Lets sentence-transformers take a model's small files (modules, pooling) from where its weights
+come from.
 
 It asks the hub for them by itself, and without them makes another model of the same weights.
 """
@@ -41,7 +41,8 @@ def _replace(made: Patched, module: ModuleType) -> None:
 
 
 def _model(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Modules, configuration and weights are of one source."""
+    """Return a replacement of the original that takes modules, configuration and weights from one
+    source."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **named: Any) -> None:

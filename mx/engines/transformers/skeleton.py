@@ -1,4 +1,4 @@
-"""A model whose weights are not here: built by transformers itself, of pending tensors.
+"""Builds a model before its weights arrive: transformers itself does, of pending tensors.
 
 `from_pretrained` gets a state dict of `Pending`s. So names are mapped, weights converted, cast and
 tied, and buffers computed, by the same code as for a checkpoint on disk; only the values come
@@ -55,7 +55,7 @@ def build(
     Args:
         name: The model's name, for errors.
         description: The model's configuration and class.
-        manifest: What describes the weights.
+        manifest: The description of the weights.
         strict: Refuse weights that lack some of the model's tensors, or have others.
         options: More arguments of `from_pretrained`.
         device: Where the model will be, as torch names it.
@@ -93,7 +93,8 @@ def build(
 
 
 def _move_rest(model: Any, device: torch.device) -> None:
-    """Move what will not be pulled: buffers that were computed, weights that were initialised."""
+    """Move the tensors that are not pulled to the device: computed buffers and initialised
+    weights."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for entries in (module._parameters, module._buffers):
@@ -307,7 +308,7 @@ def _warn_of_version() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no progress bar of loading: when it ends nothing was loaded yet."""
+    """Hide the progress bar of loading, which would end before anything was loaded."""
     if not transformers_logging.is_progress_bar_enabled():
         yield
         return

@@ -42,7 +42,7 @@ class Weights:
             self._layer_of[alias.name] = self._layer_of[alias.target]
 
     def told(self) -> _Told:
-        """Return a context that keeps an error of the pull as `failure`, and raises it."""
+        """Return a context that records an error of the pull as `failure`, and lets it through."""
         return _Told(self)
 
     @property
@@ -51,7 +51,7 @@ class Weights:
         return any(DTYPE_BITS[dtype] < 8 for dtype, _ in self.kinds.values())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor, once its layer is here.
+        """Return a tensor, once its layer has arrived.
 
         Raises:
             MxError: The pull failed.
@@ -72,8 +72,8 @@ class Weights:
             self.pull.wait()
 
     def memory(self) -> range:
-        """Return the addresses of the pull's memory, after its end; empty if it is not on the
-        host."""
+        """Return the addresses of the pull's memory, once it has ended; empty for a GPU's
+        memory."""
         view: View = self.pull.memory()
         if isinstance(view, DeviceView) or not isinstance(view, memoryview) or not view.nbytes:
             return range(0)

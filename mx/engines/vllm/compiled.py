@@ -1,4 +1,4 @@
-"""What vLLM's compiled code depends on: not on where a model's files are."""
+"""What vLLM's compiled code depends on, without the path of the model's files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PLAIN = re.compile(r"[\w.:,|-]{1,24}", re.ASCII)
 
 
 def configuration_of(vllm_config: Any) -> str:
-    """Return what of the engine's configuration shapes its compiled code, as words "part=hash" and
+    """Return the configuration that the engine's compiled code depends on, as words "part=hash" and
     "VARIABLE=value", so that two can be compared word by word.
 
     Args:
         vllm_config: The engine's configuration.
 
     Raises:
-        Exception: Of a version of vLLM that has no such hashes.
+        Exception: This version of vLLM has no such hashes.
     """
     from vllm import envs
 
@@ -49,9 +49,9 @@ def _anywhere(model_config: Any) -> Any:
 
 
 def forget_places() -> None:
-    """Have vLLM's caches of what it compiles not depend on where the model's files are, where mx
-    loads it: by name they are in another folder each time. What they say is in the key as well.
-    Idempotent."""
+    """Leave the path of the model's files out of the keys of vLLM's compile caches, where mx loads
+    the model: loaded by name, its files are in another folder each time. What the files say is in
+    the key as well. Idempotent."""
     from vllm.config import VllmConfig
 
     original = VllmConfig.compute_hash

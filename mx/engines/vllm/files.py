@@ -72,7 +72,7 @@ def fetch(
     coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
 ) -> FetchedFiles:
-    """As `fetch_files`; return where the files came from."""
+    """Fetch files as `fetch_files` does, and return where they came from."""
     reference = parse_reference(model, revision=newest_if_main(revision))
     if reference.pin:
         revision, variant = reference.revision, CHECKPOINT

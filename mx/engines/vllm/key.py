@@ -40,7 +40,7 @@ def key_of(vllm_config: Any, ranks: Mapping[str, tuple[int, int]], state: str) -
         state: "loaded" for the tensors before vLLM processes them, "processed" for those after.
 
     Raises:
-        Exception: Of a version or a platform of vLLM whose answers no key can have.
+        Exception: A key can't represent this version or platform of vLLM.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     fields = fields_of("vllm", engine_version(), model, ranks, state)

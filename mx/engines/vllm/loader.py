@@ -70,7 +70,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         Args:
             vllm_config: The engine's configuration.
             model_config: The model's; a draft model's is left to the ordinary loader.
-            prefix: Of the modules' names.
+            prefix: The prefix of the modules' names.
 
         Raises:
             MxError: Nothing can be pulled, and the ordinary loader is not to take over.

@@ -1,4 +1,4 @@
-"""The state after vLLM has processed a model's weights: what has it, and how it is taken over."""
+"""The state of weights that vLLM has processed: which models have it, and how to take it over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def states(wanted: str, vllm_config: Any) -> list[str]:
 
 
 def unsupported(model: torch.nn.Module) -> str:
-    """Return why vLLM can't take over the processed weights of such a model, or ""."""
+    """Return why vLLM can't take over the processed weights of this model, or ""."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     for name, module in model.named_modules():
@@ -141,5 +141,5 @@ def build(vllm_config: Any, pull: mx.Pull, device: torch.device, plain: bool) ->
         with plain_linears(plain), weights_already_processed():
             utils.process_weights_after_loading(model, config, device)
     if left := cannot_move(slots_of(model, non_persistent=True)):
-        raise ConfigError(f"the replica that lends has no {left}")
+        raise ConfigError(f"the replica that lends these weights has no {left}")
     return model.eval()  # type: ignore[no-any-return]

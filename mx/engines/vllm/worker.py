@@ -1,4 +1,4 @@
-"""Around the calls of a worker that change weights: what is lent is withdrawn meanwhile."""
+"""Withdraws what a worker lends during its calls that change weights."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def status(worker: Any) -> dict[str, object]:
 def changing(worker: Any) -> Iterator[None]:
     """Write to a worker's weights inside the block, for worker extensions that do so themselves.
 
-    vLLM's own updates need none. Of blocks in blocks the outermost counts. What an extension writes
-    outside is noticed: it is withdrawn, and lent again after the next update, such as an empty
-    block.
+    vLLM's own updates need no such block. Of nested blocks the outermost counts. If an extension
+    writes outside of one, that is noticed: the weights are withdrawn, and lent again after the next
+    update, or block, which may be empty.
 
     Args:
         worker: vLLM's worker, `self` in an extension.

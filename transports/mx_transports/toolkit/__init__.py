@@ -8,7 +8,7 @@
 | `slicing` | `steps`: a read in slices of the size that is reported to a sink |
 | `stream` | `SocketStream`: whole buffers over a socket, plain or TLS, under a stall deadline |
 | `framing` | preamble, answer, statuses and tickets |
-| `dial`, `listeners`, `proof` | connecting and listening over a network; whose an address is |
+| `dial`, `listeners`, `proof` | connecting and listening over a network; proving addresses |
 | `unix` | the same over unix sockets, between processes of one user |
 | `limiting` | sending under the limiter of an exposure's options |
 | `tls` | contexts for data connections |

@@ -1,4 +1,4 @@
-"""Connecting to a source: which addresses are its own, and being let in."""
+"""Connects to a source: finds the addresses that are its own, and presents the grant's secret."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mx_transports.toolkit.stream import SocketStream
 
 
 def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:
-    """Return what to dial: what the ticket says, as far as it is the source's own.
+    """Return the addresses to dial: those of the ticket that are the source's own.
 
     Blocks where an address has to be proved, up to the grant's stall timeout.
 
     Args:
-        ticket: One with a field `addresses`, pairs of host and port. A host of "" is that of the
-            source's control endpoint.
-        grant: What the ticket came with. With a rail, only its far end is dialled.
+        ticket: A ticket with a field `addresses`, pairs of host and port. A host of "" stands for
+            that of the source's control endpoint.
+        grant: The grant of the ticket. With a rail, only its far end is dialled.
 
     Raises:
         PeerProtocolError: The ticket has no address, or none at the rail's far end.
@@ -57,7 +57,7 @@ def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:
 
 
 def _own(found: list[proof.Address], ticket: framing.Ticket, grant: Grant) -> list[proof.Address]:
-    """Those that are the source's own: at its control endpoint's address, or proved."""
+    """Return the addresses that are the source's own: at its control endpoint's host, or proved."""
     known = [address for address in found if _is_known(address[0], grant)]
     own = known or proof.proved(found, ticket, grant)
     if not own:
@@ -93,18 +93,18 @@ def network(ticket: framing.Ticket, grant: Grant) -> Iterator[socket.socket]:
 
 
 def open_streams(magic: bytes, grant: Grant, connect: Connect = network) -> list[SocketStream]:
-    """Connect as often as a grant says, and have the source let the connections in.
+    """Open as many connections as a grant says, and have the source admit them.
 
     Args:
-        magic: What the source's exposure was made with.
-        grant: Its ticket is one of `framing`, as `SocketExposure` hands it out.
+        magic: The magic of the source's exposure.
+        grant: The grant, whose ticket is one of `framing`, as `SocketExposure` makes it.
         connect: The way to connect, the counterpart of the one in which the source listens.
 
     Returns:
-        The connections, let in by the source. The caller closes them.
+        The connections, which the source has admitted. The caller closes them.
 
     Raises:
-        SourceError: The source can't be reached, or does not let us in.
+        SourceError: The source can't be reached, or does not admit the reader.
         ConfigError: A TLS file can't be used.
     """
     ticket = framing.decode_ticket(grant.ticket, grant.peer)
@@ -127,10 +127,10 @@ def connections(known: Sequence[tuple[str, int]], grant: Grant) -> Iterator[sock
 
     Args:
         known: What `addresses` returned.
-        grant: What is opened.
+        grant: The grant.
 
     Yields:
-        A connection. Where the address whose turn it is does not answer, another one's.
+        A connection: to another address, where the one whose turn it is does not answer.
 
     Raises:
         SourceError: No address answers, or TLS fails.
@@ -179,10 +179,10 @@ def begin(magic: bytes, sock: socket.socket, ticket: framing.Ticket, grant: Gran
     """Present a ticket's secret.
 
     Args:
-        magic: What the source's exposure was made with.
+        magic: The magic of the source's exposure.
         sock: A connection to the source; closed if this raises.
         ticket: The grant's ticket.
-        grant: What is opened.
+        grant: The grant.
 
     Returns:
         A connection for `greet`. The caller closes it.
@@ -205,7 +205,7 @@ def greet(magic: bytes, stream: SocketStream, grant: Grant) -> None:
     """Read the source's answer to the preamble.
 
     Raises:
-        SourceError: It does not let us in, or does not answer as the transport does.
+        SourceError: It does not admit the reader, or does not answer as the transport does.
     """
     where = f"{grant.peer} (its data endpoint)"
     try:
@@ -218,7 +218,7 @@ def greet(magic: bytes, stream: SocketStream, grant: Grant) -> None:
 
 
 def _failed(error: OSError, where: str, peer: str) -> SourceError:
-    """Return the error for a connection that has not come about."""
+    """Return the error for a connection that could not be made."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return PeerRefusedError(
             f"{where}: its certificate is not accepted: {error.verify_message}",
@@ -236,7 +236,7 @@ def _failed(error: OSError, where: str, peer: str) -> SourceError:
 
 
 def translate(error: OSError, where: str, peer: str) -> SourceError:
-    """Return the error that a connection's OSError stands for.
+    """Return the error of mx for an OSError of a connection.
 
     Args:
         error: What was raised.

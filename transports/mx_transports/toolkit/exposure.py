@@ -1,5 +1,5 @@
-"""Sources that readers connect to. Only a reader that presents a granted secret is let in; over TLS
-only the one that the secret was granted to.
+"""Sources that readers connect to. Only a reader that presents a grant's secret is admitted; over
+TLS only the principal that it was granted to.
 
 One thread holds all connections that have not proved themselves, without blocking on any: each
 has a short deadline, and there is a cap beyond which the oldest is dropped for the newest. What
@@ -81,7 +81,8 @@ class SocketExposure(ABC):
     Args:
         name: What its threads are called.
         magic: The transport and its version, MAGIC_BYTES long.
-        options: How to listen; `stall_timeout_s` and `background` hold for each connection.
+        options: The options: how to listen; `stall_timeout_s` and `background` apply to each
+            connection.
         listen: The way to listen, which is called with the options.
 
     Raises:
@@ -139,12 +140,12 @@ class SocketExposure(ABC):
         """
 
     def ticket_fields(self) -> dict[str, object]:
-        """Return what a reader needs beyond key and secret, as JSON has it: where to connect."""
+        """Return the ticket's fields beside key and secret, as JSON has them: where to connect."""
         return dict(self.listeners.fields)
 
     def admits(self, sock: socket.socket) -> bool:
-        """Return True if a connection may present a secret at all: over a unix socket, if the
-        process at the other end is of this one's user."""
+        """Return True if a connection may present a secret: over a unix socket, if the process at
+        the other end has the same user as this one."""
         if sock.family != socket.AF_UNIX:
             return True
         return kernel.peer_credentials(sock)[1] == os.geteuid()
@@ -154,12 +155,12 @@ class SocketExposure(ABC):
         del generation
 
     def changed(self, grant: GrantState) -> None:
-        """Make known that the generation or a grant's state has changed; `lock` is held."""
+        """Notify readers that the generation or a grant's state has changed; `lock` is held."""
         del grant
 
     @abstractmethod
     def released(self) -> None:
-        """Free what else the exposure holds: it is closed, and the threads that served are gone."""
+        """Free what else the exposure holds. It is closed, and its threads have ended."""
 
     # --- mx.transport.Exposure and Witness
 
@@ -233,7 +234,7 @@ class SocketExposure(ABC):
             stream.abort()
 
     def count_reads(self, grant: GrantState, change: int) -> None:
-        """Note that so many of a grant's reads have begun, or ended if `change` is negative."""
+        """Add `change` to the number of a grant's running reads."""
         with self.lock:
             grant.busy += change
 
@@ -318,7 +319,7 @@ class SocketExposure(ABC):
         unproved.sock.close()
 
     def _receive(self, unproved: _Unproved) -> None:
-        """Take the bytes of a preamble that have come."""
+        """Receive the bytes of a preamble that have arrived."""
         try:
             if unproved.handshaking:
                 assert isinstance(unproved.sock, ssl.SSLSocket)
@@ -383,7 +384,8 @@ class SocketExposure(ABC):
         return True
 
     def _start_serving(self, unproved: _Unproved, grant: GrantState) -> bool:
-        """Hand the connection to a thread of its own; `lock` is held. False if it can't be."""
+        """Hand the connection to a thread of its own; `lock` is held. Return False if none can
+        start."""
         try:
             stream = SocketStream(unproved.sock, self.stall_timeout_s)
         except OSError:  # Reset in the meantime.
@@ -420,7 +422,7 @@ class SocketExposure(ABC):
 
 
 def _is_of(sock: socket.socket, reader: str) -> bool:
-    """Return True if a connection is of a principal, as far as it shows a certificate."""
+    """Return True if a connection is the reader's by its certificate, or is one without TLS."""
     if not reader or not isinstance(sock, ssl.SSLSocket):
         return True
     from mx_transports.toolkit.tls import principal

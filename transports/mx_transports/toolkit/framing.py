@@ -1,4 +1,4 @@
-"""How a connection for data begins, all fixed-size and big-endian; statuses; and tickets.
+"""The fixed-size, big-endian start of data connections; statuses; and tickets.
 
 A reader connects and sends PREAMBLE: magic (which names the transport and, in its last byte, the
 version), the key that names its grant, and the grant's secret. The source answers HELLO, with its
@@ -43,12 +43,12 @@ STATUS_TEXT = {
     STALE: "the source's memory has changed since the read was planned",
     OUT_OF_RANGE: "the source says that the read lies outside of what it registered",
     FULL: "the source has too many connections for this grant",
-    NOT_YOURS: "the source gave the grant to another certificate than the one shown here",
+    NOT_YOURS: "the grant is for another certificate than the one that was shown",
 }
 
 
 def check_magic(magic: bytes, spoken: bytes, where: str, peer: str) -> None:
-    """Check what a source's HELLO begins with.
+    """Check the magic of a source's HELLO.
 
     Args:
         magic: What this process speaks: the transport, and its version in the last byte.
@@ -84,14 +84,15 @@ def refusal(status: int, peer: str) -> SourceError:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a reader is given. `fields` are the transport's own; the secret is never logged."""
+    """What a source returns for a grant. `fields` are the transport's own; the secret is never
+    logged."""
 
     key: bytes
     secret: bytes
     fields: dict[str, object]
 
     def encode(self) -> bytes:
-        """Return the ticket as `mx.transport.Exposure.grant` hands it out."""
+        """Return the ticket as `mx.transport.Exposure.grant` returns it."""
         document = {**self.fields, "key": self.key.hex(), "secret": self.secret.hex()}
         return json.dumps(document).encode()
 
@@ -100,10 +101,10 @@ class Ticket:
 
 
 def decode_ticket(data: bytes, peer: str) -> Ticket:
-    """Read a ticket that came from `peer`.
+    """Return the ticket that bytes from `peer` encode.
 
     Args:
-        data: What `Ticket.encode` returned, or anything else.
+        data: The bytes, which may be anything.
         peer: Whom errors name.
 
     Raises:

@@ -107,7 +107,7 @@ def can_read_processes() -> bool:
 
 
 def read_process(pid: int, parts: Sequence[tuple[int, memoryview]], peer: str) -> None:
-    """Copy from addresses in another process into writable views, each wholly.
+    """Fill writable views from addresses in another process.
 
     Args:
         pid: The process.
@@ -165,7 +165,7 @@ def read_places(pid: int, sources: array[int], targets: array[int], peer: str) -
 
 
 def _skip(places: array[int], first: int, nbytes: int) -> int:
-    """Cut so many bytes off the front of places. Returns the first one that has any left."""
+    """Cut `nbytes` bytes off the front of places. Return the first one that has any left."""
     while nbytes and nbytes >= places[2 * first + 1]:
         nbytes -= places[2 * first + 1]
         first += 1
@@ -176,7 +176,7 @@ def _skip(places: array[int], first: int, nbytes: int) -> int:
 
 
 def read_descriptor(descriptor: int, offset: int, view: memoryview, peer: str) -> None:
-    """`read_descriptor_places` of one writable view."""
+    """Fill one writable view from a memfd, as `read_descriptor_places` does."""
     if len(view):
         pin = ctypes.c_char.from_buffer(view)
         places = array(PLACE, (ctypes.addressof(pin), len(view)))

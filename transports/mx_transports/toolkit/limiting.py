@@ -1,4 +1,4 @@
-"""Sending no faster than the limiter of an exposure's options allows."""
+"""Sends no faster than the limiter of an exposure's options allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_S = 0.1
 
 
 def pause(seconds: float, ended: Callable[[], bool]) -> None:
-    """Sleep so long, or a little beyond the moment when `ended` returns True."""
+    """Sleep for `seconds`, or until shortly after `ended` returns True."""
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0 and not ended():
         time.sleep(min(left_s, _LOOK_S))
@@ -34,12 +34,12 @@ def paced(
     """Yield views slice by slice, each when it may be sent.
 
     Args:
-        views: What is to be sent, in order.
-        limiter: That of the exposure's options.
-        grant_id: Whom it is sent to.
+        views: The views to send, in order.
+        limiter: The limiter of the exposure's options.
+        grant_id: The grant that it is sent to.
         streams: How many connections the grant has: they share its slice, so that a reader gains
             nothing by having many.
-        ended: Whether pauses are of no use any more.
+        ended: Returns True once pauses are of no use any more.
     """
     left_nbytes = sum(map(len, views))
     parts: list[Some] = []

@@ -1,4 +1,4 @@
-"""Where readers connect over the network: sockets for connections, and for proofs of addresses."""
+"""Sockets that readers connect to over the network, and those that prove addresses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PORT_TRIES = 16
 
 @dataclass(frozen=True)
 class Listeners:
-    """Where the readers of an exposure connect. The exposure closes the sockets.
+    """The sockets that the readers of an exposure connect to. The exposure closes them.
 
     Attributes:
-        sockets: Those that accept connections.
-        fields: What tickets say of where these are, as JSON has it: what `dial.open_streams` hands
-            the reader's way to connect.
-        provers: Those for challenges (`proof`), where this process may have to prove that an
-            address is its own.
+        sockets: The sockets that accept connections.
+        fields: The fields by which tickets name them, as JSON has them: `dial.open_streams` passes
+            them to the reader's function that connects.
+        provers: The sockets for challenges (`proof`), where this process may have to prove an
+            address.
         tls: The files for TLS connections; None for plain ones.
     """
 
@@ -47,7 +47,7 @@ def listen(options: ExposeOptions) -> Listeners:
     """Listen on each host of the options, on the first of their ports that is free there.
 
     Args:
-        options: With files for TLS, connections are encrypted.
+        options: The options. With files for TLS, connections are encrypted.
 
     Returns:
         The sockets. Tickets have `addresses`, as `dial.network` reads them.

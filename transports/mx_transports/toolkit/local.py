@@ -37,7 +37,7 @@ forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_CONTROL_NAME}"))
 
 
 class _ControlPage:
-    """One grant's page, written here and read by its reader without a round trip."""
+    """One grant's page, which the source writes and the reader reads without a round trip."""
 
     def __init__(self) -> None:
         """Raises OSError where there are no descriptors or no memory left."""
@@ -69,15 +69,15 @@ class _ControlPage:
 
 
 class LocalExposure(SocketExposure):
-    """An exposure to processes of this machine and this user, each grant with a control page.
+    """An exposure to processes of this machine and user, with a control page for each grant.
 
     Args:
         name: What its threads are called.
         magic: The transport and its version.
-        options: Of these the stall timeout and the content's label matter.
+        options: The options, of which the stall timeout and the content's label are used.
 
     Raises:
-        LocalError: There is no socket to be had.
+        LocalError: No socket could be made.
     """
 
     def __init__(self, *, name: str, magic: bytes, options: ExposeOptions) -> None:
@@ -94,7 +94,7 @@ class LocalExposure(SocketExposure):
         self._has_generation = True
 
     def withdraw_content(self) -> None:
-        """Forget what described the memory before it changed; `lock` is held."""
+        """Remove the description of the memory, which is changing; `lock` is held."""
         self._content = b""
 
     def changed(self, grant: GrantState) -> None:
@@ -105,15 +105,15 @@ class LocalExposure(SocketExposure):
                 self._pages.pop(grant.key).close()
 
     def send_control(self, stream: SocketStream, grant: GrantState, data: bytes) -> bool:
-        """Send a reader the descriptor of its control page, with what the memory holds.
+        """Send a reader the descriptor of its control page, and the description of the memory.
 
         Args:
             stream: The reader's connection.
-            grant: Its grant.
-            data: A few bytes more, the transport's own.
+            grant: The reader's grant.
+            data: Further bytes of the transport's own.
 
         Returns:
-            False where nothing was sent, since the grant has ended.
+            False if nothing was sent, since the grant has ended.
 
         Raises:
             OSError: The connection has ended, or no page could be made.
@@ -154,12 +154,12 @@ class LocalTicket:
 
 
 class LocalSource:
-    """What a reader holds of a LocalExposure: connection, control page, descriptors, pidfd.
+    """A reader's side of a LocalExposure: connection, control page, descriptors, pidfd.
 
     Args:
         path: The transport's name, for errors.
-        magic: What the exposure was made with.
-        grant: What is opened.
+        magic: The magic of the exposure.
+        grant: The grant.
         ticket: The grant's ticket.
     """
 
@@ -173,7 +173,7 @@ class LocalSource:
         self._control: mmap.mmap | None = None
 
     def connect(self) -> None:
-        """Connect, present the secret, and take what the source hands out.
+        """Connect, present the secret, and receive the source's greeting.
 
         Raises:
             SourceError: That fails. The caller closes the source all the same.
@@ -191,7 +191,7 @@ class LocalSource:
             raise self.wrong(f"its greeting is malformed: {error}") from error
 
     def receive_greeting(self) -> None:
-        """Take what the source sends first; a subclass does, beginning with `receive_control`."""
+        """Receive what the source sends first. A subclass begins with `receive_control`."""
         raise NotImplementedError
 
     def _greet(self) -> None:
@@ -225,7 +225,7 @@ class LocalSource:
         return head.unpack_from(data, _CONTENT.size)
 
     def _check_content(self, generation: int, content: bytes) -> None:
-        """Raise SourceError where the grant is for other weights than the source's process says."""
+        """Raise SourceError if the grant is for other weights than the source's process serves."""
         wanted = self.grant.content
         if not wanted:
             return
@@ -239,7 +239,7 @@ class LocalSource:
             raise self.wrong(f"{holder} does not say which weights it serves")
 
     def receive(self, nbytes: int, at_most: int) -> tuple[bytearray, list[int]]:
-        """Receive so many bytes and up to `at_most` descriptors, which this source closes."""
+        """Receive `nbytes` bytes and up to `at_most` descriptors, which this object closes."""
         assert self._stream is not None
         data = bytearray(nbytes)
         found = self._stream.fill_descriptors(memoryview(data), at_most)
@@ -247,26 +247,26 @@ class LocalSource:
         return data, found
 
     def fill(self, view: memoryview) -> None:
-        """Receive so many bytes."""
+        """Receive as many bytes as `view` has."""
         assert self._stream is not None
         self._stream.fill(view)
 
     # --- while it is open
 
     def register(self, poll: select.poll) -> None:
-        """Register the source's end and messages with `poll`."""
+        """Register the connection and the process's pidfd with `poll`."""
         assert self._stream is not None
         poll.register(self._stream.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._pidfd, select.POLLIN)
 
     def check(self, poll: select.poll) -> None:
-        """Raise SourceError where what was read just now must not be used."""
+        """Raise SourceError if what was just read must not be used."""
         self.check_grant()
         if poll.poll(0):
             raise self.gone()
 
     def check_grant(self) -> None:
-        """Raise SourceError where the grant has ended or the memory has changed."""
+        """Raise SourceError if the grant has ended or the memory has changed."""
         assert self._control is not None
         now, ended = CONTROL.unpack_from(self._control)
         if ended:
@@ -275,12 +275,12 @@ class LocalSource:
             raise framing.refusal(framing.STALE, self.peer)
 
     def notify(self, byte: bytes) -> None:
-        """Send the source a byte; drop it where the source does not receive."""
+        """Send the source a byte, unless it does not receive."""
         assert self._stream is not None
         self._stream.notify(byte)
 
     def send(self, byte: bytes) -> None:
-        """Send the source a byte. Raises PeerLostError where the source is gone."""
+        """Send the source a byte. Raises PeerLostError if the source is gone."""
         assert self._stream is not None
         try:
             self._stream.send_all([byte])
@@ -288,7 +288,7 @@ class LocalSource:
             raise self.gone() from error
 
     def close(self) -> None:
-        """Close everything, the connection last: its end reports to the source that the rest is.
+        """Close everything, the connection last: its end tells the source that the rest is closed.
         Idempotent."""
         if self._control is not None:
             self._control.close()
@@ -301,7 +301,7 @@ class LocalSource:
             self._stream.close()
 
     def wrong(self, what: str) -> PeerProtocolError:
-        """Return the error for what the source should not have sent."""
+        """Return the error for something that the source should not have sent."""
         return PeerProtocolError(f"{self.peer}: {what}", peer=self.peer)
 
     def gone(self) -> PeerLostError:

@@ -22,7 +22,7 @@ def encode_request(head: struct.Struct, fields: tuple[int, ...], pieces: Iterabl
 
     Args:
         head: The format of the head, which ends with the number of pieces.
-        fields: What else is in it.
+        fields: The head's other fields.
         pieces: The pieces, which lie within the source's regions.
 
     Raises:
@@ -48,15 +48,16 @@ def encode_request(head: struct.Struct, fields: tuple[int, ...], pieces: Iterabl
 def find_piece(
     views: Mapping[int, View], region: int, offset: int, nbytes: int
 ) -> list[Span] | None:
-    """Return so many bytes of a region, in order, or None where it has none there.
+    """Return the memory of `nbytes` bytes of a region, in order; None if the region does not have
+    them.
 
     A region that lies in one place gives one span, a scattered one a span for each place.
 
     Args:
         views: The regions.
-        region: The key of one, or of none.
+        region: The key of a region, which may be unknown.
         offset: Where the bytes begin in it.
-        nbytes: How many there are.
+        nbytes: How many bytes.
     """
     view = views.get(region)
     if view is None or offset + nbytes > len(view):
@@ -68,7 +69,7 @@ def find_piece(
 
 
 def find_table(views: Mapping[int, View], table: memoryview) -> list[Span] | None:
-    """Return the memory of all pieces of a table; None where one has none, or is in too many
+    """Return the memory of all pieces of a table; None if one has none, or is in too many
     places."""
     spans: list[Span] = []
     for piece in PIECE.iter_unpack(table):

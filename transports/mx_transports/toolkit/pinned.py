@@ -117,14 +117,15 @@ class _Feed:
         self._size = ring.slot_nbytes
 
     def may_wait(self) -> bool:
-        """Return True if a slot may be kept for a connection that takes no bytes at the moment."""
+        """Return True if a slot may wait for a connection that takes no bytes at the moment."""
         return 2 * self._ring.free >= self._ring.slots
 
     def fill(self, wait: Callable[[], None]) -> bool:
-        """Fill the slot to send from, and the next one if there are enough. False at the end.
+        """Fill the slot to send from, and the next one if there are enough. Return False at the
+        end.
 
         Args:
-            wait: Called before a slot is waited for: returns once the connection takes bytes.
+            wait: Called before waiting for a slot; returns once the connection takes bytes.
         """
         if not self._filled:
             if not self._left:

@@ -1,12 +1,12 @@
-"""How a source proves that an address is its own before anything connects there.
+"""Lets a source prove that an address is its own, before a reader connects to it.
 
 A ticket may name addresses other than the one that the control connection goes to: other
 interfaces of the source, or a third party's. So the reader sends a CHALLENGE, a datagram to the
 port that it would connect to: the key that names its grant, and a nonce. The source, which listens
 for datagrams wherever it listens for connections, answers with an HMAC of the nonce under the
-grant's secret, from that address. Only a process that gets what is sent there, and that gave the
-grant (or was given it), can do that; a third party gets a few datagrams of 56 bytes, of which the
-peer has chosen 16, and never a connection.
+grant's secret, from that address. Only a process that receives what is sent there, and that made
+the grant or got it from its source, can do that; a third party gets a few datagrams of 56 bytes, of
+which the peer has chosen 16, and never a connection.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def listen(listener: socket.socket) -> socket.socket:
 
 
 def answer(prover: socket.socket, secret_of: Callable[[bytes], bytes | None]) -> None:
-    """Answer the challenges that have come.
+    """Answer the challenges that have arrived.
 
     Args:
-        prover: What `listen` returned, not blocking.
-        secret_of: Returns the secret of a grant by its key, None where there is no such grant.
+        prover: The socket that `listen` returned, not blocking.
+        secret_of: Returns the secret of a grant by its key; None if there is no such grant.
     """
     host = str(prover.getsockname()[0])
     for _ in range(MOST_AT_ONCE):
@@ -106,8 +106,8 @@ def proved(among: Sequence[Address], ticket: framing.Ticket, grant: Grant) -> li
 
     Args:
         among: The addresses to challenge; at most MOST_CHALLENGED of them are.
-        ticket: What says which grant's secret an answer must be made with.
-        grant: What is being opened. With a rail, challenges leave from its near end.
+        ticket: The ticket, with the secret that an answer has to prove.
+        grant: The grant. With a rail, challenges leave from its near end.
     """
     found: set[Address] = set()
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:

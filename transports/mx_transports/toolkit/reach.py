@@ -21,11 +21,11 @@ def is_loopback(address: str) -> bool:
 
 
 def one_network(here: Place, there: Place) -> bool | None:
-    """Say how sockets get from one place to another.
+    """Return how sockets get from one place to another.
 
     Returns:
-        True within one network namespace of one machine, False over the network, None where they
-        don't: one of them has addresses of loopback only.
+        True within one network namespace of one machine, False over the network, None if they
+        can't: one place has addresses of loopback only.
     """
     if (here.boot_id, here.net_namespace) == (there.boot_id, there.net_namespace):
         return True

@@ -24,7 +24,7 @@ class SendingExposure(SocketExposure):
     Device memory goes through a bounded ring of pinned memory (`mx_transports.toolkit.pinned`).
 
     Args:
-        regions: What is exposed, in the memory of the host or of GPUs.
+        regions: The regions to expose, in the memory of the host or of GPUs.
         options: How to listen, and the limiter that `send` keeps to.
         name: What its threads are called.
         magic: The transport and its version, MAGIC_BYTES long.
@@ -72,7 +72,8 @@ class SendingExposure(SocketExposure):
             self._pinned.close()
 
     def views(self, region: int, offset: int, nbytes: int) -> list[Span] | None:
-        """Return so many bytes of a region, in order, or None where it has none there.
+        """Return the memory of `nbytes` bytes of a region, in order; None if the region does not
+        have them.
 
         A region that lies in one place gives one view, a scattered one a view for each place. The
         holder of a view keeps the region's memory; `released` waits for no view but those that
@@ -101,7 +102,7 @@ class SendingExposure(SocketExposure):
         Args:
             stream: The reader's connection.
             grant: The reader's grant.
-            head: What goes before them, and is not counted.
+            head: Bytes to send before them, which are not counted.
             views: The bytes, in their order.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The target side: a queue of reads, and threads that carry them.
+"""The target side: a queue of reads, and threads that carry them out.
 
 Each thread has something of its own to move bytes with: a connection, a system call. It owns the
 reads that it took: no other thread writes to their destinations or completes them, so that nothing
@@ -79,7 +79,7 @@ class ThreadedSession:
     # --- what subclasses fill in
 
     def carry(self, worker: int) -> None:
-        """Take reads and complete them, until `take` returns None; runs on a thread.
+        """Take reads and complete them until `take` returns None, on a thread of the session.
 
         Args:
             worker: The thread's number, from 0.
@@ -91,7 +91,7 @@ class ThreadedSession:
             self.complete(worker, read)
 
     def fetch(self, worker: int, read: Read) -> None:
-        """Bring a read's bytes to their places, and report to its sink what has landed.
+        """Bring a read's bytes to their destinations, and report to its sink what has landed.
 
         Nothing may write to the read's destinations once this has returned or raised.
 
@@ -141,7 +141,7 @@ class ThreadedSession:
         return True
 
     def adopt(self, arena: Span) -> None:
-        """Do nothing: threads write wherever a read says."""
+        """Do nothing: threads write to any destination."""
         del arena
 
     def attach(self, region: int) -> View:
@@ -251,7 +251,7 @@ class ThreadedSession:
             self.release()
 
     def _fail_queued(self) -> None:
-        """Fail what is queued whenever no thread is left to carry it, until the session closes."""
+        """Fail queued reads while no thread is left to carry them out, until the session closes."""
         while True:
             with self.lock:
                 while not self.closed and (self._live or not self._queue):

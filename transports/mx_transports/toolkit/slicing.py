@@ -47,8 +47,8 @@ def steps(
     Args:
         read: The read, whose pieces may be empty.
         step_nbytes: The size of a step in bytes, at least 1.
-        as_view: What a piece's destination becomes in a slice; raises LocalError for one that the
-            transport cannot write to.
+        as_view: Returns the view that a slice has for a piece's destination; raises LocalError for
+            one that the transport can't write to.
 
     Yields:
         For each step its slices, none of them empty, and the bytes of the read that are in place
@@ -61,7 +61,7 @@ def steps(
 
 
 def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memoryview]], int]]:
-    """`steps` of a read whose destinations are in host memory.
+    """Return the `steps` of a read whose destinations are in host memory.
 
     Raises:
         LocalError: A destination is on a device. Some of the steps may have been yielded.

@@ -37,8 +37,8 @@ class StagingSlots:
     """The slots of one exposure. Thread-safe.
 
     Args:
-        regions: What is exposed; all of it is in the memory of one GPU.
-        options: Of the exposure.
+        regions: The regions to expose, all in the memory of one GPU.
+        options: The options of the exposure.
 
     Raises:
         CudaError: CUDA can't be used, or so much memory can't be pinned.
@@ -50,7 +50,7 @@ class StagingSlots:
         devices = {device for each in regions for device in devices_of(each.view)}
         elsewhere = any(len(each.view) and not devices_of(each.view) for each in regions)
         if elsewhere or len(devices) != 1:
-            raise LocalError("what is not in the memory of one GPU can't be exposed together")
+            raise LocalError("only memory of one GPU can be exposed together")
         self._views = {region.index: region.view for region in regions}
         self._on_lost: Callable[[CudaError], None] = options.on_lost
         #: A slot may be held for so long while no other is free.
@@ -104,8 +104,7 @@ class StagingSlots:
         return slot.address - self._ring.memory.address
 
     def find(self, table: memoryview) -> list[DeviceView] | None:
-        """Return the memory of pieces, None where there is none of the GPU's or more than a slot
-        takes."""
+        """Return the memory of pieces; None if it is not the GPU's, or more than a slot holds."""
         spans = find_table(self._views, table)
         if spans is None or sum(map(len, spans)) > SLOT_BYTES:
             return None
@@ -220,7 +219,7 @@ class SlotSteps:
                 raise TimeoutError("a slot of pinned memory is held while others wait")
 
     def _fill(self, step: _SlotStep) -> bool:
-        """Have a step's memory copied. Returns False if there is no slot for it now."""
+        """Queue the copies of a step. Return False if no slot is free for it now."""
         if step.spans:
             step.slot = self._slots.take(self._grant, bool(self._filling or self._read))
             if step.slot is None:
@@ -229,7 +228,7 @@ class SlotSteps:
         return True
 
     def _copy(self, step: _SlotStep, slot: RingSlot) -> bool:
-        """Queue the next of a step's copies. Returns False if there are none left."""
+        """Queue the next of a step's copies. Return False if none are left."""
         part = (step.spans or [])[step.copied : step.copied + MAX_COPIES]
         if part:
             self._slots.fill(slot, part, step.copied_nbytes)

@@ -72,7 +72,7 @@ class SocketStream:
         """Receive the first bytes of something, however long they take to come.
 
         Returns:
-            How many bytes, at least one, are at the start of `view`.
+            How many bytes were received into the start of `view`: at least one.
 
         Raises:
             StreamClosed: The stream has ended.
@@ -88,10 +88,10 @@ class SocketStream:
             return got
 
     def poll(self, view: memoryview) -> int:
-        """Receive what is there, without waiting for it.
+        """Receive what has arrived, without waiting.
 
         Returns:
-            How many bytes are at the start of `view`, 0 if none have come.
+            How many bytes were received into the start of `view`; 0 if none had arrived.
 
         Raises:
             StreamClosed: The stream has ended.
@@ -138,7 +138,7 @@ class SocketStream:
         self.fill(view[self.wait(view) :])
 
     def receive(self, nbytes: int) -> bytearray:
-        """Receive so many bytes. Raises as `fill` does."""
+        """Return the next `nbytes` bytes. Raises as `fill` does."""
         data = bytearray(nbytes)
         self.fill(memoryview(data))
         return data
@@ -189,7 +189,7 @@ class SocketStream:
         """Send buffers one after the other.
 
         Args:
-            buffers: What to send.
+            buffers: The buffers.
             on_sent: Called with the number of bytes that were sent since its last call, several
                 times a second while any are.
 

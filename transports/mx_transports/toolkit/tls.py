@@ -39,7 +39,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
     Args:
         files: The PEM files.
-        server: Whether it is for the side that accepts.
+        server: Whether the context is for the side that accepts.
 
     Raises:
         ConfigError: A file is missing, or is not what it should be.
@@ -57,7 +57,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
             if known is None:
                 raise
             if known[0] != state:
-                log.warning("the certificate of before is used further: %s", error)
+                log.warning("the earlier certificate stays in use: %s", error)
             context, until_s = known[1], now_s + AGAIN_S
         _made.pop((files, server), None)
         _made[files, server] = state, context, until_s
@@ -83,7 +83,7 @@ def _state(path: str) -> object:
 
 
 def _require_begun(certificate: str) -> None:
-    """Raise ConfigError for a certificate that is not valid yet: who sees it would refuse it."""
+    """Raise ConfigError for a certificate that is not valid yet, which peers would refuse."""
     from cryptography import x509  # without TLS it is not needed
 
     try:

@@ -21,10 +21,10 @@ def listen(options: ExposeOptions) -> Listeners:
     """Listen at a name that can not be guessed. No option matters.
 
     Returns:
-        The socket. Tickets have what `connect` reads.
+        The socket. Tickets have the fields that `connect` reads.
 
     Raises:
-        LocalError: There is no socket to be had.
+        LocalError: No socket could be made.
     """
     del options
     name, pid = f"mx-{secrets.token_hex(16)}", os.getpid()
@@ -62,8 +62,8 @@ def named(ticket: framing.Ticket, peer: str) -> tuple[str, int]:
 def connect(ticket: framing.Ticket, grant: Grant) -> Iterator[socket.socket]:
     """Connect to the process that a ticket of `listen` names, once for each socket yielded.
 
-    The pid may have been given to another process since. Who reads its memory by its pid holds a
-    pidfd, opened before; see `local`.
+    Another process may have the pid by now. Readers of a process's memory by its pid hold a pidfd
+    that was opened before; see `local`.
 
     Raises:
         SourceError: It can't be reached, or another process or user listens in its place.

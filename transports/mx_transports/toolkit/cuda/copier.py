@@ -1,4 +1,4 @@
-"""How one thread of a GPU session moves bytes: copies queued on streams, in stages that overlap.
+"""Moves bytes for one thread of a GPU session: copies are queued on streams, in overlapping stages.
 
 A step is a few slices that are copied together. Its stage holds the events by which its copies are
 known to be done, and, where bytes can't go straight from one memory to the other, pinned host
@@ -36,7 +36,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 class _Stage:
-    """What a step needs while it is under way; the next step but `STAGES` uses it again."""
+    """The resources of a step under way; the step `STAGES` later uses them again."""
 
     def __init__(self) -> None:
         self.memory: PinnedMemory | None = None
@@ -88,7 +88,7 @@ class Copier:
             self._record(stage, stream)
 
     def finish(self, number: int) -> None:
-        """Wait until step `number`'s bytes are in their place."""
+        """Wait until step `number`'s bytes are at their destination."""
         stage = self._stages[number % STAGES]
         for stream in stage.streams:
             device = stream.device
@@ -102,25 +102,25 @@ class Copier:
         stage.drains.clear()
 
     def discard(self, number: int) -> None:
-        """Step `number` is not to be finished; after `synchronize`."""
+        """Forget step `number`, which is not finished. Call it after `synchronize`."""
         stage = self._stages[number % STAGES]
         stage.streams.clear()
         stage.drains.clear()
 
     def synchronize(self) -> None:
-        """Wait until nothing that was queued runs any more. On any thread, without the lock."""
+        """Wait until all queued work has ended. Call it on any thread, without the lock."""
         with self.lock:
             for stream in self._streams.values():
                 stream.synchronize()
 
     def end(self) -> None:
-        """Have nothing started any more, and wait for what was."""
+        """Refuse new steps, and wait until all queued work has ended."""
         with self.lock:
             self.ended = True
         self.synchronize()
 
     def close(self) -> None:
-        """Give everything back. The thread's own last act."""
+        """Free everything. Called last, by the thread itself."""
         with self.lock:
             self.ended = True
             streams = list(self._streams.values())
@@ -172,7 +172,7 @@ class Copier:
     def _from_host(self, stage: _Stage, at: int, region: RemoteRegion, part: Slice[Span]) -> int:
         span, nbytes = part.view, len(part.view)
         if not isinstance(span, DeviceView) or self._target is None:
-            raise LocalError(f"{self._remote.path} is for memory of which one side is a GPU's")
+            raise LocalError(f"{self._remote.path} needs a GPU's memory at one side at least")
         middle = self._memory(stage, self._target) + at
         view = stage.view[at : at + nbytes]
         if region.where is RegionKind.MEMFD:
@@ -186,7 +186,7 @@ class Copier:
     def _onwards(
         self, stage: _Stage, middle: int, span: DeviceView, after: CudaEvent | None
     ) -> None:
-        """From the stage's memory to the target, once `after` has happened."""
+        """Queue a copy from the stage's memory to the target, once `after` has happened."""
         device = self._target
         assert device is not None
         stream = self._stream(device)
@@ -199,8 +199,8 @@ class Copier:
     # --- what parts use
 
     def _on(self, device: Device) -> contextlib.AbstractContextManager[None]:
-        """The device is current inside. The thread's own is anyway: making it so for each call
-        would cost more than the call."""
+        """Return a context in which the device is current. The thread's own device always is:
+        making it current for each call would cost more than the call."""
         return _AS_IT_IS if device is self.home else device.current()
 
     def _stream(self, device: Device) -> CudaStream:
@@ -219,7 +219,7 @@ class Copier:
         return event
 
     def _memory(self, stage: _Stage, device: Device) -> int:
-        """The address of the stage's pinned memory, made when it is first needed."""
+        """Return the address of the stage's pinned memory, which is allocated on first use."""
         if stage.memory is None:
             stage.memory = PinnedMemory(device, self._step_nbytes)
             stage.view = stage.memory.view()

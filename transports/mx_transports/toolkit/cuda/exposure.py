@@ -89,7 +89,8 @@ class Exports:
         return sorted({device.uuid for device in self._devices.values()})
 
     def descriptor(self, allocation: Allocation) -> int:
-        """A new descriptor of an allocation exported so; the caller's to close."""
+        """Return a new descriptor of an allocation that is exported by one. The caller closes
+        it."""
         assert self.driver is not None
         with relaxed(self.driver):
             return self.driver.vmm_export_fd(self._handles[allocation.base])
@@ -142,7 +143,7 @@ class GpuExposure(LocalExposure):
         return {**super().ticket_fields(), "gpus": self._exports.uuids}
 
     def end(self, grant: GrantState) -> None:
-        """Ask the reader to let go, in place of cutting it off: it may be copying."""
+        """Ask the reader to let go. Its connection is not cut, since it may be copying."""
         grant.revoked = True
         self.changed(grant)
         for stream in grant.streams:

@@ -42,12 +42,12 @@ class Maps:
         self._last_work: dict[str, LastWork] = {}  # by the UUID of the GPU that maps
 
     def take(self, allocation: Allocation, descriptor: int = -1) -> None:
-        """Take an allocation, to be opened by `open`.
+        """Add an allocation for `open` to open.
 
         Args:
-            allocation: What the source exported.
-            descriptor: Its descriptor, where it is exported by one: the caller's, to close at once.
-                A source may have more allocations than this process may have descriptors.
+            allocation: The allocation, as the source exported it.
+            descriptor: Its descriptor, if it is exported by one. The caller closes it at once: a
+                source may have more allocations than this process may have descriptors.
 
         Raises:
             CudaError: CUDA fails.
@@ -60,11 +60,11 @@ class Maps:
         self._taken.append((allocation, handle))
 
     def open(self, *, own: bool) -> None:
-        """Open all allocations that were taken.
+        """Open all allocations that were added.
 
         Args:
-            own: Whether the source is this process, where CUDA opens no legacy handle of it, and
-                its addresses are good as they are.
+            own: Whether the source is this process. Then CUDA opens no legacy handles of it, and
+                its addresses are used as they are.
 
         Raises:
             CudaError: CUDA fails. `close` undoes what was done.
@@ -169,7 +169,7 @@ class Maps:
 
 
 def _groups(pairs: Sequence[tuple[Allocation, int]]) -> Iterator[list[tuple[Allocation, int]]]:
-    """Yield what can be mapped at once: neighbours of VMM on one GPU."""
+    """Yield groups that can be mapped at once: adjacent allocations of VMM on one GPU."""
     group: list[tuple[Allocation, int]] = []
     for found, descriptor in pairs:
         if group:

@@ -1,4 +1,4 @@
-"""What both GPU transports do to open a grant: find devices, connect, map memory."""
+"""Opens grants for both GPU transports: finds devices, connects, maps memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def may_share(here: Place, there: Place) -> bool:
 
 
 def links(here: Place, there: Place) -> list[tuple[Gpu, GpuPeer]]:
-    """Return what each end knows of its way to the other's GPU, with its own GPU. An end without
-    NVML, or in a container with one GPU, knows of no other, and then the other end has the word."""
+    """Return, for each end, its own GPU and what it knows of its link to the other's. An end
+    without NVML, or in a container with one GPU, knows no other; then the other end's word
+    counts."""
     return [
         (one.gpu, peer)
         for one, other in ((here, there), (there, here))
@@ -102,9 +103,10 @@ def open_session(
     Args:
         path: The transport's name.
         magic: The transport and its version.
-        grant: What is opened.
+        grant: The grant.
         choose: Which device maps and copies a GPU's memory.
-        step_nbytes: The size of a step in bytes, from whether all goes straight to the target.
+        step_nbytes: Returns the size of a step in bytes, given whether all bytes go straight to the
+            target.
 
     Raises:
         SourceError: The source can't be reached, or its memory can't be mapped.

@@ -1,4 +1,4 @@
-"""Where the bytes of a scattered region are: a region of GPU memory that mx did not lay out."""
+"""The places of a scattered region's bytes: GPU memory that mx did not lay out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD = "Q"
 
 
 class ScatterTable:
-    """Columns of where each place begins in the region, its address at the source, its length."""
+    """A table of places: where each begins in the region, its address at the source, its length."""
 
     def __init__(
         self, begins: Sequence[int], addresses: Sequence[int], lengths: Sequence[int]
@@ -44,7 +44,8 @@ class ScatterTable:
 
     @classmethod
     def unpack(cls, data: memoryview, region_nbytes: int) -> ScatterTable:
-        """Return what `pack` made. Raises ValueError for what no source of mx sends."""
+        """Return the table that `pack` encoded. Raises ValueError for what no source of mx
+        sends."""
         columns = array(_WORD, bytes(data))
         if sys.byteorder == "little":
             columns.byteswap()

@@ -1,4 +1,4 @@
-"""What a reader holds of a source of the GPU transports: connection, control page, mapped memory.
+"""A reader's side of the GPU transports: connection, control page, mapped memory.
 
 A `RemoteMemory` is counted: the session and each view attached through it hold it, and the last to
 let go unmaps everything and then closes the connection, by which the source knows.
@@ -23,14 +23,14 @@ from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
 
 
 def path_error(error: CudaError, path: str, peer: str) -> PathError:
-    """Return CUDA's error as one of the path to `peer`, which others may do without."""
+    """Return the PathError for CUDA's error: a pull may go on by other paths to `peer`."""
     kind = LocalPathError if is_own(error) else PathError
     return kind(f"{peer} by {path}: {error.message}", peer=peer, hint=error.hint)
 
 
 @contextlib.contextmanager
 def translated(path: str, peer: str) -> Iterator[None]:
-    """Raise a CudaError from inside as `path_error` makes it."""
+    """Raise a CudaError inside the block as the error that `path_error` returns."""
     try:
         yield
     except CudaError as error:

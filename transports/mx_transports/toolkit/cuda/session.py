@@ -1,4 +1,4 @@
-"""The target side of the GPU transports: threads that keep several copies on their way each.
+"""The target side of the GPU transports: threads that each have several copies under way.
 
 A thread takes reads, cuts them into steps, and queues the copies of the next steps while it waits
 for the oldest: bytes are reported to the sinks only when the event behind their copies has
@@ -38,7 +38,7 @@ class _TakenRead:
 
 
 class _StartedStep(NamedTuple):
-    """A step that was started: its number, and how much of its read it completes."""
+    """A step that was started: its number, and how many bytes of its read it completes."""
 
     number: int
     job: _TakenRead
@@ -57,7 +57,7 @@ class _ThreadReads:
 
 
 class Attachment:
-    """Keeps what was attached mapped, and its source's memory in place; ends with the last view."""
+    """Keeps attached memory mapped, and the source's memory in place, until the last view ends."""
 
     def __init__(self, remote: RemoteMemory) -> None:
         self._finalizer = weakref.finalize(self, remote.drop)
@@ -218,7 +218,7 @@ class GpuSession(ThreadedSession):
         return True
 
     def _start_steps(self, copier: Copier, work: _ThreadReads, busy: bool) -> bool:
-        """Start what there are stages for. Returns whether the thread is busy now."""
+        """Start as many steps as there are stages. Return whether the thread is busy now."""
         while len(work.flights) < STAGES:
             if work.current is None and not self._next(work, wait=False):
                 break
@@ -298,7 +298,7 @@ class GpuSession(ThreadedSession):
             copier.synchronize()
 
     def _check_open(self, copier: Copier) -> None:
-        """Raise what must fail a read once this session has let go; the copier's lock is held."""
+        """Raise the error of a read once this session has let go; the copier's lock is held."""
         if self.closed:
             raise PeerLostError("closed", peer=self.peer)
         if copier.ended:
@@ -322,7 +322,7 @@ class GpuSession(ThreadedSession):
                     )
 
     def _set_busy(self, before: bool, now: bool) -> bool:
-        """Change the count of busy threads; notify the source where it leaves 0 or returns to 0."""
+        """Change the count of busy threads; notify the source when it leaves 0 or returns to 0."""
         if before == now:
             return now
         with self._remote_lock:

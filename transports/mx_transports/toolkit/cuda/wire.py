@@ -1,4 +1,4 @@
-"""What a source of the GPU transports sends to a reader that it has admitted, all of fixed size.
+"""The messages of a source of the GPU transports to an admitted reader, all of fixed size.
 
 After the HELLO: the content's label and GREETING, with one descriptor, the grant's control page;
 then each allocation (with a descriptor where it is exported as one), then each region (with a
@@ -32,7 +32,7 @@ ENDED = b"E"
 
 
 class Export(enum.IntEnum):
-    """How another process gets at an allocation."""
+    """How an allocation is exported to another process."""
 
     IPC = 1  # cuMemAlloc's, by a legacy handle
     FD = 2  # virtual memory management's, by a descriptor
