@@ -17,6 +17,7 @@ from mx.errors import (
     NoSourceError,
     PeerUntrustedError,
     SourceChangedError,
+    StaleGenerationError,
 )
 from mx.records import record
 from mx.text import listed
@@ -258,6 +259,18 @@ def again(error: MxError, how: str) -> MxError:
     return error
 
 
+def explained(causes: Sequence[MxError]) -> list[MxError]:
+    """Return the causes, last those sources that say that they were written to: that a transport
+    notices that memory has changed follows from it, and may come before or after it."""
+    written = [each for each in causes if isinstance(each, SourceChangedError)]
+    peers = {each.peer for each in written}
+
+    def follows(each: MxError) -> bool:
+        return isinstance(each, StaleGenerationError) and each.peer in peers
+
+    return [*(each for each in causes if not follows(each)), *written]
+
+
 def final_error(
     model: str,
     layout: Layout,
@@ -268,6 +281,7 @@ def final_error(
 ) -> MxError:
     """Return the error of a pull that ran out of sources: how far it came, and the last cause of
     each kind from each source. `bytes_total` is what it should move, if not the whole layout."""
+    causes = explained(causes)
     last = {(type(e), getattr(e, "peer", "") or e.message): e.message for e in causes}
     said = "; ".join(last.values()) or "no source was left"
     total = layout.payload_nbytes if bytes_total is None else bytes_total

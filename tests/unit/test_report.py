@@ -10,6 +10,8 @@ from mx.errors import (
     NoSourceError,
     PeerLostError,
     PeerUntrustedError,
+    SourceChangedError,
+    StaleGenerationError,
 )
 from mx.target.report import PathReport, PullReport, final_error
 
@@ -49,6 +51,16 @@ def test_a_pull_that_all_sources_refuse_is_not_allowed() -> None:
         assert refusal.message in error.message
     other = PeerLostError("b:1 is gone", peer="b:1")
     assert type(final_error("m", LAYOUT, 0, 0, [refusal, other])) is IncompleteError
+
+
+def test_what_a_source_says_of_its_memory_counts_wherever_it_is_noticed_first() -> None:
+    said = SourceChangedError("a:1 was written to", peer="a:1", hint="start another source")
+    noticed = StaleGenerationError("chunk 7: a:1: its memory has changed", peer="a:1")
+    found = [final_error("m", LAYOUT, 0, 0, each) for each in ([said, noticed], [noticed, said])]
+    assert {(type(each), each.hint, each.message) for each in found} == {
+        (IncompleteError, said.hint, found[0].message)
+    }
+    assert said.message in found[0].message and noticed.message not in found[0].message
 
 
 def test_without_a_cause_no_source_was_left() -> None:
