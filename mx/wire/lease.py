@@ -236,7 +236,7 @@ class Lease:
                     case "checked":
                         if (right := self._asked.pop(event.checked.chunk, None)) is not None:
                             right()
-                    case "stale":  # go on listening: the source waits for the half-close
+                    case "stale":
                         self._lose(
                             self._stale(
                                 event.stale,
@@ -244,6 +244,8 @@ class Lease:
                                 f"{self._source.generation} are no longer to be read",
                             )
                         )
+                        # The source waits for it, whatever the pull waits for.
+                        self.end()
                     case _:
                         raise PeerProtocolError(
                             f"{self.peer} sent an event that has no place in a lease",
