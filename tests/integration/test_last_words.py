@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from mx import api, config
 from mx.api.serving import serve_held
 from mx.errors import IncompleteError
 from mx.testing.faultproxy import FaultProxy
+from mx.wire.v1 import peer_pb2
 from tests.support.commands import free_port
 from tests.support.lying import LAYER_NBYTES, held_model
 from tests.support.outcomes import error_of, until
@@ -81,3 +84,26 @@ def test_a_source_that_was_written_to_is_not_followed_whatever_is_heard_first(
             error = error_of(pull, 60)
         assert isinstance(error, IncompleteError), error
         assert "have changed" in error.message and error.hint == "start another source of them"
+
+
+def test_who_asks_while_written_memory_is_being_withdrawn_is_told_why() -> None:
+    lent = {"weight": torch.ones(1 << 20)}
+    with api.serve(lent, model="m", copy=False, settings=config.load({"insecure": True})) as source:
+        server = source._server
+        lending, servicer = server.lending, server._servicer
+        assert lending is not None
+
+        async def ask() -> peer_pb2.Stale | None:
+            (served,) = servicer.models.values()
+            request = peer_pb2.OpenRequest(
+                source_id=served.held.source_id, generation=served.held.generation
+            )
+            withdrawing = asyncio.create_task(lending._withdraw("written", written=True))
+            await asyncio.sleep(0)  # one step of it
+            try:
+                return await servicer._looked_after(request)
+            finally:
+                await withdrawing
+
+        stale = source._loop.run(ask())
+        assert stale is not None and stale.changed
