@@ -271,6 +271,13 @@ def explained(causes: Sequence[MxError]) -> list[MxError]:
     return [*(each for each in causes if not follows(each)), *written]
 
 
+def _refused(causes: Sequence[MxError]) -> dict[str, str]:
+    """Return the sources that refuse this process, and the hints, if there are no others. That the
+    connections end, too, follows from a refusal, and is said before or after it."""
+    refused = {e.peer: e.hint for e in causes if isinstance(e, PeerUntrustedError)}
+    return refused if refused.keys() == {getattr(e, "peer", "") for e in causes} else {}
+
+
 def final_error(
     model: str,
     layout: Layout,
@@ -291,9 +298,7 @@ def final_error(
     )
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
-    # That the connections end, too, follows from a refusal, and is said before or after it.
-    refused = {e.peer: e.hint for e in causes if isinstance(e, PeerUntrustedError)}
-    if refused and refused.keys() == {getattr(e, "peer", "") for e in causes}:
+    if refused := _refused(causes):
         peer, hint = refused.popitem()
         return PeerUntrustedError(far, peer=peer, hint=hint)
     # A pull that is started again would end alike.
@@ -309,8 +314,7 @@ def none_opened(model: str, causes: Sequence[MxError]) -> MxError:
     lies = [cause for cause in causes if isinstance(cause, DigestError)]
     if lies:
         return lies[-1]
-    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
-    kind = PeerUntrustedError if untrusted else NoSourceError
+    kind = PeerUntrustedError if _refused(causes) else NoSourceError
     return kind(
         f"no source of {model} could be opened: "
         + "; ".join(dict.fromkeys(str(cause) for cause in causes)),

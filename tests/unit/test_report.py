@@ -13,7 +13,7 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
-from mx.target.report import PathReport, PullReport, final_error
+from mx.target.report import PathReport, PullReport, final_error, none_opened
 
 LAYOUT = plan_layout([TensorSpec("model.layers.0.w", "U8", (1000,))])
 
@@ -49,7 +49,9 @@ def test_a_pull_that_all_sources_refuse_is_not_allowed() -> None:
         error = final_error("m", LAYOUT, 0, 0, causes)
         assert type(error) is PeerUntrustedError and error.exit_code == EXIT_NOT_ALLOWED
         assert refusal.message in error.message
+        assert type(none_opened("m", causes)) is PeerUntrustedError
     other = PeerLostError("b:1 is gone", peer="b:1")
+    assert type(none_opened("m", [refusal, other])) is NoSourceError
     assert type(final_error("m", LAYOUT, 0, 0, [refusal, other])) is IncompleteError
 
 
