@@ -262,6 +262,12 @@ class Connections:
             if whole_source:
                 self._give_up(key)
 
+    def told(self, key: str, error: MxError, now_s: float) -> None:
+        """Record what a source says of why it has ended connections that failed before."""
+        for entry in self._entries:
+            if entry.key == key and entry.rest is Rest.FAILED:
+                self.failed(entry, error, now_s)
+
     def _lay_to_rest(self, entry: PathEntry, rest: Rest, retry_at_s: float = 0.0) -> None:
         entry.step(ConnectionEvent.REST)
         entry.rest, entry.retry_at_s = rest, retry_at_s

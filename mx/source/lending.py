@@ -134,6 +134,8 @@ class Lending:
 
     async def _withdraw(self, why: str, *, written: bool = False) -> None:
         """Stop serving the memory. `written`: readers are told that it changed."""
+        if written:
+            self._server.retirement.written(self.held.arena)
         self._say_withdrawn(why)
         async with self._busy:
             await uncut(

@@ -104,6 +104,12 @@ class Retirement:
             await self.free(served)
         return finished
 
+    def written(self, memory: Memory) -> None:
+        """Record that this process has written to memory that it serves: who asks for it from now
+        on is told so, also before it is retired."""
+        for served in self._servicer.models.values():
+            served.changed |= served.held.arena is memory
+
     async def retire_memory(
         self,
         memory: Memory,

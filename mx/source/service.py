@@ -253,7 +253,8 @@ class PeerServicer:
             return None
         if self.state is SourceState.DRAINING:  # nothing supersedes it
             return None
-        return self._stale(request) or peer_pb2.Stale(generation=served.held.generation + 1)
+        soon = peer_pb2.Stale(generation=served.held.generation + 1, changed=served.changed)
+        return self._stale(request) or soon
 
     def _stale(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:
         """Return what to tell a reader whose generation is not served any more; None: it is."""

@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from mx.core.connections import Connections, PathEntry, PeerLeftError
 from mx.core.planner import Plan
 from mx.core.types import SourceRecord
-from mx.errors import ChunkElsewhereError, ConfigError, MxError, NoSourceError, PeerLostError
+from mx.errors import (
+    ChunkElsewhereError,
+    ConfigError,
+    MxError,
+    NoSourceError,
+    PeerLostError,
+    PeerRefusedError,
+)
 from mx.runtime import set_by
 from mx.swarm.sharing import Sharing
 from mx.target.connector import Connector
@@ -126,10 +133,9 @@ class ConnectionPool:
             if self._connections.idle and not self._sharing.coordinated:
                 self._sharing.no_whole_source()
             if not self._expects_more(now_s):
-                if all(isinstance(each, PeerLostError) for each in self._causes):
-                    refusals = await self._connector.refusals()
-                    self._causes += [each for each in refusals if each not in self._causes]
-                if not self._give_up():
+                await self._hear()
+                # Who is busy is worth a wait, and a source may have come meanwhile.
+                if not self._expects_more(time.monotonic()) and not self._give_up():
                     return
             if not edition.ended:
                 await set_by(edition.changed, self._due_s(now_s))
@@ -155,6 +161,13 @@ class ConnectionPool:
         for_new = self._waits_for_new(now_s)
         for_busy = self._connections.waits(now_s)
         return (for_new or for_busy) and self._resume()
+
+    async def _hear(self) -> None:
+        """Hear the last words of the sources whose connections are lost: a transport may notice
+        that before the lease says why."""
+        for key, error in await self._connector.last_words():
+            self._causes.append(error)
+            self._connections.told(key, error, time.monotonic())
 
     def _resume(self) -> bool:
         if self._hopeless:  # reads that were lost have yet to end
@@ -291,7 +304,8 @@ class ConnectionPool:
             self._left[connection.peer] = error.message
         lease_runs = connection.lease.check() is None
         self._connections.lost(entry, error, time.monotonic(), lease_runs=lease_runs)
-        lost = isinstance(error, PeerLostError) and not isinstance(error, PeerLeftError)
+        ended = isinstance(error, PeerLostError | PeerRefusedError)
+        lost = ended and not isinstance(error, PeerLeftError)
         await self._connector.give_back(connection, lost=lost)
         self._report_lost(entry.key)
 

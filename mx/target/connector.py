@@ -16,14 +16,14 @@ from mx import trace
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import Layout
-from mx.errors import PeerProtocolError, PeerUntrustedError, SourceError
+from mx.errors import MxError, PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
 from mx.transport import Grant, Session, Transport, View, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial
-from mx.wire.lease import Granted, Lease
+from mx.wire.lease import LAST_WORDS, Granted, Lease
 from mx.wire.pacing import PacedSession
 
 if TYPE_CHECKING:
@@ -226,13 +226,16 @@ class Connector:
         if self._users[lease] <= 0:
             lease.end(lost=lost)  # at once: a draining source would wait for it
 
-    async def refusals(self) -> list[PeerUntrustedError]:
-        """Return the last words of sources that have ended a lease since we may not pull any more.
-        That its connections are lost may have been noticed before."""
+    async def last_words(self) -> list[tuple[str, MxError]]:
+        """Return why sources have ended leases, as they say, with the sources' keys; each once.
+        That connections are lost may have been noticed before. A source has as long to say so as
+        giving a lease back takes."""
         left = [each for each in self._leases if each in self._users and not self._users[each]]
         await asyncio.gather(*(lease.close() for lease in left))
-        said = (lease.check() for lease in left)
-        return [error for error in said if isinstance(error, PeerUntrustedError)]
+        for lease in left:
+            del self._leases[lease], self._users[lease]
+        said = [(lease.key, lease.check()) for lease in left]
+        return [(key, error) for key, error in said if isinstance(error, LAST_WORDS)]
 
     async def attach(self, connection: Connection, nbytes: int) -> View:
         """Map the source's memory, and return the first `nbytes` of it, which the model takes.

@@ -251,7 +251,8 @@ class FromSources(Attempt):
             mapped, unmapped = await attacher.run()
             self._history.left += attacher.left
             if mapped is not None:
-                return self._deliver_attached(manifest, *mapped, delivery)
+                await connector.give_back(mapped[0])  # the memory outlives session and lease
+                return await self._deliver_attached(manifest, *mapped, delivery)
 
         for name in (*_FOR_TRANSFERS, *options.host_modules):
             if name not in sys.modules:
@@ -317,17 +318,25 @@ class FromSources(Attempt):
             report.moved_bytes = self._wanted.nbytes - given_nbytes
         return report
 
-    def _deliver_attached(
+    async def _deliver_attached(
         self, manifest: Manifest, connection: Connection, view: View, delivery: Delivery
     ) -> PullReport:
-        """Deliver every layer of the mapped memory, which outlives session, lease and source."""
-        connection.session.close()
+        """Deliver every layer of the mapped memory."""
         self.edition.arena, self.edition.pages = BorrowedArena(view), Pages(manifest)
         self._log.reading_began(time.monotonic())
         by = VerifiedBy.STRONG if self._options.strong else VerifiedBy.SOURCE
         source = connection.path.source
-        for layer in range(len(manifest.layout.layers)):
-            delivery.announce(view, layer, by)
+
+        def announce() -> None:
+            for layer in range(len(manifest.layout.layers)):
+                if not self._context.closed.is_set():
+                    delivery.announce(view, layer, by)
+
+        # The caller, who is told of each, may take long, and a closed pull waits as for a transfer.
+        announcing = asyncio.ensure_future(in_thread(announce))
+        patience_s = 2 * self._options.stall_timeout_s
+        self._closing.push_async_callback(asyncio.wait, (announcing,), timeout=patience_s)
+        await asyncio.shield(announcing)
         path = PathReport(
             connection.path.transport,
             connection.peer,
@@ -393,6 +402,8 @@ class FromSources(Attempt):
 
     async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
         transfer.close()
+        for connection in transfer.connections:  # their sources don't wait for what comes now
+            connection.lease.end()
         if exchange is not None:
             if transfer.holdings.whole:  # others still get what is being handed to them
                 await in_thread(transfer.join_sessions, 2 * self._options.stall_timeout_s)

@@ -34,7 +34,7 @@ from mx.target.events import EditionReadiness, EventLog, changed
 from mx.target.from_sources import FromSources
 from mx.target.options import PullOptions
 from mx.target.paths import target_place
-from mx.target.report import PathReport, PullReport, again
+from mx.target.report import PathReport, PullReport, again, explained
 from mx.target.resolver import FIRST_S
 from mx.tasks import started
 from mx.transport import Transport
@@ -229,7 +229,8 @@ class Job:
     def _may_follow(self, error: MxError) -> bool:
         """Return True if the last attempt's source was updated, or sources have brought bytes of
         which none were wrong: what is not there yet may come from another one."""
-        stale = [each for each in self._history.causes if isinstance(each, StaleGenerationError)]
+        causes = explained(self._history.causes)
+        stale = [each for each in causes if isinstance(each, StaleGenerationError)]
         written = [each for each in stale if isinstance(each, SourceChangedError)]
         if len(written) < len(stale):  # what one holder wrote to says nothing of the model
             return True

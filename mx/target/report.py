@@ -17,6 +17,7 @@ from mx.errors import (
     NoSourceError,
     PeerUntrustedError,
     SourceChangedError,
+    StaleGenerationError,
 )
 from mx.records import record
 from mx.text import listed
@@ -258,6 +259,25 @@ def again(error: MxError, how: str) -> MxError:
     return error
 
 
+def explained(causes: Sequence[MxError]) -> list[MxError]:
+    """Return the causes, last those sources that say that they were written to: that a transport
+    notices that memory has changed follows from it, and may come before or after it."""
+    written = [each for each in causes if isinstance(each, SourceChangedError)]
+    peers = {each.peer for each in written}
+
+    def follows(each: MxError) -> bool:
+        return isinstance(each, StaleGenerationError) and each.peer in peers
+
+    return [*(each for each in causes if not follows(each)), *written]
+
+
+def _refused(causes: Sequence[MxError]) -> dict[str, str]:
+    """Return the sources that refuse this process, and the hints, if there are no others. That the
+    connections end, too, follows from a refusal, and is said before or after it."""
+    refused = {e.peer: e.hint for e in causes if isinstance(e, PeerUntrustedError)}
+    return refused if refused.keys() == {getattr(e, "peer", "") for e in causes} else {}
+
+
 def final_error(
     model: str,
     layout: Layout,
@@ -268,6 +288,7 @@ def final_error(
 ) -> MxError:
     """Return the error of a pull that ran out of sources: how far it came, and the last cause of
     each kind from each source. `bytes_total` is what it should move, if not the whole layout."""
+    causes = explained(causes)
     last = {(type(e), getattr(e, "peer", "") or e.message): e.message for e in causes}
     said = "; ".join(last.values()) or "no source was left"
     total = layout.payload_nbytes if bytes_total is None else bytes_total
@@ -277,9 +298,7 @@ def final_error(
     )
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
-    # That the connections end, too, follows from a refusal, and is said before or after it.
-    refused = {e.peer: e.hint for e in causes if isinstance(e, PeerUntrustedError)}
-    if refused and refused.keys() == {getattr(e, "peer", "") for e in causes}:
+    if refused := _refused(causes):
         peer, hint = refused.popitem()
         return PeerUntrustedError(far, peer=peer, hint=hint)
     # A pull that is started again would end alike.
@@ -295,8 +314,7 @@ def none_opened(model: str, causes: Sequence[MxError]) -> MxError:
     lies = [cause for cause in causes if isinstance(cause, DigestError)]
     if lies:
         return lies[-1]
-    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
-    kind = PeerUntrustedError if untrusted else NoSourceError
+    kind = PeerUntrustedError if _refused(causes) else NoSourceError
     return kind(
         f"no source of {model} could be opened: "
         + "; ".join(dict.fromkeys(str(cause) for cause in causes)),

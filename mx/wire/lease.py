@@ -46,6 +46,8 @@ from mx.wire.v1 import peer_pb2
 _MAX_LEASE_S = 60.0
 #: A busy source is tried again after this at the latest.
 _MAX_RETRY_S = 30.0
+#: What a source says when it ends a lease: why it does.
+LAST_WORDS = (PeerBusyError, PeerUntrustedError, StaleGenerationError)
 #: How long to wait for the source's answer when a lease is given back.
 _GIVE_BACK_S = 1.0
 
@@ -88,6 +90,7 @@ class Lease:
         """
         self._reader_id = reader_id
         self._source = source
+        self.key = source.key
         self.peer = source.endpoint
         self._remote = Remote(Role.SOURCE, source.endpoint, tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
@@ -233,7 +236,7 @@ class Lease:
                     case "checked":
                         if (right := self._asked.pop(event.checked.chunk, None)) is not None:
                             right()
-                    case "stale":  # go on listening: the source waits for the half-close
+                    case "stale":
                         self._lose(
                             self._stale(
                                 event.stale,
@@ -241,6 +244,8 @@ class Lease:
                                 f"{self._source.generation} are no longer to be read",
                             )
                         )
+                        # The source waits for it, whatever the pull waits for.
+                        self.end()
                     case _:
                         raise PeerProtocolError(
                             f"{self.peer} sent an event that has no place in a lease",
@@ -334,8 +339,10 @@ class Lease:
         return PeerRefusedError(f"{self.peer} refused: {details}", peer=self.peer)
 
     def _lose(self, error: MxError) -> None:
-        # A refusal is why the connections on it were lost, even if that was noticed first.
-        if self._error is None or isinstance(error, PeerUntrustedError):
+        # What the source says is why the connections on it were lost, even if that was noticed
+        # first, and the lease given back; a refusal says more than anything else.
+        unsaid = not isinstance(self._error, LAST_WORDS) and isinstance(error, LAST_WORDS)
+        if self._error is None or unsaid or isinstance(error, PeerUntrustedError):
             self._error = error
             self._on_change()
 

@@ -20,6 +20,7 @@ from mx import api, runtime
 from mx.core.topology import Place
 from mx.errors import (
     CheckpointError,
+    ClosedError,
     ConfigError,
     CoordinatorError,
     LocalError,
@@ -27,6 +28,8 @@ from mx.errors import (
     PeerProtocolError,
     PeerTimeoutError,
     PeerUntrustedError,
+    SourceChangedError,
+    StaleGenerationError,
 )
 from mx.source.service import PeerServicer
 from mx.target.options import PullOptions
@@ -239,6 +242,40 @@ def test_a_method_that_ends_before_it_reads_leaves_nothing_unawaited() -> None:
 
     asyncio.run(lease_on(Silent(), use))
     gc.collect()  # a generator that never ran would warn here, and warnings are errors
+
+
+SAID = {
+    "busy": (peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=0.5)), PeerBusyError),
+    "updated": (peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=2)), StaleGenerationError),
+    "written": (
+        peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=2, changed=True)),
+        SourceChangedError,
+    ),
+}
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("said", SAID)
+def test_what_a_source_says_when_a_lease_is_given_back_is_heard(
+    said: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mx.wire.lease._GIVE_BACK_S", 60.0)
+    event, kind = SAID[said]
+
+    class LateWords(OddPeer):
+        async def Open(self, requests: Any, context: Any) -> None:
+            await context.write(granted(60.0))
+            await self._read(requests)
+            await context.write(event)
+
+    async def use(lease: Lease) -> None:
+        await lease.open(Place(), ["tcp"], 5.0)
+        lease.end(lost=lost)
+        assert type(lease.check()) is ClosedError
+        await lease.close()
+        assert type(lease.check()) is kind
+
+    asyncio.run(lease_on(LateWords(), use))
 
 
 def test_a_lease_whose_place_was_given_to_another_says_when_to_ask_again() -> None:

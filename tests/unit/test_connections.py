@@ -24,8 +24,8 @@ from mx.errors import (
     PathSlowError,
     PeerBusyError,
     PeerLostError,
+    PeerRefusedError,
     PeerTimeoutError,
-    PeerUntrustedError,
     StaleGenerationError,
 )
 from mx.swarm.sharing import Sharing
@@ -93,6 +93,7 @@ class Stage:
         self.swarm = FakeSwarm()
         self.joined: list[SourcePath] = []
         self.patience_s = patience_s
+        self.said: list[tuple[str, MxError]] = []
         self.manifest = manifest_of_three_chunks()
         self.arena = memoryview(b"")
 
@@ -127,8 +128,9 @@ class Stage:
     async def give_back(self, connection: Connection, *, lost: bool = False) -> None:
         self.given_back.append(connection.path)
 
-    async def refusals(self) -> list[PeerUntrustedError]:
-        return []
+    async def last_words(self) -> list[tuple[str, MxError]]:
+        said, self.said = self.said, []
+        return said
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -462,6 +464,30 @@ def test_a_busy_source_is_not_tried_before_its_retry_time() -> None:
     stage.play()
     assert sorted(map(stage.tried.count, (TCP0, TCP1, UCX0, OTHER))) == [1, 1, 1, 1]
     assert not stage.connections.wants(A.key)
+
+
+@pytest.mark.parametrize("first", ["lease", "transport"])
+def test_what_a_source_says_counts_whether_its_transport_notices_before_or_after(
+    first: str,
+) -> None:
+    gone = PeerLostError("gone")
+    stage = Stage(dict.fromkeys((TCP1, UCX0, OTHER), gone), patience_s=60.0)
+
+    def lose() -> None:
+        if first == "transport":
+            stage.said = [(A.key, busy("a"))]
+        stage.lose(0, busy("a") if first == "lease" else PeerRefusedError("the grant has ended"))
+
+    stage.play(lose, lambda: None, stage.end)
+    assert stage.tried.count(TCP0) == 2 and stage.no_more == 0
+
+
+def test_what_a_source_says_last_is_among_the_causes() -> None:
+    noticed, said = StaleGenerationError("changed", peer="a"), StaleGenerationError("a was updated")
+    stage = Stage(dict.fromkeys((TCP1, UCX0, OTHER), PeerLostError("gone")), patience_s=60.0)
+    stage.said = [(A.key, said)]
+    stage.play(lambda: stage.lose(0, noticed))
+    assert said in stage.causes and stage.no_more == 1
 
 
 def test_a_source_that_gave_the_place_to_another_reader_is_tried_again() -> None:

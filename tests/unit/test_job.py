@@ -164,6 +164,10 @@ def test_a_failed_pull_tells_of_what_any_of_its_attempts_has_written(tmp_path: P
         ("written updated", True),
         ("updated written", True),
         ("lied written updated", True),
+        ("noticed", True),  # what the source says of it was not heard
+        ("noticed written", False),
+        ("written noticed", False),
+        ("written noticed updated", True),
         ("lied", False),
         ("", False),
     ],
@@ -172,6 +176,7 @@ def test_a_follower_goes_on_where_any_source_was_updated(causes: str, follows: b
     kinds = {
         "updated": StaleGenerationError("a was updated", peer="a"),
         "written": SourceChangedError("b has changed its memory", peer="b"),
+        "noticed": StaleGenerationError("b: its memory has changed", peer="b"),
         "lied": DigestError("c sent other bytes", peer="c"),
     }
 

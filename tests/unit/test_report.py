@@ -10,8 +10,10 @@ from mx.errors import (
     NoSourceError,
     PeerLostError,
     PeerUntrustedError,
+    SourceChangedError,
+    StaleGenerationError,
 )
-from mx.target.report import PathReport, PullReport, final_error
+from mx.target.report import PathReport, PullReport, final_error, none_opened
 
 LAYOUT = plan_layout([TensorSpec("model.layers.0.w", "U8", (1000,))])
 
@@ -47,8 +49,20 @@ def test_a_pull_that_all_sources_refuse_is_not_allowed() -> None:
         error = final_error("m", LAYOUT, 0, 0, causes)
         assert type(error) is PeerUntrustedError and error.exit_code == EXIT_NOT_ALLOWED
         assert refusal.message in error.message
+        assert type(none_opened("m", causes)) is PeerUntrustedError
     other = PeerLostError("b:1 is gone", peer="b:1")
+    assert type(none_opened("m", [refusal, other])) is NoSourceError
     assert type(final_error("m", LAYOUT, 0, 0, [refusal, other])) is IncompleteError
+
+
+def test_what_a_source_says_of_its_memory_counts_wherever_it_is_noticed_first() -> None:
+    said = SourceChangedError("a:1 was written to", peer="a:1", hint="start another source")
+    noticed = StaleGenerationError("chunk 7: a:1: its memory has changed", peer="a:1")
+    found = [final_error("m", LAYOUT, 0, 0, each) for each in ([said, noticed], [noticed, said])]
+    assert {(type(each), each.hint, each.message) for each in found} == {
+        (IncompleteError, said.hint, found[0].message)
+    }
+    assert said.message in found[0].message and noticed.message not in found[0].message
 
 
 def test_without_a_cause_no_source_was_left() -> None:

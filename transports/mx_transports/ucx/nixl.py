@@ -104,7 +104,9 @@ def _bindings(peer: str) -> ModuleType:
         if found.package in sys.modules:
             return importlib.import_module(name)
         with no_fork:
-            if name not in sys.modules:
+            if name in sys.modules:
+                return sys.modules[name]
+            with config.library_environment(LIBRARY_SETTINGS):  # NIXL's is read as it is loaded
                 # Linking sixty libraries takes a while: here without the interpreter lock.
                 ctypes.CDLL(None).dlopen(os.fsencode(found.bindings), os.RTLD_NOW)
                 sys.modules[name] = agent_program.load_bindings(found.bindings)
