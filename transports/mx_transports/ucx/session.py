@@ -3,6 +3,7 @@ sinks, which hash."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import select
@@ -38,6 +39,8 @@ MAX_WAITING = MAX_SPANS // 1024
 _ANSWER_TICK_S = 0.05
 #: Between two looks at whether an agent that something keeps alive is gone, the first and the
 #: longest.
+#: How long transfers may go on after a session's end.
+_LAST_TRANSFERS_S = 0.2
 _FENCE_TICK_S, _MAX_FENCE_TICK_S = 0.01, 1.0
 log = logging.getLogger("mx.transports.ucx")
 
@@ -128,6 +131,7 @@ class UcxSession(StreamSession):
             raise
         finally:
             self._reports.wait(0)  # what blocks in a sink holds up the end, too
+            self._end_transfers()
             self._fence()
             self.hang_up(worker)
             flights, self._flights = self._flights, deque()
@@ -139,6 +143,21 @@ class UcxSession(StreamSession):
             for reading in dict.fromkeys(left):
                 self._reports.failed(reading.read, failure)
             self._reports.end()
+
+    def _end_transfers(self) -> None:
+        """Let transfers that are under way end, if they do soon.
+
+        Where a connection goes in the middle of one, UCX 1.23 aborts the source's agent ("Endpoint
+        timeout"), which other readers use too.
+        """
+        until_s = time.monotonic() + _LAST_TRANSFERS_S
+        with contextlib.suppress(SourceError):
+            for flight in self._flights:
+                for handle, _ in flight.landings:
+                    while not self._agent.poll(handle):
+                        if time.monotonic() > until_s:
+                            return
+                        self._agent.pause()
 
     def _fence(self) -> None:
         """Return once the agent is destroyed, however long that takes.
