@@ -12,7 +12,9 @@ import ctypes
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Self
 
 from mx.cuda.driver import RELAXED_CAPTURE, DeviceAttribute, Driver
@@ -217,6 +219,48 @@ def _giving_back() -> Iterator[None]:
             _log.warning("a GPU's resource was not given back: %s", error)
 
 
+class WaitingStreams:
+    """What is freed only once no stream of its GPU waits for bytes.
+
+    cuMemFree and cuMemFreeHost wait for all work of the context, and other threads' calls for them:
+    a driver of CUDA 13.0 (580.159) lets no copy be queued meanwhile, and the bytes never come.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: a collection, and so a finalizer, can run inside any of these lines.
+        self._lock = threading.RLock()
+        self._waits: Counter[int] = Counter()
+        self._later: list[tuple[int, Callable[[], None]]] = []
+
+    def free(self, ordinal: int, free: Callable[[], None]) -> None:
+        """Free something of a GPU, now or later; its context is current."""
+        with self._lock:
+            if self._waits[ordinal]:
+                self._later.append((ordinal, free))
+                return
+        free()
+
+    def begin(self, device: Device) -> None:
+        """Free nothing of a GPU from now on: streams are about to wait."""
+        with self._lock:
+            self._waits[device.ordinal] += 1
+
+    def end(self, device: Device) -> None:
+        """End what `begin` began; with the last one, free what has come together."""
+        with self._lock:
+            self._waits[device.ordinal] -= 1
+            now = [] if self._waits[device.ordinal] else self._later
+            mine = [free for ordinal, free in now if ordinal == device.ordinal]
+            if mine:
+                self._later = [each for each in now if each[0] != device.ordinal]
+        for free in mine:
+            with _giving_back(), device.current():
+                free()
+
+
+waiting_streams = WaitingStreams()
+
+
 class Owned:
     """Base class of owners of a device resource, freed by `close`; idempotent, thread-safe."""
 
@@ -319,7 +363,8 @@ class DeviceMemory(Owned):
         self.nbytes = nbytes
         with device.current():
             self.address = address = driver.mem_alloc(nbytes)
-            self._owns(device, lambda: driver.mem_free(address))
+            free = partial(driver.mem_free, address)
+            self._owns(device, partial(waiting_streams.free, device.ordinal, free))
 
 
 class LastWork:
@@ -381,7 +426,8 @@ class PinnedMemory(Owned):
         self.nbytes = nbytes
         with device.current():
             self.address = address = driver.host_alloc(nbytes)
-            self._owns(device, lambda: driver.host_free(address))
+            free = partial(driver.host_free, address)
+            self._owns(device, partial(waiting_streams.free, device.ordinal, free))
             self.device_address = driver.host_device_pointer(address)
 
     def view(self) -> memoryview:

@@ -14,7 +14,8 @@ anything that it computed.
 
 A stream that waits may hold up what it waits for: where streams share one hardware queue, copies
 are queued behind it, and a driver call of another thread may wait for all work. So everything is
-loaded and allocated before the first stream waits, and a watchdog poisons what does not come.
+loaded before the first stream waits, what mx frees meanwhile it frees afterwards, and a watchdog
+poisons what does not come.
 """
 
 from __future__ import annotations
@@ -109,6 +110,14 @@ class LayerSignals:
             self._changed.notify_all()
 
     def _watch(self) -> None:
+        from mx.cuda.device import waiting_streams
+
+        try:
+            self._watch_layers()
+        finally:
+            waiting_streams.end(self._device)
+
+    def _watch_layers(self) -> None:
         with self._changed:
             waiting, since_s = self._states.count(LayerReadiness.WAITING), time.monotonic()
             while waiting:
@@ -127,6 +136,18 @@ class LayerSignals:
                     "`layers()`; for a slow network, use `signals(patience_s=...)`",
                 )
             )
+
+    def _begin_watching(self) -> None:
+        from mx.cuda.device import waiting_streams
+
+        watchdog = threading.Thread(target=self._watch, name="mx-signals", daemon=True)
+        waiting_streams.begin(self._device)
+        try:
+            watchdog.start()
+        except BaseException:
+            waiting_streams.end(self._device)
+            raise
+        self._watchdog = watchdog
 
     # -- called by consumers -----------------------------------------------------------------------
 
@@ -149,10 +170,7 @@ class LayerSignals:
             if self._states[layer] is LayerReadiness.VERIFIED:
                 return
             if self._watchdog is None:
-                self._watchdog = threading.Thread(
-                    target=self._watch, name="mx-signals", daemon=True
-                )
-                self._watchdog.start()
+                self._begin_watching()
             passed = self._passed.get(stream)
             if passed is None:
                 from mx.cuda.device import CudaEvent

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from mx.cuda.device import CudaStream, Device, DeviceMemory
+from mx.cuda.device import CudaStream, Device, DeviceMemory, PinnedMemory
 from mx.errors import ClosedError, DigestError, LocalError
 from mx.memory.readiness import LayerReadiness, LayerSignals
 from mx.testing import spans
@@ -101,3 +102,22 @@ def test_close_lets_go_of_streams_that_wait(
             signals.wait_verified(0, stream.handle)
         with pytest.raises(ClosedError):
             signals.check()
+
+
+def test_what_is_freed_meanwhile_is_freed_afterwards(
+    gpu: Device, spy: Spy, signals: LayerSignals
+) -> None:
+    """A free would wait for the streams, and in some drivers other threads' copies for the free."""
+    host, device = PinnedMemory(gpu, 4096), DeviceMemory(gpu, 4096)
+    names = ("cuMemFreeHost", "cuMemFree")
+    with CudaStream(gpu) as stream:
+        signals.wait_verified(0, stream.handle)
+        host.close()
+        device.close()
+        assert [spy.calls[name] for name in names] == [0, 0]
+        for layer in range(3):
+            signals.verified(layer)
+        until_s = time.monotonic() + 10
+        while not all(spy.calls[name] for name in names) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert [spy.calls[name] for name in names] == [1, 1]
