@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from mx.cuda.device import Device, LastWork, Mapping
 from mx.errors import LocalError
-from mx.units import GIB, align_up, format_bytes
+from mx.units import MIB, align_up, format_bytes
 
-#: What is reserved at a given address is a multiple of this: a driver of CUDA 13.0 (580.159) does
-#: not look at the address that is wished for ranges under 32 MiB.
-_FIXED_BYTES = GIB
+#: A range at a given address, and that address, are multiples of this: a driver of CUDA 13.0
+#: (580.159, H200) has all others where it likes.
+FIXED_BYTES = 32 * MIB
 
 
 class OccupiedError(LocalError):
@@ -59,7 +59,7 @@ class VmmMemory(Mapping):
         with device.current(), contextlib.ExitStack() as undo:
             for handle in handles:
                 undo.callback(driver.vmm_release, handle)
-            reserved = align_up(self.nbytes, _FIXED_BYTES) if base else self.nbytes
+            reserved = align_up(self.nbytes, FIXED_BYTES) if base else self.nbytes
             self.address = at = driver.vmm_reserve(reserved, base)
             undo.callback(driver.vmm_unreserve, at, reserved)
             if base and at != base:  # the address was a hint
@@ -85,7 +85,7 @@ class VmmMemory(Mapping):
         Args:
             device: The GPU.
             nbytes: The bytes that are needed.
-            base: The address to have them at, a multiple of the granularity; 0 for any.
+            base: The address to have them at, a multiple of `FIXED_BYTES`; 0 for any.
 
         Raises:
             CudaMemoryError: There is too little memory.

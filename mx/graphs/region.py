@@ -14,7 +14,7 @@ from typing import Any
 from mx.cuda.device import CudaStream, Device, DeviceMemory
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
-from mx.cuda.vmm import VmmMemory
+from mx.cuda.vmm import FIXED_BYTES, VmmMemory
 from mx.errors import CapacityError, ConfigError
 from mx.graphs.package import Graph, GraphPlace, RegionSpec
 from mx.graphs.tensors import RegionTensor
@@ -24,8 +24,8 @@ from mx.units import GIB, MIB, align_up, format_bytes
 
 #: Where the region of the first GPU is; each GPU has a TiB. Linux puts nothing there by itself.
 BASE = 0x6000_0000_0000
-#: For the second capture: both halves of the address differ. A multiple of a GiB, as `BASE` is.
-SHIFTED_BASE = 0x6B15_4000_0000
+#: For the second capture: both halves of the address differ, and no two bytes alike.
+SHIFTED_BASE = 0x6B15_2600_0000
 _APART = 1024 * GIB
 #: As cudaMalloc and torch align.
 _ALIGNMENT = 512
@@ -60,12 +60,10 @@ class Region:
                 f"{device.key} has no virtual memory management, so that nothing can be at a "
                 "fixed address"
             )
-        with device.current():
-            granularity = device.driver.vmm_granularity(device.ordinal)
-        if nbytes <= 0 or base <= 0 or base % granularity:
+        if nbytes <= 0 or base <= 0 or base % FIXED_BYTES:
             raise ConfigError(
                 f"a region of {nbytes} bytes at {base:#x} is not possible",
-                hint=f"it has bytes, and begins at a multiple of {format_bytes(granularity)}",
+                hint=f"it has bytes, and begins at a multiple of {FIXED_BYTES >> 20} MiB",
             )
         require_device(device, nbytes, "the graph's region")
         self.device = device

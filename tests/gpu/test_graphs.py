@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import mx.graphs
-from mx.cuda.device import CudaStream, Device
+from mx.cuda.device import CudaStream, Device, DeviceMemory
+from mx.cuda.graphs import GraphCalls
 from mx.cuda.ring import PinnedRing
 from mx.graphs.message import Capture
 from tests.gpu.graph_programs import (
@@ -86,6 +87,22 @@ def test_a_graph_of_another_process_computes_the_same(gpu: Device, tmp_path: Pat
                 ring.download(graph.outputs()["copy"].address, memoryview(found))
                 assert found == computed(chunks(seed))
             ring.close()
+
+
+def test_edges_are_those_of_the_driver(gpu: Device) -> None:
+    """The bindings' own data of edges is in freed memory, so that the first ones have any ports."""
+    calls = GraphCalls()
+    with gpu.current(), CudaStream(gpu) as stream, DeviceMemory(gpu, 64 * 64) as memory:
+        for _ in range(20):
+            calls.capture_begin(stream.handle)
+            for at in range(0, memory.nbytes, 64):
+                gpu.driver.memset(memory.address + at, 0, 64, stream.handle)
+            graph = calls.capture_end(stream.handle)
+            nodes = set(map(int, calls.nodes(graph)))
+            edges = list(calls.edges(graph))
+            assert len(edges) == 63 and {node for edge in edges for node in edge[:2]} == nodes
+            assert {edge[2:] for edge in edges} == {(0, 0, 0)}
+            calls.graph_destroy(graph)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no torch")

@@ -196,17 +196,19 @@ for shifted in (False, True):
     with mx.graphs.region(REGION_BYTES, shifted=shifted) as region:
         print([region.allocate(n) - region.base for n in (1, 512, 513, 1)])
         assert not any(region.read(GraphPlace("w", 0, 0, 4096, "U8", (4096,))))  # zeros at first
-        for again in (dict(nbytes=4096), dict(nbytes=REGION_BYTES, base=region.base + (2 << 20))):
-            try:
-                with mx.graphs.region(**{"base": region.base} | again):
-                    raise AssertionError
-            except OccupiedError as error:
-                assert "in use in this process" in str(error)
+        with mx.graphs.region(64 << 20, base=region.base + (1 << 40)) as large:
+            for base in (region.base, large.base, large.base + (32 << 20)):
+                try:
+                    with mx.graphs.region(4096, base=base):
+                        raise AssertionError
+                except OccupiedError as error:
+                    assert "in use in this process" in str(error)
         try:
             region.allocate(REGION_BYTES)
         except CapacityError as error:
             print(error.message)
-for wrong in (dict(nbytes=0), dict(nbytes=1, base=4096), dict(nbytes=1, base=-1), dict(nbytes=-1)):
+misplaced = dict(nbytes=1, base=0x6000_0020_0000)
+for wrong in (dict(nbytes=0), misplaced, dict(nbytes=1, base=-1), dict(nbytes=-1)):
     try:
         with mx.graphs.region(**wrong):
             raise AssertionError

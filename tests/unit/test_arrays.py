@@ -123,6 +123,16 @@ def test_dlpack_alone_is_enough(tensor: Any) -> None:
     assert array_of("w", OnlyDlpack(tensor[:0])).span_nbytes == 0
 
 
+def test_an_interface_without_a_dtype_yields_to_dlpack() -> None:
+    """torch says "<V2" of bfloat16 in GPU memory."""
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    both = OnlyDlpack(tensor)
+    fields = {"typestr": "<V2", "shape": (2, 3), "data": (tensor.data_ptr(), False), "version": 3}
+    both.__cuda_array_interface__ = fields  # type: ignore[attr-defined]
+    found = array_of("w", both)
+    assert (found.dtype, found.shape, found.address) == ("BF16", (2, 3), tensor.data_ptr())
+
+
 def test_dlpack_keeps_the_memory_until_the_array_goes() -> None:
     class Owned(np.ndarray):
         pass

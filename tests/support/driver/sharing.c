@@ -189,8 +189,9 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t nbytes, size_t alignme
     REQUIRE(settings.vmm, NOT_SUPPORTED);
     REQUIRE(nbytes && nbytes % GRANULARITY == 0 && alignment <= GRANULARITY && !flags,
             INVALID_VALUE);
-    /* A driver of CUDA 13.0 (580.159.04, H200) has ranges under 32 MiB wherever it likes. */
-    bool heeded = wanted % GRANULARITY == 0 && nbytes >= 32 << 20;
+    /* A driver of CUDA 13.0 (580.159.04, H200) has smaller ranges, and those that are wished
+     * elsewhere than at a multiple of 32 MiB, where it likes. */
+    bool heeded = wanted % (32 << 20) == 0 && nbytes >= 32 << 20;
     FIND(found, addresses_reserve(nbytes, heeded ? wanted : 0), OUT_OF_MEMORY);
     range_add(RESERVED, found, nbytes, CU_DEVICE_INVALID);
     GIVE(address, found);
