@@ -119,7 +119,7 @@ class Chain:
             elif untried[step]:
                 self.note(StepReport(step, SKIPPED, untried[step]))
             else:
-                self.note(StepReport(step, FAILED, reason or "later steps gave it"))
+                self.note(StepReport(step, FAILED, reason or "later steps had it"))
 
     def _why_not_attached(self, *, near: bool) -> str:
         if not near:
@@ -221,7 +221,7 @@ class Chain:
         tried[PEERS] = failure.message
         said = [f"\n  {step}: {reason}" for step, reason in tried.items() if reason]
         made = another(kind)
-        made.message = f"nothing gave {self.options.name}{''.join(said)}"
+        made.message = f"no step had {self.options.name}{''.join(said)}"
         made.args = (made.message,)
         made.hint = failure.hint if kind is failure else kind.hint
         return made

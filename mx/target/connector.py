@@ -196,7 +196,7 @@ class Connector:
         peer = path.source.endpoint
         ticket = granted.tickets.get(path.transport)
         if ticket is None:
-            raise PeerProtocolError(f"{peer} gave no ticket for {path.transport}", peer=peer)
+            raise PeerProtocolError(f"{peer} sent no ticket for {path.transport}", peer=peer)
         if granted.generation != path.source.generation:
             raise PeerProtocolError(f"{peer} granted another generation than requested", peer=peer)
         return Grant(
