@@ -194,8 +194,8 @@ class FaultProxy:
         with contextlib.suppress(OSError):
             while not ended and (data := source.recv(_BUFFER_BYTES)):
                 changed, ended = path._apply(passage, data)
+                path.passed_nbytes += len(changed)  # before the other end can answer it
                 sink.sendall(changed)
-                path.passed_nbytes += len(changed)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR if ended else socket.SHUT_WR)
         # Both directions must be through with a socket before it is closed.

@@ -187,12 +187,11 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t nbytes, size_t alignme
                              CUdeviceptr wanted, Flags flags) {
     CALL(NEEDS_DRIVER, "%zu, %zu, %#llx", nbytes, alignment, wanted);
     REQUIRE(settings.vmm, NOT_SUPPORTED);
-    REQUIRE(nbytes && nbytes % GRANULARITY == 0 && alignment <= GRANULARITY && !flags,
-            INVALID_VALUE);
+    REQUIRE(nbytes && !(nbytes % GRANULARITY) && alignment <= GRANULARITY && !flags, INVALID_VALUE);
     /* A driver of CUDA 13.0 (580.159.04, H200) has smaller ranges, and those that are wished
      * elsewhere than at a multiple of 32 MiB, where it likes. */
-    bool heeded = wanted % (32 << 20) == 0 && nbytes >= 32 << 20;
-    FIND(found, addresses_reserve(nbytes, heeded ? wanted : 0), OUT_OF_MEMORY);
+    if (wanted % (32 << 20) || nbytes < 32 << 20) wanted = 0;
+    FIND(found, addresses_reserve(nbytes, wanted), OUT_OF_MEMORY);
     range_add(RESERVED, found, nbytes, CU_DEVICE_INVALID);
     GIVE(address, found);
 }
