@@ -106,13 +106,9 @@ def cold(cluster: Cluster, folder: Path) -> Cold:
     environment = compiled(folder)
 
     def run(arguments: Sequence[str]) -> None:
-        subprocess.run(
-            [sys.executable, *arguments],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            check=True,
-            timeout=60,
-        )
+        command = [sys.executable, *arguments]
+        # Without a timeout: with one, `subprocess` looks every 50 ms whether the process has ended.
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
 
     return Cold(cluster.coordinator, said["endpoint"], run)
 

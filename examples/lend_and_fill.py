@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 
@@ -48,14 +49,14 @@ def resident_mb() -> float:
     return int(kb) * 1024 / 1e6
 
 
-def fill(gb: float, coordinator: str, conn: Connection) -> None:
+def fill(gb: float, name: str, coordinator: str, conn: Connection) -> None:
     """Fill a module in place, by each transport, and say what came of it."""
     children.end_with()
     model = make_model(gb, seed=2)
     for transport in ("tcp", "shm"):
         places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
         before_mb = resident_mb()
-        with mx.pull("lent", into=model, transport=transport, coordinator=coordinator) as pull:
+        with mx.pull(name, into=model, transport=transport, coordinator=coordinator) as pull:
             report = pull.wait()
             grown_mb = resident_mb() - before_mb
         unmoved = places == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
@@ -76,14 +77,15 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=0.25)
     gb = parser.parse_args().gb
     model = make_model(gb, seed=1)
+    name = f"lent-{os.getpid()}"  # a name of one run, bound to no other weights
     before_mb, began_s = resident_mb(), time.monotonic()
-    with mx.serve(model, model="lent", copy=False) as source, torch.no_grad():
+    with mx.serve(model, model=name, copy=False) as source, torch.no_grad():
         seconds, grown_mb = time.monotonic() - began_s, resident_mb() - before_mb
         print(f"lent in {seconds:.2f} s, memory grew by {grown_mb:.0f} MB:\n  {source}")
         here, there = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
         reader = spawn.Process(
-            target=fill, args=(gb, source.coordinator_address, there), daemon=True
+            target=fill, args=(gb, name, source.coordinator_address, there), daemon=True
         )
         reader.start()
         for _ in range(2):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import time
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Semaphore
@@ -41,7 +42,9 @@ def train(model: torch.nn.Module, step: int) -> None:
             weight.view(-1)[0] = step
 
 
-def read(reader: int, coordinator: str, last: int, started: Semaphore, results: Queue[str]) -> None:
+def read(
+    reader: int, name: str, coordinator: str, last: int, started: Semaphore, results: Queue[str]
+) -> None:
     """Fill a module again and again, until it holds the last step."""
     children.end_with()
     model, pulls, moved = make_model(), 0, 0
@@ -49,7 +52,7 @@ def read(reader: int, coordinator: str, last: int, started: Semaphore, results: 
     seen: list[int] = []
     while not seen or seen[-1] < last:
         # `wait_s`: there may be no source while the trainer writes.
-        with mx.pull("policy", into=model, follow=True, wait_s=30, coordinator=coordinator) as pull:
+        with mx.pull(name, into=model, follow=True, wait_s=30, coordinator=coordinator) as pull:
             report = pull.wait()
         (step,) = step_of(model)  # fails if the model is a mixture of two steps
         seen.append(int(step))
@@ -69,14 +72,15 @@ def main() -> None:
     args = parser.parse_args()
     model = make_model()
     train(model, 0)
+    name = f"policy-{os.getpid()}"  # a name of one run, bound to no other weights
     spawn = multiprocessing.get_context("spawn")
     results: Queue[str] = spawn.Queue()
     started = spawn.Semaphore(0)
-    with mx.serve(model, model="policy", copy=False, max_bandwidth="400MB/s") as source:
+    with mx.serve(model, model=name, copy=False, max_bandwidth="400MB/s") as source:
         readers = [
             spawn.Process(
                 target=read,
-                args=(i, source.coordinator_address, args.updates, started, results),
+                args=(i, name, source.coordinator_address, args.updates, started, results),
                 daemon=True,
             )
             for i in range(args.readers)

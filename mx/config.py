@@ -206,8 +206,8 @@ class Settings:
     )
     wait_s: float = _setting(
         0.0, values.seconds(0, 7 * 86400),
-        "Wait so long for a source when there is none (any more), or in serve for the coordinator "
-        "that was named: 90 (seconds), 1m.",
+        "Wait so long for a source when there is none (any more); mx serve: for the coordinator "
+        "that was named. 90 (seconds), 1m.",
         _SERVE_PULL, "TIME", flag="wait",
     )
     checkpoint_root: str = _setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,7 +18,10 @@ from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.runtime import in_thread, uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors, lend_tensors
+from mx.storage.staging import recorded
 from mx.text import listed
+
+log = logging.getLogger(__name__)
 
 
 def hold(
@@ -60,6 +64,10 @@ def hold(
                 cancelled=cancelled,
             )
             span.set(nbytes=held.manifest.layout.payload_nbytes)
+            was = recorded(Path(what)).partition(" ")[0]
+            if was and not held.manifest.ref.pinned_by(was):
+                text = "%s is not what its pull wrote, @%s: mx verify says which tensors differ"
+                log.warning(text, what, was[:16])
             return held
     from mx.memory.torch_source import describe
 

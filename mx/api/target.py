@@ -121,8 +121,9 @@ class Pull(DescribedPull, Closable):
         of mx's, one call at a time.
 
         Args:
-            callback: Must be short and must not close the pull. An error that it raises on mx's
-                thread ends the pull.
+            callback: Must be short and must not close the pull: until it returns no later layer
+                is reported to anyone, and the pull's time goes on. An error that it raises on
+                mx's thread ends the pull.
         """
         self._state.on_layer(callback)
 

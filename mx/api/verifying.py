@@ -80,7 +80,7 @@ def verify_folder(
         error = CheckpointError(
             f"{path} holds {ref.identity.hex()}{files}, not {expected} {said}"
             + (wrong and f": {wrong}"),
-            hint=f"pull {what} again, into another folder",
+            hint=f"{'check the pin, or ' if pin else ''}pull {what} again, into another folder",
         )
         if tensors:
             differ = {"count": len(tensors), "first": tensors[:_MOST_NAMED]}

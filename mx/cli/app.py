@@ -72,7 +72,8 @@ app = typer.Typer(
 - `mx pull llama-8b --out /models/copy`  in another terminal (the README has other machines)
 
 **Exit codes**: 0 complete · 1 anything else · 2 usage or configuration · 3 no source ·
-4 integrity · 5 not allowed · 6 incomplete · 130 interrupted""",
+4 integrity · 5 not allowed · 6 incomplete · 130 interrupted ·
+143 ended by SIGTERM""",
 )
 
 

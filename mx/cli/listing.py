@@ -120,7 +120,7 @@ def models(
     outcome.show(table_of(columns, page.width), page)
     if gone := sum(not entry.sources for entry in found):
         outcome.write(
-            f"{count(gone, 'name')} without a source: nothing can be pulled of it until one is back"
+            f"{count(gone, 'row')} without a source: none can be pulled until one is back"
         )
     _say_sets(len(sets))
     _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])

@@ -411,7 +411,7 @@ def _check_free(out: Path) -> None:
     if holds:
         if pin := recorded(out).partition(" ")[0]:
             raise ConfigError(
-                f"{out} is not empty: a pull has written @{pin} there, complete",
+                f"{out} is not empty: a pull has written all of it there, with the pin {pin}",
                 hint=f"mx verify {out} checks it; or name another `out`",
             )
         raise ConfigError(

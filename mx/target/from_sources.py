@@ -161,10 +161,13 @@ class FromSources(Attempt):
         if not enough and self.edition.reader_id:
             enough = plan([source for source in located.sources if not source.whole]).paths
         if not enough:
+            hint = "start one with mx serve, or name one with `peer=HOST:PORT`"
+            if options.transport and paths.why_none():
+                hint = f"leave out `transport={options.transport}`, or {hint}"
             raise NoSourceError(
                 f"no source of {located.key} can be reached from here: "
                 + (paths.why_none() or "none is registered"),
-                hint="start one with mx serve, or name one with `peer=HOST:PORT`",
+                hint=hint,
             )
         if options.hold:  # later readers of this pull may write the side files
             sides = await locator.side_files(manifest, located)

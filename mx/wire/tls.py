@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mx.core.policy import Subject
 
 _PROBE_TIMEOUT_S = 2.0
-_BOTH_SIDES = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"
+_BOTH_SIDES = "set `tls_cert`, `tls_key` and `tls_ca` on both sides, of one CA"
 _RECIPE = "docs/tls.md shows how certificates are made"
 #: X509_V_ERR_ numbers of OpenSSL.
 _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
