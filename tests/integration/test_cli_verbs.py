@@ -113,7 +113,7 @@ def test_a_name_without_a_source_is_listed_as_such(run: Run, checkpoint: Path) -
         (entry,) = finished(run, "models", *at, "--json").json()["models"]
     assert (entry["sources"], entry["state"]) == (0, "no source")
     shown = finished(run, "models", *at).out
-    assert "none" in shown and "1 name without a source:" in shown
+    assert "none" in shown and "1 row without a source:" in shown
 
 
 def test_the_summary_for_people_says_what_was_kept(
