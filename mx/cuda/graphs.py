@@ -49,12 +49,10 @@ class CopyNode(NamedTuple):
 
 def _packed(extra: int) -> bytes:
     """Return the bytes of packed parameters: `extra` has names and values (cuLaunchKernel)."""
-    found = {}
-    words = (ctypes.c_uint64 * 5).from_address(extra) if extra else ()
-    for name, value in zip(words[::2], words[1::2], strict=False):
-        if name == 0:  # CU_LAUNCH_PARAM_END
-            break
-        found[name] = value
+    found: dict[int, int] = {}
+    while extra and (name := ctypes.c_uint64.from_address(extra).value):  # 0: CU_LAUNCH_PARAM_END
+        found[name] = ctypes.c_uint64.from_address(extra + 8).value
+        extra += 16
     if not found.keys() >= {_POINTER, _SIZE}:
         return b""
     return ctypes.string_at(found[_POINTER], ctypes.c_size_t.from_address(found[_SIZE]).value)
@@ -81,6 +79,8 @@ class GraphCalls(DriverCalls):
         # Not by the bindings: the data that they return (12.9, 13.0 to 13.4) is in freed memory.
         get_edges = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
         count = self._call(self._versioned("cuGraphGetEdges"), self._d.CUgraph(graph))[-1]
+        if not count:
+            return []
         first, second = (ctypes.c_void_p * count)(), (ctypes.c_void_p * count)()
         data, there = (ctypes.c_uint8 * _EDGE_BYTES * count)(), ctypes.c_size_t(count)
         code = get_edges(ctypes.c_void_p(graph), first, second, data, ctypes.byref(there))
