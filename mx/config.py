@@ -11,12 +11,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mx import config_values as values
 from mx.errors import ConfigError
+from mx.records import record
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -35,7 +36,7 @@ _outside: dict[str, str | None] = {}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SettingDescription:
     """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
 
@@ -92,7 +93,7 @@ _ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pul
 CONNECTION, STORES, COMMON = "connection", "stores", "common"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Settings:
     """All settings, validated. `origins` maps names to where their values came from, and `file` is
     the configuration file, which need not exist."""

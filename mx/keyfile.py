@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -77,8 +76,8 @@ def make(path: Path) -> bytes:
         OSError: It can't be kept there.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key = secrets.token_bytes(KEY_BYTES)
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    key = os.urandom(KEY_BYTES)
+    temporary = path.parent / f".{path.name}.{os.urandom(8).hex()}"
     fd = os.open(temporary, _MAKE, 0o600)
     try:
         try:
@@ -139,7 +138,7 @@ def kept(path: Path, *, named: str = "") -> tuple[bytes, str]:
         why = f"{path} can't be kept: {error.strerror or error}"
         if named:
             raise ConfigError(f"{named}: the key file {why}", hint="name another file") from error
-        return secrets.token_bytes(KEY_BYTES), why
+        return os.urandom(KEY_BYTES), why
     except ConfigError as error:
         if named:
             error.message = f"{named}: {error.message}"

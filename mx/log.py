@@ -12,17 +12,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from typing import TextIO
 
+from mx.records import record
 from mx.text import plain, plain_lines
 
 #: Loggers of this project; others are shown from WARNING on, except at level "debug".
 _OURS = ("mx", "mx_transports")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Event:
     """The message of a log record: `str` is its text, and `record.msg.fields` its fields."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +87,7 @@ def is_signed(commitment: bytes, signature: bytes, text: bytes) -> bool:
 
 @functools.cache
 def _of_this_process() -> NameKey:
-    return NameKey(secrets.token_bytes(keyfile.KEY_BYTES))
+    return NameKey(os.urandom(keyfile.KEY_BYTES))
 
 
 @functools.cache

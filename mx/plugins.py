@@ -7,11 +7,13 @@ imported is still listed, as a transport that is unavailable and says why.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import entry_points
 
 from mx import forks
 from mx.core.topology import Place
@@ -30,6 +32,7 @@ from mx.transport import (
 )
 
 GROUP = "mx.transports"
+OWN = "mx_peer-"
 #: Also what the distribution's own metadata says; "module:callable".
 BUILT_IN = {
     "shm": "mx_transports.shm:ShmTransport",
@@ -143,8 +146,32 @@ def names() -> list[str]:
 def _loaders() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, target in BUILT_IN.items():
         yield name, functools.partial(_import, target)
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        yield entry.name, entry.load
+    if _others():
+        from importlib.metadata import entry_points
+
+        for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+            yield entry.name, entry.load
+
+
+def _others() -> bool:
+    """Return True if another distribution than mx's own may add transports. Its file is looked for
+    here, since `importlib.metadata` takes 12 ms to import and reads all files of metadata."""
+    for place in sys.path:
+        try:
+            with os.scandir(place or ".") as entries:
+                found = [
+                    each.path for each in entries if each.name.endswith((".dist-info", ".egg-info"))
+                ]
+        except NotADirectoryError:
+            return True  # an archive, which only the library reads
+        except OSError:
+            continue
+        for folder in found:
+            if not os.path.basename(folder).startswith(OWN):
+                with contextlib.suppress(OSError), open(f"{folder}/entry_points.txt", "rb") as file:
+                    if b"[%s]" % GROUP.encode() in file.read():
+                        return True
+    return False
 
 
 def _import(target: str) -> object:

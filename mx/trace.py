@@ -16,15 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
+
+from mx.records import record
 
 Clock = Callable[[], float]
 Kind = Literal["started", "completed", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SpanEvent:
     """One event of one span.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import repeat
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -376,7 +376,7 @@ class HostHashing(Protocol):
         """
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Piece:
     """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
     holes if it is scattered."""
@@ -386,7 +386,7 @@ class Piece:
     view: View
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Read:
     """One chunk's worth of pieces, completed as a unit. `tag` names it in errors.
 

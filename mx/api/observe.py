@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Self
 
 from mx import config, runtime
@@ -12,11 +11,12 @@ from mx.api.common import tls_of
 from mx.core.pull_status import PullStatus
 from mx.core.reference import parse_reference
 from mx.errors import ClosedError
+from mx.records import record
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Overview:
     """The pulls and sources that a coordinator knew at one moment, oldest first."""
 

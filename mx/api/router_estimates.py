@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mx import config, discovery
 from mx.api.common import check_type, tls_of, transports
@@ -17,6 +16,7 @@ from mx.core.reference import ModelReference
 from mx.core.topology import Place
 from mx.core.types import Layout, ModelKey, SourceRecord
 from mx.errors import ConfigError
+from mx.records import record
 from mx.runtime import in_thread
 from mx.target.paths import path_or_reason
 from mx.target.resolver import describe
@@ -27,7 +27,7 @@ from mx.wire.locate import LocateRequest, Locator
 from mx.wire.place import place_from_json
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class _At:
     """Where a pull would run: the host's name for messages, its place, whether it is this host."""
 
@@ -36,7 +36,7 @@ class _At:
     here: bool
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class _Facts:
     """The state of a model at the time of a question."""
 
@@ -206,9 +206,9 @@ def _read(text: str) -> Place:
 
 
 def _listed(host: str, listed: Sequence[SourceRecord]) -> Place:
-    for record in listed:
-        if host in (record.endpoint, record.endpoint.rpartition(":")[0], record.place.hostname):
-            return record.place
+    for each in listed:
+        if host in (each.endpoint, each.endpoint.rpartition(":")[0], each.place.hostname):
+            return each.place
     raise ConfigError(
         f"nothing is known of the host {host[:80]!r}: no source is listed there",
         hint="give its Place, which `mx.topology().topology.place` is on that host",

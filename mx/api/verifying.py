@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.reference import check_pin
 from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
+from mx.records import record
 from mx.storage.folder_hash import manifest_of
 from mx.storage.staging import differing, recorded
 from mx.text import listed, plain
@@ -22,7 +22,7 @@ _ALONE = "its weights are right"
 _MOST_NAMED = 20
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class VerifiedFolder:
     """A folder that holds what it should. `recorded` is True if its pull has said what that is, and
     `files_too` if the pin covers its files."""

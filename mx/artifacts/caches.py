@@ -17,7 +17,6 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -25,6 +24,7 @@ from blake3 import blake3
 from mx.artifacts.private import check_private, private_folder
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
+from mx.records import record
 from mx.text import shown
 from mx.units import GIB, MIB, format_bytes
 
@@ -53,7 +53,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CacheFile:
     """One file of a cache: `path` is relative and has "/" between its parts."""
 

@@ -21,7 +21,6 @@ import stat
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -35,6 +34,7 @@ from mx.artifacts.private import check_way
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
 from mx.namekey import is_signed
+from mx.records import record
 from mx.text import has_control, shown
 from mx.wire.v1 import artifacts_pb2 as pb
 
@@ -100,7 +100,7 @@ def shown_key(public: bytes) -> str:
     return KEY_PREFIX + public.hex()
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Signed:
     """A document with its signature, which was verified. The signer was not."""
 
@@ -161,7 +161,7 @@ def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
     return Signed(documents.decode(message.document), set_id, public, data)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Signer:
     """A key that the trust file names. `expires_s` is in seconds since 1970, None for never."""
 
@@ -170,7 +170,7 @@ class Signer:
     expires_s: float | None
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Trust:
     """A trust file: the signers by their public keys, and the ids and keys that are revoked."""
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from mx import config
@@ -26,11 +26,12 @@ from mx.artifacts.private import private_folder
 from mx.artifacts.usage import CacheWatch, Usage
 from mx.errors import ConfigError, MxError, OutputError
 from mx.log import event
+from mx.records import record
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Obtained:
     """A set that is laid out, or why there is none.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from mx import config, log, trace
+from mx import config
 from mx.cli import outcome
 from mx.cli.words import in_flags
 from mx.config import Settings
@@ -188,6 +188,8 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     Raises:
         ConfigError: A setting is wrong.
     """
+    from mx import log
+
     given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
     settings = config.load(given, file=context.params.get("config"), typed=True)
     quiet = bool(context.params.get("quiet"))
@@ -212,6 +214,8 @@ def tracing(settings: Settings) -> AbstractContextManager[None]:
     """
     if not settings.trace:
         return nullcontext()
+    from mx import trace
+
     try:
         open(settings.trace, "a", encoding="utf-8").close()
     except OSError as error:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from mx import log
 from mx.cli import SCHEMA
 from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
@@ -121,6 +120,8 @@ def ignore_hangup() -> Any:
 
 
 def _write(level: str, event: str, fields: Mapping[str, object]) -> None:
+    from mx import log
+
     print(log.json_line(level, event, fields, time.time()), file=sys.stderr, flush=True)
 
 

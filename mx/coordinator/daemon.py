@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -25,6 +24,7 @@ from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import CoordinatorState, open_state
 from mx.errors import ConfigError
 from mx.log import event
+from mx.records import record
 from mx.runtime import uncut
 from mx.transport import TlsFiles
 from mx.wire.descriptors import raise_limit
@@ -43,7 +43,7 @@ _MACHINE_ID = Path("/etc/machine-id")
 _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CoordinatorOptions:
     """The options of `mx-coordinator`. `state` is as in `open_state`; `lease_s` is in seconds."""
 

@@ -10,7 +10,7 @@ the doubt ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
@@ -19,9 +19,10 @@ from mx.core.ownership import Receipt
 from mx.core.registration import Intent
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import BindingError
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RegistrationClaim:
     """What a source claims beside its weights. `commitment` is one that it has proved to hold the
     key of, b"" if none. `receipt` is the coordinator's own, and `may_restore` True in the first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mx.core.reference import pinned_name
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import random
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Listed:
     """A listed source. Callers only read it; it changes with the registry's next event."""
 
@@ -43,7 +43,7 @@ class Resolved:
     sources: tuple[Listed, ...]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@record(frozen=True, slots=True, repr=False)
 class ModelStatus:
     """A variant as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import Membership, membership
+from mx.records import record
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _Files:
     """One packaging: a manifest with it, its pin in hexadecimal, and how many sources have it."""
 
@@ -17,7 +18,7 @@ class _Files:
     sources: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@record(slots=True, eq=False)
 class Binding:
     """The weights and the files of one variant.
 

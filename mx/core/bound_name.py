@@ -7,16 +7,17 @@ binds further revisions and variants. A name without a commitment has no owner: 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from mx.core.binding import Binding
 from mx.core.ownership import Receipt
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
 from mx.errors import BindingError
+from mx.records import record
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Revision:
     """A bound revision. `base` is the one that it is an update of, "" for none."""
 
@@ -27,7 +28,7 @@ class Revision:
     completed: set[str] = field(default_factory=set)  # those that have been complete
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class BoundName:
     """A name, and what it stands for. `issued_s` is when the receipt was issued that says whose it
     is, 0.0 without one."""

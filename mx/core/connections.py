@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from mx.core.planner import SourcePath, why_not
 from mx.errors import (
@@ -32,6 +31,7 @@ from mx.errors import (
     PeerVersionError,
     StaleGenerationError,
 )
+from mx.records import record
 
 
 class ConnectionState(enum.Enum):
@@ -78,7 +78,7 @@ class PeerLeftError(PeerLostError):
 _PATH_ERRORS = (PathError, PeerLostError, PeerProtocolError)
 
 
-@dataclass(slots=True, eq=False)
+@record(slots=True, eq=False)
 class PathEntry:
     """One path, and the state of the connection over it."""
 

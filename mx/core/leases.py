@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mx.records import record
 
 #: A reader counts its lease from before it sent its request, the source from its answer. The
 #: source adds this margin, since two clocks may run at slightly different rates.
 MARGIN_S = 0.5
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class ReaderLease:
     """One reader's lease on one source, by the grant that it belongs to."""
 

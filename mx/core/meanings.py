@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 
 from mx.core.binding import Binding
@@ -14,9 +13,10 @@ from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.core.variant import Difference, nearest
 from mx.errors import ConfigError, UnknownModelError
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Meaning:
     """The bindings that a reference means; at least one.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mx.records import record
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _MeterReport:
     nbytes: int
     at_s: float

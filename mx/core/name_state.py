@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
 from mx.core.ownership import Receipt
 from mx.core.revisions import is_main, update_number
 from mx.core.types import ManifestRef, ModelKey
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Kept:
     """A name that nothing is bound under any more, and that its last owner has until `until_s`.
 
@@ -29,7 +30,7 @@ class Kept:
     address: str
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class NameState:
     """What a store keeps of one name.
 

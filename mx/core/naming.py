@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from mx.records import record
 from mx.units import MIB
 
 #: The size at which models that fit no pattern are cut into layers, in bytes.
@@ -37,7 +38,7 @@ _SENSES = re.compile(r"vision|visual|image|img|audio|speech")
 NaturalKey = tuple[str | tuple[int, str], ...]
 
 
-@dataclass
+@record
 class _Section:
     """The towers below one module, with the tensors that run before and after them."""
 

@@ -18,9 +18,10 @@ import ipaddress
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.errors import ConfigError, NotAllowedError
+from mx.records import record
 from mx.text import has_control
 
 #: The most rules of a policy, and the most characters of a pattern.
@@ -43,7 +44,7 @@ class Right(enum.Enum):
     OBSERVE = "observe"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Subject:
     """Whom a certificate names.
 
@@ -139,7 +140,7 @@ def _plain_uri(text: str) -> str:
     return f"{scheme.lower()}{mark}{authority.lower()}{slash}{path}" if mark else text
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Rule:
     """One rule, as written."""
 
@@ -148,14 +149,14 @@ class Rule:
     models: tuple[str, ...] = ("*",)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _Compiled:
     principals: tuple[re.Pattern[str], ...]
     rights: frozenset[Right]
     models: tuple[re.Pattern[str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Policy:
     """The rules of a policy."""
 
@@ -184,7 +185,7 @@ class Policy:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Rights:
     """What one principal may do: rights, and the models that they are for."""
 

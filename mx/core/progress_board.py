@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mx.core.pull_changes import PullChanges
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import Rates
 from mx.errors import CapacityError, NotAllowedError
+from mx.records import record
 
 #: A pull reports at most once a second; one that has not reported for this long is forgotten.
 EXPIRE_S = 5.0
@@ -33,7 +34,7 @@ MAX_PULLS = 4096
 _LEAST_INTERVAL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SharedPull:
     """What a coordinator tells others of a pull that reports to it.
 
@@ -48,7 +49,7 @@ class SharedPull:
     left_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _OneHostPeriod:
     """Since when, and from how many bytes on, a pull has read from sources of one host alone."""
 
@@ -57,7 +58,7 @@ class _OneHostPeriod:
     host: str
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _LastReport:
     """The last report of a pull. `coordinator` is "" if it reports here; `reporter` is its stream
     then."""

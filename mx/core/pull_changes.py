@@ -6,16 +6,17 @@ A watcher has a number, that of the last change that it has seen, and no copy of
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mx.core.pull_status import PullStatus
 from mx.errors import CapacityError
+from mx.records import record
 
 #: How many ended pulls are kept for each that is shown at most.
 _GONE_PER_PULL = 2
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PullChange:
     """The last change of one pull: what it reports now, or None if it does not report any more."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from blake3 import blake3
 
@@ -32,9 +32,10 @@ from mx.core.store import CountedKind, Gone, Store
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Limits:
     """The bounds beyond which a registration is refused with CapacityError.
 
@@ -48,7 +49,7 @@ class Limits:
     sources_per_principal: int = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RegisteredSource:
     """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
     the source, None for nothing; it has no time yet."""

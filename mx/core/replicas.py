@@ -8,9 +8,9 @@ of the model is there are two things: an engine may answer while layers still ar
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 from mx.core.types import ModelKey
+from mx.records import record
 
 
 class ReplicaState(enum.Enum):
@@ -68,7 +68,7 @@ TRANSITIONS: dict[tuple[ReplicaState, EventKind], ReplicaState] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Replica:
     """One replica at one moment.
 
@@ -110,7 +110,7 @@ class Replica:
         return self.state in (ReplicaState.LOADED, ReplicaState.SERVING)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FleetEvent:
     """One event of a watch, with the replica as it is from then on (None for those of the watch
     itself).

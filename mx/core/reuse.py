@@ -6,7 +6,6 @@ Two blocks are the same if their digests are, wherever they are in a tensor, a l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
@@ -16,7 +15,7 @@ from mx.records import record
 from mx.views import View
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class HeldWeights:
     """Weights in memory of this process, the host's or a GPU's: `view` is laid out like an arena of
     the manifest. The memory lives as long as `view`. Layers whose pages are not known are not

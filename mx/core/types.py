@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -203,7 +203,7 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PackagedFile:
     """One safetensors file as `--out` writes it: tensors by name, in file order.
 
@@ -216,7 +216,7 @@ class PackagedFile:
     tensors: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class SideFile:
     """A JSON, text or tokenizer file that travels along; its bytes are a document of its own."""
 
@@ -225,7 +225,7 @@ class SideFile:
     digest: bytes
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Packaging:
     """The files of a checkpoint; none if the source has none."""
 
@@ -233,7 +233,7 @@ class Packaging:
     side_files: tuple[SideFile, ...] = ()
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class ManifestRef:
     """What names a manifest: its documents by digest (blake3, 32 bytes) and size.
 
@@ -292,7 +292,7 @@ class ManifestRef:
         return not self.packaging or self.identity.hex().startswith(pin.lower())
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Manifest:
     """The immutable description of one variant.
 
@@ -352,7 +352,7 @@ class TableRow(NamedTuple):
     region_offset: int
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class AddressTable:
     """The extents of layers that a source holds, and their places.
 
@@ -402,7 +402,7 @@ class SourceState(enum.Enum):
     DRAINING = "draining"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class SourceRecord:
     """One registered source: everything about it that is public.
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from mx.cuda.errors import CudaError, CudaUnavailableError
 from mx.cuda.library import why_missing
+from mx.records import record
 from mx.transport import Unavailable, Viable
 
 #: Bytes of a legacy IPC handle (CU_IPC_HANDLE_SIZE).
@@ -40,7 +40,7 @@ class DeviceAttribute(enum.Enum):
     POSIX_FD = "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PointerInfo:
     """The allocation that an address of device memory belongs to.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-from dataclasses import dataclass
+
+from mx.records import record
 
 ROUNDS = 3
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Memcpy:
     """Speeds of one thread's memcpy, in decimal gigabytes per second.
 

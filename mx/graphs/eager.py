@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.variant import Difference
@@ -11,9 +10,10 @@ from mx.cuda.device import CudaStream, Device
 from mx.cuda.graphs import GraphCalls
 from mx.graphs.libraries import identify
 from mx.graphs.package import Library, LibraryCall
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EagerCall:
     """Work that makes a library load kernels, such as a matrix product of certain shapes.
 
@@ -27,7 +27,7 @@ class EagerCall:
     run: Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LaunchedFunction:
     """A function that a call launched."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from google.protobuf.message import DecodeError
 
 from mx.graphs.bounds import (
@@ -30,12 +28,13 @@ from mx.graphs.package import (
     Node,
     RegionSpec,
 )
+from mx.records import record
 from mx.wire.v1 import graphs_pb2 as pb
 
 FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Capture:
     """What one process captured, for `combine` with another one's.
 

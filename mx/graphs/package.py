@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mx.errors import IntegrityError
+from mx.records import record
 
 
 class GraphError(IntegrityError):
     """A graph is not what a well-behaved publisher makes; nothing of it was loaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RegionSpec:
     """`nbytes` of device memory at the address `base`."""
 
@@ -19,7 +18,7 @@ class RegionSpec:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GraphPlace:
     """A row-major tensor at an offset of a region."""
 
@@ -31,7 +30,7 @@ class GraphPlace:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Input:
     """A tensor that a replay reads, and its golden bytes."""
 
@@ -39,7 +38,7 @@ class Input:
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GraphOutput:
     """A tensor that a replay writes, and the blake3 of its bytes after the golden inputs."""
 
@@ -47,7 +46,7 @@ class GraphOutput:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Image:
     """A kernel image that travels with the graph, by the blake3 of its bytes."""
 
@@ -55,7 +54,7 @@ class Image:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Library:
     """An installed library, which never travels."""
 
@@ -64,7 +63,7 @@ class Library:
     fatbin: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LibraryCall:
     """Eager work, by a name that both sides know, which loads kernels of a library."""
 
@@ -72,7 +71,7 @@ class LibraryCall:
     library: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Kernel:
     """A kernel by its mangled name: of an image, or loaded by a call (the other one is None).
 
@@ -90,7 +89,7 @@ class Kernel:
         return sum(self.parameters[-1]) if self.parameters else 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class KernelNode:
     """A launch. `values` has the parameters at their offsets, `pointers` where addresses are."""
 
@@ -103,7 +102,7 @@ class KernelNode:
     pointers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MemsetNode:
     """`height` rows of `width` elements of `element_bytes` each, `pitch` bytes apart."""
 
@@ -120,7 +119,7 @@ class MemsetNode:
         return (self.height - 1) * self.pitch + self.width * self.element_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MemcpyNode:
     """A copy of `nbytes` within the regions."""
 
@@ -129,7 +128,7 @@ class MemcpyNode:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EmptyNode:
     """A node that only joins edges."""
 
@@ -137,7 +136,7 @@ class EmptyNode:
 Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Edge:
     """The node `second` waits for `first`; ports and type are CUgraphEdgeData's."""
 
@@ -148,7 +147,7 @@ class Edge:
     type: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Graph:
     """A whole graph. Indices refer to the tuples here."""
 

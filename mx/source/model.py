@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from mx.core import manifest as manifests
@@ -32,6 +32,7 @@ from mx.memory.collector import paused
 from mx.memory.describe import DescribedTensors
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
+from mx.records import record
 from mx.storage.disk_file import Stamp
 from mx.storage.landing import Filled
 from mx.storage.load import destination, load_checkpoint
@@ -42,7 +43,7 @@ from mx.transport import DeviceView, ExposedRegion, ScatteredView, View
 from mx.wire.rows import encode_rows
 
 
-@dataclass(eq=False)
+@record(eq=False)
 class HeldModel:
     """A model that a source serves.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol
 
 from mx.core.types import SourceRecord
+from mx.records import record
 from mx.source.model import HeldModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
@@ -62,7 +63,7 @@ class Participant(Protocol):
         """End all streams: the source is no longer served. Idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MemoryFaults:
     """What is wrong with memory, "" for nothing. `moved` says which tensors are elsewhere by now;
     `wrong` names those that are not what was registered."""
@@ -71,7 +72,7 @@ class MemoryFaults:
     wrong: str = ""
 
 
-@dataclass
+@record
 class Served:
     """A held model with its exposures, by transport name."""
 

@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mx import discovery, trace
 from mx.core.grants import Principal
@@ -19,6 +19,7 @@ from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, LocalError, MxError, PeerUntrustedError
 from mx.log import event
 from mx.namekey import NameKey
+from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.source.doubts import Doubts
 from mx.source.endpoint import dialled_host, require_dialable
@@ -48,7 +49,7 @@ _LAST_WORDS_S = 0.2
 _RENAMED_GRACE_S = 3600.0
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class SourceOptions:
     """The options of a source.
 
@@ -75,7 +76,7 @@ class SourceOptions:
     name_key: NameKey | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SourceStats:
     """The state of a source. `readers` counts its running leases. With `pin_only` its name stands
     for other weights at the coordinator, and readers find it by its pin."""

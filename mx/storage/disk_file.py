@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from mx.errors import CheckpointError
+from mx.records import record
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.mounts import is_local
@@ -25,7 +26,7 @@ _CLOCK_STEP_NS = 20_000_000
 Stamp = tuple[int, int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FileStamp:
     """Properties of a file that differ after it was changed.
 
@@ -55,7 +56,7 @@ class FileStamp:
         return (self.device, self.inode, self.nbytes, self.mtime_ns, self.ctime_ns)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DiskFile:
     """A `StoredFile` on a disk of this machine."""
 

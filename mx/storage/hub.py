@@ -11,12 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.errors import ClosedError, ConfigError, LocalError, StoreError, install_hint
+from mx.records import record
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import HUB, Opening
 from mx.text import plain
@@ -44,7 +44,7 @@ def is_hub_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HubStore:
     """A model on the hub: its id, and a branch, tag or commit."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,6 +13,7 @@ from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
+from mx.records import record
 from mx.storage.disk_file import Stamp
 from mx.storage.reader import fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
@@ -22,7 +22,7 @@ from mx.views import DeviceView, HostView
 A = TypeVar("A", bound="Memory | SubsetMemory")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class HostDestination:
     """Host memory to fill an arena through: `view`, which maps `memfd` if there is one.
 
@@ -36,7 +36,7 @@ class HostDestination:
     copy: Callable[[int, memoryview], None] | None = None
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LoadedCheckpoint(Generic[A]):
     """A checkpoint in memory: its manifest, the digests of all blocks, and the arena.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from mx.core.naming import natural_key
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import ConfigError
+from mx.records import record
 from mx.storage.disk_file import DiskFile, read_tensor_file
 from mx.storage.header import MAX_HEADER_BYTES, StoredFile
 from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
@@ -29,7 +30,7 @@ from mx.storage.shards import (
 from mx.storage.side_files import SideFiles, read_side_files
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Checkpoint:
     """A checkpoint whose headers, but not yet its tensors, were read and checked.
 

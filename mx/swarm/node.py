@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
@@ -31,6 +30,7 @@ from mx.core.swarm.slots import WIDTH
 from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
+from mx.records import record
 from mx.swarm.peers import Peers
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
@@ -64,7 +64,7 @@ class Reads(Protocol):
         """Stop reading the chunk from this source: another one serves it."""
 
 
-@dataclass
+@record
 class _ConnectedPeer:
     record: SourceRecord
     stream: PeerStream

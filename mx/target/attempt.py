@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.topology import Place
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import MxError
+from mx.records import record
 from mx.runtime import in_thread
 from mx.target.chain import Chain
 from mx.target.delivery import Delivery
@@ -29,7 +30,7 @@ from mx.target.report import LeftSource, PathReport, PullReport, VerifiedBy
 from mx.transport import Transport
 
 
-@dataclass
+@record
 class History:
     """What a pull keeps from one attempt to the next. Each attempt adds to it."""
 
@@ -41,7 +42,7 @@ class History:
     written: bool = False  # whether tensors of `into` may hold a part of the new weights
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Context:
     """What every attempt of one pull works with. `place` is the target's, which is read while the
     coordinator is asked, and takes a millisecond; `closed` is set to make

@@ -13,11 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 
 from mx.core.types import Manifest
 from mx.errors import ConfigError, IntegrityError, MxError, RevisionChangedError, another
+from mx.records import record
 from mx.target.report import LayerEvent, PullReport
 from mx.tasks import Latch
 
@@ -38,7 +39,7 @@ def _ignored(error: BaseException) -> None:
     """Of an event that was reported before: its callback's error is raised where it is added."""
 
 
-@dataclass(eq=False, slots=True)
+@record(eq=False, slots=True)
 class EditionReadiness:
     """What is known and ready of one edition; the log's lock guards it."""
 
@@ -49,7 +50,7 @@ class EditionReadiness:
     kept: bool = False  # the memory was given to the caller before its layers were ready
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _EventReport:
     """An event, of which edition it is, and who learns that a callback has refused it."""
 
@@ -58,7 +59,7 @@ class _EventReport:
     raised: Raised
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _Subscriber:
     """A callback, and the events with which it is still to be called."""
 

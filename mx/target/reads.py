@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from mx.core.paths import Medium, Rail
@@ -79,7 +78,7 @@ class StorePath:
     staged: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@record(slots=True, eq=False)
 class Connection:
     """One open session over a path, the lease that it stands on, and what came through it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TYPE_CHECKING
 
 from mx.core.types import Layout
@@ -137,7 +137,7 @@ class StepReport:
     bytes: int = 0
 
 
-@dataclass(repr=False)
+@record(repr=False)
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 

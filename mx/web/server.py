@@ -13,7 +13,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mx.errors import LocalError
 from mx.log import event
+from mx.records import record
 from mx.runtime import beside
 from mx.transport import TlsFiles
 from mx.web.board import Board
@@ -64,7 +64,7 @@ _MAX_PATH_CHARS = 64
 HANDSHAKE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WebOptions:
     """The options of `mx web`: where it listens and what it follows, both HOST:PORT."""
 

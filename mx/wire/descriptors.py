@@ -19,10 +19,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 from mx.core.quota import level_down
+from mx.records import record
 from mx.wire.address import address_of_peer
 
 #: More are not asked for: a connection also takes 15 KB, and a coordinator's other bounds allow
@@ -67,7 +67,7 @@ def in_use() -> int:
         return limit()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Ended:
     """What `AcceptedConnections.make_room` has done: `count` connections were ended, most of them
     from `address`, while `used` of `limit` descriptors were in use."""

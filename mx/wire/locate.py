@@ -7,7 +7,7 @@ themselves. Without a pin the coordinator decides which weights a name stands fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import grpc.aio
 
@@ -26,6 +26,7 @@ from mx.errors import (
     SourceError,
     UnknownModelError,
 )
+from mx.records import record
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
@@ -39,7 +40,7 @@ from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
     coordinator, which `hold` tells that the model is going to be served."""
@@ -55,7 +56,7 @@ class LocateRequest:
     hold: bool = False
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Located:
     """A model that was found.
 

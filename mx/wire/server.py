@@ -13,7 +13,6 @@ import importlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -33,6 +32,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.log import Throttle, event
+from mx.records import record
 from mx.tasks import uncut
 from mx.transport import TlsFiles
 from mx.wire.address import (
@@ -92,7 +92,7 @@ _DRAIN_TIMEOUT_S = 2.0
 _DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Service:
     """A service of the protocol and the object whose async methods implement it.
 
@@ -107,7 +107,7 @@ class Service:
     on_call: Callable[[Any, Versions], None] = lambda context, versions: None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Listening:
     """A running server. `address` is HOST:PORT with the port that it listens on."""
 

@@ -33,7 +33,7 @@ UNUSED = {
     "mx_transports.tcp.session",
     "mx_transports.ucx.session",
 }
-MOST_MODULES_VERSION, MOST_MODULES_PULL = 14, 153
+MOST_MODULES_VERSION, MOST_MODULES_PULL = 13, 153
 
 
 def test_commands_load_no_more_than_they_need(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +125,35 @@ def loaded_by(program: str, *arguments: str) -> set[str]:
         check=True,
     )
     return {name.split(".")[1] for name in json.loads(done.stdout) if "." in name} - {"toolkit"}
+
+
+def test_without_plugins_the_library_of_metadata_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+import sys
+from mx import plugins
+assert plugins.names() == [*plugins.BUILT_IN], plugins.names()
+assert "importlib.metadata" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    (tmp_path / "not a folder").write_bytes(b"")
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    for name in ("", "not there", "not a folder"):
+        monkeypatch.syspath_prepend(tmp_path / name)
+        assert plugins.names() == [*plugins.BUILT_IN]
+
+
+def test_a_plugin_in_an_archive_is_found(tmp_path: Path) -> None:
+    archive = tmp_path / "archive.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("z-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: z\nVersion: 1.0\n")
+        file.writestr("z-1.0.dist-info/entry_points.txt", "[mx.transports]\narchived = a:b\n")
+    # In a process of its own: the library leaves the archive open.
+    code = f"import sys; sys.path.insert(0, {str(archive)!r})\n" + (
+        "from mx import plugins; assert 'archived' in plugins.names(), plugins.names()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_listing_transports_imports_none() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import itertools
+import re
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,7 +118,109 @@ def test_threads_may_make_the_first_one_at_once() -> None:
     assert found == [item("a")] * 8
 
 
-def test_each_record_of_the_package_has_its_fields_in_slots() -> None:
+OPTIONS = [
+    {"frozen": frozen, "slots": slots, "repr": shown, "eq": compared}
+    for frozen, slots, shown, compared in itertools.product((False, True), repeat=4)
+]
+
+
+def _family(made_by: Callable[..., Any], options: dict[str, bool]) -> tuple[Any, Any]:
+    @made_by(**options)
+    class Base:
+        """A base."""
+
+        name: str
+        sizes: list[int] = field(default_factory=list)
+
+    @made_by(**options)
+    class Item(Base):
+        """An item."""
+
+        count: int = 3
+        told: list[str] = field(init=False, repr=False, default_factory=list)
+        twice: int = field(init=False, compare=False)
+        state: str = field(init=False, default="new")
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "twice", 2 * self.count)
+
+    return Base, Item
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_record_with_options_is_what_the_standard_one_makes(options: dict[str, bool]) -> None:
+    recorded, standard = _family(record, options), _family(dataclass, options)
+    for mine, theirs, values in (
+        (recorded[0], standard[0], [(("a",), {}), (("a", [1]), {}), ((), {"name": "b"})]),
+        (recorded[1], standard[1], [(("a",), {}), (("a", [1], 4), {}), (("a",), {"count": 9})]),
+    ):
+        assert [each.name for each in fields(mine)] == [each.name for each in fields(theirs)]
+        assert mine.__match_args__ == theirs.__match_args__
+        assert vars(mine).get("__slots__") == vars(theirs).get("__slots__")
+        assert (mine.__hash__ is None) == (theirs.__hash__ is None)
+        assert [*inspect.signature(mine).parameters] == [*inspect.signature(theirs).parameters]
+        for arguments, named in values:
+            one, other = mine(*arguments, **named), theirs(*arguments, **named)
+            assert asdict(one) == asdict(other)
+            assert (repr(one) == repr(other)) == options["repr"]
+            assert hasattr(one, "__dict__") == hasattr(other, "__dict__")
+            assert (one == mine(*arguments, **named)) == options["eq"]
+            assert (one == replace(one, name="z")) == (other == replace(other, name="z"))
+            for again in (copy.copy(one), copy.deepcopy(one), pickled(one)):
+                assert asdict(again) == asdict(one)
+            assert _changed(one) == _changed(other)
+    assert recorded[0]("a") != recorded[1]("a")
+    assert recorded[1].state == standard[1].state or options["slots"]
+
+
+def pickled(item: Any) -> Any:
+    """Return what comes back of a pickle of an object whose class has no name in a module."""
+    kept = item.__reduce_ex__(4)
+    made = kept[0](*kept[1])
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(kept[2])
+    elif isinstance(kept[2], tuple):
+        for name, value in kept[2][1].items():
+            setattr(made, name, value)
+    else:
+        vars(made).update(kept[2])
+    return made
+
+
+def _changed(item: Any) -> tuple[str, Any]:
+    try:
+        item.name = "c"
+    except FrozenInstanceError:
+        return ("refused", item.name)
+    try:
+        item.other = 1
+    except AttributeError:
+        return ("set, no others", item.name)
+    return ("set, and others", item.name)
+
+
+def test_what_a_class_says_itself_is_left() -> None:
+    @record(frozen=True)
+    class Item:  # noqa: PLW1641
+        """An item."""
+
+        name: str
+        size: int = field(default=2)
+
+        def __repr__(self) -> str:
+            return "mine"
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Item)
+
+    assert repr(Item("a")) == "mine"
+    assert Item("a") == Item("b")
+    assert hash(Item("a")) == hash(Item("a"))
+    assert Item.size == 2
+    assert Item.__doc__ == "An item."
+
+
+def test_records_of_the_package_use_only_what_a_record_has() -> None:
     kinds = {
         each
         for name, module in list(sys.modules.items())
@@ -124,9 +230,10 @@ def test_each_record_of_the_package_has_its_fields_in_slots() -> None:
     }
     assert mx.core.types.ModelKey in kinds
     for kind in kinds:
-        names = [each.name for each in fields(kind)]
-        assert tuple(names) == kind.__slots__  # type: ignore[attr-defined]
+        assert {*fields(kind)} == {*kind.__dataclass_fields__.values()}  # type: ignore[attr-defined]
+        for each in vars(kind).get("__annotations__", {}).values():
+            assert not re.match(r"(typing\.|dataclasses\.)?(ClassVar|InitVar|KW_ONLY)\b", each)
 
 
 def _is_record(kind: type) -> bool:
-    return getattr(vars(kind).get("__hash__"), "__module__", "") == "mx.records"
+    return isinstance(vars(kind).get("__dataclass_params__"), SimpleNamespace)

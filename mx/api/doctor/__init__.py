@@ -9,13 +9,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mx import config, runtime
 from mx.api.doctor import fleet, host, network
 from mx.api.doctor.findings import ExaminedHost, Finding, Level, failure, warning
 from mx.api.doctor.fleet import FleetSurvey
 from mx.errors import ConfigError, MxError
+from mx.records import record
 from mx.text import listed
 
 __all__ = ["CHECKS", "Examination", "ExaminedHost", "Finding", "Level", "examine"]
@@ -37,7 +38,7 @@ _FLEET: dict[str, Callable[[ExaminedHost, FleetSurvey], Iterable[Finding]]] = {
 CHECKS = (*_HOST, *_FLEET)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Examination:
     """All findings, and what the coordinators said."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from mx import config, discovery
 from mx.api.common import tls_of, transports
 from mx.hardware import Topology
+from mx.records import record
 from mx.transport import TlsFiles
 from mx.wire.address import is_local
 
@@ -23,7 +24,7 @@ class Level(enum.Enum):
     FAILURE = "failure"  # stops what the settings ask for
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Finding:
     """One thing that was found: what is so, and what to change (`fix`, "" for nothing).
 
@@ -56,7 +57,7 @@ def failure(text: str, fix: str = "") -> Finding:
     return Finding(Level.FAILURE, text, fix)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class ExaminedHost:
     """What is examined: this process's host, by the settings.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx.core.answers import Listed
 from mx.core.changes import Entry
 from mx.core.name_state import NameState
 from mx.core.store import CountedKind, Gone
+from mx.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Renewal:
     """What a heartbeat says. `first`: none has come yet."""
 
@@ -21,7 +22,7 @@ class Renewal:
     first: bool
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Draft:
     """What a batch of steps has read and written.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -11,11 +10,12 @@ from mx.core.types import Manifest
 from mx.cuda import driver
 from mx.errors import ConfigError
 from mx.memory.tensors import TORCH_DTYPES
+from mx.records import record
 from mx.text import listed
 from mx.transport import Unavailable
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class ParameterSlot:
     """A model's place for a parameter or buffer, whatever tensor is there at the moment."""
 

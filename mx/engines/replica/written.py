@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from mx.core.digest import shortcut_digest
 from mx.engines.replica.tensors import ParameterSlot, plain
+from mx.records import record
 
 #: Of a larger tensor this many pieces of this many bytes are looked at, its ends among them.
 _PIECES, _PIECE_BYTES = 16, 64
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class _Print:
     """What is compared of one tensor."""
 

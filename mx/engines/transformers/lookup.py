@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.engines.side_files import check_code, check_covered
 from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
+from mx.records import record
 from mx.text import shown
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ PIPELINE_WEIGHTS = "diffusion_pytorch_model.safetensors"
 PIPELINE = "model_index.json"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
@@ -66,7 +66,7 @@ def say_why_not(error: OSError, name: object, why: str) -> None:
         error.add_note(note)
 
 
-@dataclass
+@record
 class _KeptMeaning:
     until_s: float
     served: ServedModel | None

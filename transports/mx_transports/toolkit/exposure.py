@@ -19,10 +19,11 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mx import forks
 from mx.errors import ClosedError, LocalError, MxError
+from mx.records import record
 from mx.transport import ExposeOptions
 from mx_transports.toolkit import framing, kernel, proof
 from mx_transports.toolkit.listeners import Listen
@@ -45,7 +46,7 @@ def _most_connections() -> int:
     return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
 
 
-@dataclass
+@record
 class GrantState:
     """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
     sent on it; `connected` is True once a connection has shown its secret. Over TLS the connections
@@ -62,7 +63,7 @@ class GrantState:
     sent_nbytes: int = 0
 
 
-@dataclass
+@record
 class _Unproved:
     """A connection that has not presented a secret yet."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from mx.errors import LocalError
+from mx.records import record
 from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import proof
 
@@ -15,7 +15,7 @@ from mx_transports.toolkit import proof
 _PORT_TRIES = 16
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Listeners:
     """The sockets that the readers of an exposure connect to. The exposure closes them.
 

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import resource
@@ -28,9 +27,9 @@ from mx.errors import PathError, PeerLostError, SourceError
 from mx.forks import no_fork
 from mx_transports.ucx import agent as agent_program
 
-#: Distribution by package. The first that is there is used, but one that the process has loaded
-#: already comes before it: types of two copies would collide.
-PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
+#: The first that is there is used, but one that the process has loaded already comes before it:
+#: types of two copies would collide.
+PACKAGES = ("nixl_cu12", "nixl_cu13")
 LOOPBACK_DEVICE = "lo"
 
 #: What UCX and NIXL take from the environment alone, at the moment they are loaded: they log to
@@ -84,15 +83,15 @@ def find() -> Installed | None:
             for suffix in importlib.machinery.EXTENSION_SUFFIXES:
                 path = Path(folder, f"_bindings{suffix}")
                 if path.is_file():
-                    return Installed(package, _version(package), str(path))
+                    return Installed(package, _version(Path(folder)), str(path))
     return None
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(PACKAGES[package])
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+def _version(folder: Path) -> str:
+    # `importlib.metadata` says the same, but takes 12 ms to import.
+    for each in folder.parent.glob(f"{folder.name}-*.dist-info"):
+        return each.stem.partition("-")[2]
+    return "of unknown version"
 
 
 def _bindings(peer: str) -> ModuleType:
