@@ -81,10 +81,7 @@ def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
 def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
     """Measure verified shm copies against one thread's memcpy, which does not hash, and against
     threads that copy and hash."""
-    arena_nbytes = _arena_nbytes(cluster)
-    into = mmap.mmap(-1, arena_nbytes + (2 << 20), flags=mmap.MAP_PRIVATE)
-    into.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(into)[:arena_nbytes]
+    into = _room(cluster)
     with filled_memfd(nbytes) as fd, closing(memcpy.Reused(fd, nbytes)) as reused:
         fresh = harness.interleave(
             {
@@ -97,7 +94,7 @@ def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
         )
         again = harness.interleave(
             {
-                "mx": lambda: _pull(cluster, attach=False, transport="shm", into=view).seconds,
+                "mx": lambda: _pull(cluster, attach=False, transport="shm", into=into).seconds,
                 "memcpy": reused.copy,
                 "hashing memcpy, 1 thread": lambda: reused.hashing(1),
                 "hashing memcpy, 2 threads": lambda: reused.hashing(2),
@@ -113,22 +110,41 @@ def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
     ]
 
 
-def _arena_nbytes(cluster: Cluster) -> int:
+def _room(cluster: Cluster) -> memoryview:
+    """Return memory for the model that is there already, in huge pages."""
     with api.pull(MODEL, coordinator=cluster.coordinator) as pull:
         pull.wait(60)
         assert pull.manifest is not None
-        return pull.manifest.layout.arena_nbytes
+        nbytes = pull.manifest.layout.arena_nbytes
+    room = mmap.mmap(-1, nbytes + (2 << 20), flags=mmap.MAP_PRIVATE)
+    room.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(room)[:nbytes]
 
 
 def tcp_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
-    """Measure a verified pull by tcp against raw sockets that hash."""
+    """Measure a verified pull by tcp against raw sockets that hash, into fresh memory and into
+    memory that is there."""
+    into = _room(cluster)
     with filled_memfd(nbytes) as fd, closing(RawSockets(fd, nbytes)) as sockets:
-        contestants = {
-            "mx": lambda: _pull(cluster, transport="tcp").seconds,
-            **_receives(sockets, "raw"),
-        }
-        samples = harness.interleave(contestants, rounds, fresh_nbytes=nbytes)
-    return [harness.ratio("tcp, verified / raw sockets that hash", samples, "raw", 0.95, nbytes)]
+        fresh = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, transport="tcp").seconds,
+                **_receives(sockets, "raw"),
+            },
+            rounds,
+            fresh_nbytes=nbytes,
+        )
+        again = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, transport="tcp", into=into).seconds,
+                **_receives(sockets, "raw", into),
+            },
+            rounds,
+        )
+    return [
+        harness.ratio("tcp, verified / raw sockets that hash", fresh, "raw", 0.95, nbytes),
+        harness.ratio("tcp, verified, reused / raw sockets that hash", again, "raw", 0.95, nbytes),
+    ]
 
 
 def tls_rows(checkpoint: Path, nbytes: int, rounds: int) -> list[harness.Row]:
@@ -162,15 +178,20 @@ def tls_rows(checkpoint: Path, nbytes: int, rounds: int) -> list[harness.Row]:
     return [harness.ratio(work, samples, "ssl", 0.8, nbytes)]
 
 
-def _receives(sockets: RawSockets, kind: str) -> dict[str, Callable[[], float]]:
-    """Return the references by 1, 2 and 4 sockets."""
-    return {f"{kind}: {count} sockets": partial(sockets.receive, count) for count in (1, 2, 4)}
+def _receives(
+    sockets: RawSockets, kind: str, into: memoryview | None = None
+) -> dict[str, Callable[[], float]]:
+    """Return the references by 1, 2 and 4 sockets, into fresh memory where none is given."""
+    return {
+        f"{kind}: {count} sockets": partial(sockets.receive, count, into) for count in (1, 2, 4)
+    }
 
 
 def ucx_rows(
     cluster: Cluster, nbytes: int, rounds: int, say: Callable[[str], None]
 ) -> list[harness.Row]:
-    """Measure a verified pull by ucx against bare NIXL with the same settings, which hashes too.
+    """Measure a verified pull by ucx against bare NIXL with the same settings, which hashes too,
+    into fresh memory and into memory that is there.
 
     Returns no row if NIXL is not installed.
     """
@@ -180,8 +201,9 @@ def ucx_rows(
         return []
     from .references.nixl import BareNixl
 
+    into = _room(cluster)
     with filled_memfd(nbytes) as fd, closing(BareNixl(fd, nbytes)) as bare:
-        samples = harness.interleave(
+        fresh = harness.interleave(
             {
                 "mx": lambda: _pull(cluster, transport="ucx").seconds,
                 "NIXL, 16 MiB x 4": lambda: bare.receive(16 * MIB, 4, populate=True),
@@ -191,7 +213,18 @@ def ucx_rows(
             rounds,
             fresh_nbytes=nbytes,
         )
-    return [harness.ratio("ucx, verified / bare NIXL that hashes", samples, "NIXL", 0.95, nbytes)]
+        again = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, transport="ucx", into=into).seconds,
+                "NIXL, 16 MiB x 4": lambda: bare.receive(16 * MIB, 4, into=into),
+                "NIXL, 4 MiB x 8": lambda: bare.receive(4 * MIB, 8, into=into),
+            },
+            rounds,
+        )
+    return [
+        harness.ratio("ucx, verified / bare NIXL that hashes", fresh, "NIXL", 0.95, nbytes),
+        harness.ratio("ucx, verified, reused / bare NIXL that hashes", again, "NIXL", 0.95, nbytes),
+    ]
 
 
 def first_layer_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:

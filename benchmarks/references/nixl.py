@@ -77,23 +77,40 @@ class BareNixl:
         self._metadata = base64.b64decode(metadata)
         self._process.send_signal(signal.SIGSTOP)
 
-    def receive(self, read_nbytes: int, under_way: int, *, populate: bool) -> float:
-        """Return the seconds to make an agent and a fresh destination, read and hash."""
+    def receive(
+        self,
+        read_nbytes: int,
+        under_way: int,
+        *,
+        populate: bool = False,
+        into: memoryview | None = None,
+    ) -> float:
+        """Return the seconds to make an agent and a fresh destination, read and hash.
+
+        Args:
+            read_nbytes: The size of a read.
+            under_way: Reads at a time.
+            populate: Fault the destination in before the first read.
+            into: The destination, in place of a fresh one.
+        """
         # The server spins: stopped in between, it takes no core from the next contestant.
         self._process.send_signal(signal.SIGCONT)
         try:
-            return self._receive(read_nbytes, under_way, populate=populate)
+            if into is not None:
+                return self._receive(read_nbytes, under_way, into)
+            start_s = time.perf_counter()
+            room = mmap.mmap(-1, self.nbytes + _HUGE, flags=mmap.MAP_PRIVATE)
+            room.madvise(mmap.MADV_HUGEPAGE)
+            if populate:
+                room.madvise(_MADV_POPULATE_WRITE)
+            made_s = time.perf_counter() - start_s
+            return made_s + self._receive(read_nbytes, under_way, memoryview(room))
         finally:
             self._process.send_signal(signal.SIGSTOP)
 
-    def _receive(self, read_nbytes: int, under_way: int, *, populate: bool) -> float:
+    def _receive(self, read_nbytes: int, under_way: int, view: memoryview) -> float:
         start_s = time.perf_counter()
-        room = mmap.mmap(-1, self.nbytes + _HUGE, flags=mmap.MAP_PRIVATE)
-        room.madvise(mmap.MADV_HUGEPAGE)
-        if populate:
-            room.madvise(_MADV_POPULATE_WRITE)
-        hold = ctypes.c_char.from_buffer(room)
-        view, here = memoryview(room), ctypes.addressof(hold)
+        here = ctypes.addressof(ctypes.c_char.from_buffer(view))
         nixl, agent, backends = _agent()
         descs = nixl.nixlRegDList(nixl.DRAM_SEG, [(here, self.nbytes, 0, "")])
         agent.registerMem(descs, backends)
@@ -118,10 +135,7 @@ class BareNixl:
                 agent.releaseXferReq(handle)
                 for at in range(start, end, _MIB):
                     blake3(view[at : min(at + _MIB, end)]).digest()
-        seconds = time.perf_counter() - start_s
-        del agent, view, hold
-        room.close()
-        return seconds
+        return time.perf_counter() - start_s
 
     def close(self) -> None:
         self._process.kill()

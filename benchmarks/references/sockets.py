@@ -74,12 +74,15 @@ class RawSockets:
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
 
-    def receive(self, connections: int) -> float:
-        """Return the seconds to connect, allocate a fresh destination, receive and hash."""
+    def receive(self, connections: int, into: memoryview | None = None) -> float:
+        """Return the seconds to connect, allocate a fresh destination unless it is given, receive
+        and hash."""
         start_s = time.perf_counter()
-        room = mmap.mmap(-1, self.nbytes + _HUGE, flags=mmap.MAP_PRIVATE)
-        room.madvise(mmap.MADV_HUGEPAGE)
-        target = memoryview(room)[: self.nbytes]
+        if into is None:
+            room = mmap.mmap(-1, self.nbytes + _HUGE, flags=mmap.MAP_PRIVATE)
+            room.madvise(mmap.MADV_HUGEPAGE)
+            into = memoryview(room)
+        target = into[: self.nbytes]
         step = -(-self.nbytes // connections // _MIB) * _MIB
         with ThreadPoolExecutor(connections) as pool:
             slices = [
