@@ -261,13 +261,16 @@ def _show_tables(model: str, settings: Settings, as_json: bool) -> None:
     for each in tables:
         what = "each tensor where its owner has it" if each.live else "one arena"
         outcome.write(f"{each.record.model} at {each.record.endpoint}: {each.error or what}")
-        rows = Table("tensor", "layer", "device", box=None, pad_edge=False)
-        for name in ("region", "address", "bytes"):
-            rows.add_column(name, justify="right")
-        for tensor in each.tensors:
-            place = str(tensor.region), f"{tensor.address:#x}", str(tensor.nbytes)
-            rows.add_row(tensor.name, tensor.layer, tensor.device, *place)
-        outcome.show(rows)
+        tensors, page = each.tensors, outcome.page()
+        columns = [
+            Column("tensor", [tensor.name for tensor in tensors], folds=NAMES),
+            Column("layer", [tensor.layer for tensor in tensors], folds=NAMES, spare=1),
+            Column("device", [tensor.device for tensor in tensors]),
+            Column("region", [str(tensor.region) for tensor in tensors], right=True),
+            Column("address", [f"{tensor.address:#x}" for tensor in tensors], right=True),
+            Column("bytes", [str(tensor.nbytes) for tensor in tensors], right=True),
+        ]
+        outcome.show(table_of(columns, page.width), page)
 
 
 def _show_bundles(bundles: Sequence[BundleStatus]) -> None:

@@ -168,7 +168,13 @@ def show(table: Table, console: Console | None = None) -> None:
 
     console = console or page()
     # What comes from elsewhere is text, not markup.
-    console.print(Plain(table), markup=False)
+    if console.is_terminal:
+        console.print(Plain(table), markup=False)
+        return
+    with console.capture() as caught:
+        console.print(Plain(table), markup=False)
+    # rich fills each line up to the width of the table.
+    print("\n".join(map(str.rstrip, caught.get().splitlines())), flush=True)
 
 
 def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoReturn:

@@ -204,10 +204,11 @@ def _matrix(report: TopologyReport) -> None:
 
 
 def _cell(entry: Reach, letters: dict[str, str]) -> str:
-    """Return all paths, a line each; with `letters` for names the best one alone, and shorter."""
+    """Return all paths, a line for those that look alike; with `letters` for names the best one
+    alone, and shorter."""
     if letters:
         return _brief(entry.paths[0], letters) if entry.paths else "-"
-    return "\n".join(map(_in_words, entry.paths)) or "-"
+    return "\n".join(dict.fromkeys(map(_in_words, entry.paths))) or "-"
 
 
 def _brief(path: Path, letters: dict[str, str]) -> str:

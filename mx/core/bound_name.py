@@ -171,7 +171,10 @@ def not_the_owner(name: str, what: str) -> BindingError:
 
 def bound_to_others(binding: Binding, ref: ManifestRef, *, own: bool) -> BindingError:
     """Return the error for other weights than a key is bound to."""
+    hint = UPDATE_HINT if own else "register other weights under another name or `revision`"
+    if not binding.sources:
+        hint += "; or wait: its last source has gone, and a name is free some minutes later"
     return BindingError(
         f"{binding.key} is bound to {binding.ref.pin.hex()[:16]}, not {ref.pin.hex()[:16]}",
-        hint=UPDATE_HINT if own else "register other weights under another name or `revision`",
+        hint=hint,
     )

@@ -107,7 +107,7 @@ export class PullRow {
     text(this.amount, `${row.ready} of ${many(row.layers, "layer")} ready`);
     const retries = row.retries ? `, ${row.retries} read again` : "";
     text(this.pace, `${bytes(row.done)} of ${bytes(row.bytes)}${retries}`);
-    text(this.phase, running ? rate(row.rate) || `${percent} %` : row.phase);
+    text(this.phase, running ? rate(row.rate) || (row.sources.length ? `${percent} %` : "waiting") : row.phase);
     const ago = row.at === undefined ? "" : `, ${seconds(Math.max(1, Math.round(now - row.at)))} ago`;
     text(this.took, `${running ? "for" : "in"} ${seconds(row.seconds)}${ago}`);
   }
