@@ -54,6 +54,8 @@ def _made(cls: Any, options: SimpleNamespace) -> Any:
     for name, kind in own.get("__annotations__", {}).items():
         given = own.pop(name, MISSING)
         each: Any = given if isinstance(given, Field) else field(default=given)
+        if type(each.default).__hash__ is None:
+            raise ValueError(f"{cls.__name__}.{name}: all objects would share its default")
         fields[name] = each
         each.name, each.type, each.kw_only = name, kind, False
         each._field_type = dataclasses._FIELD  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import mx.core.types
+import mx.records
 from mx.records import record
 
 
@@ -199,6 +200,16 @@ def _changed(item: Any) -> tuple[str, Any]:
     return ("set, and others", item.name)
 
 
+def test_a_default_is_not_shared() -> None:
+    with pytest.raises(ValueError, match=r"Item\.sizes"):
+
+        @record
+        class Item:
+            """An item."""
+
+            sizes: list[int] = []  # noqa: RUF012
+
+
 def test_what_a_class_says_itself_is_left() -> None:
     @record(frozen=True)
     class Item:  # noqa: PLW1641
@@ -231,6 +242,8 @@ def test_records_of_the_package_use_only_what_a_record_has() -> None:
     assert mx.core.types.ModelKey in kinds
     for kind in kinds:
         assert {*fields(kind)} == {*kind.__dataclass_fields__.values()}  # type: ignore[attr-defined]
+        if vars(kind)["__init__"].__module__ == "mx.records":
+            assert mx.records._constructor(kind)  # its fields are in an order that Python takes
         for each in vars(kind).get("__annotations__", {}).values():
             assert not re.match(r"(typing\.|dataclasses\.)?(ClassVar|InitVar|KW_ONLY)\b", each)
 
