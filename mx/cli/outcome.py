@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import json
 import shutil
 import signal
@@ -191,6 +192,8 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _terminated)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal need not know all characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
     try:
         outcome = command.main(given, prog_name=name, standalone_mode=False)

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -254,6 +256,17 @@ def test_a_demo_that_holds_lets_its_user_pull(run: Run, checkpoint: Path, tmp_pa
     assert command.wait(50) == 0
     assert "Every pulled model is the same" in command.out
     assert list(tmp_path.glob("mx-demo-*")) == []
+
+
+def test_characters_that_the_output_cannot_have_are_escaped() -> None:
+    command = (sys.executable, "-m", "mx", "doctor", "--only", "coordinators")
+    where = ("--coordinator", f"127.0.0.1:{free_port()}")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(
+        [*command, *where], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "\\u2192" in ended.stdout, ended.stderr
+    assert ended.stderr == ""
 
 
 @pytest.mark.timeout(300)
