@@ -163,7 +163,7 @@ def _source_columns(sources: Sequence[SourceStatus]) -> list[Column]:
 
 
 def _note(pull: PullStatus) -> str:
-    """Return the phase; a pull that reads from nobody now, and gets nothing, is waiting."""
+    """Return the phase; a pull that reads from no source now, and gets nothing, is waiting."""
     waits = pull.phase.value == "running" and not pull.sources and not pull.gb_per_s
     asked = f", requests at {pull.requests}" if pull.requests else ""
     return f"{'waiting' if waits else pull.phase.value}{asked}"
