@@ -34,13 +34,15 @@ def inode_of(arena: MemfdArena) -> int:
     return os.fstat(arena.memfd).st_ino
 
 
-def mapped_in_huge_pages(inode: int) -> int:
-    """Return how many bytes of a file this process maps in huge pages."""
+def mapped_in_huge_pages(inode: int, at: int | None = None) -> int:
+    """Return how many bytes of a file this process maps in huge pages; of all its maps, or of the
+    one that begins at an address."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()
         if not fields[0].endswith(":"):
-            ours = fields[4] == str(inode)
+            begin = int(fields[0].partition("-")[0], 16)
+            ours = fields[4] == str(inode) and at in (None, begin)
         elif ours and fields[0] in ("ShmemPmdMapped:", "FilePmdMapped:"):
             total += int(fields[1]) * 1024
     return total
@@ -91,7 +93,8 @@ def test_short_writes_are_in_huge_pages_too(arena: MemfdArena) -> None:
         view = made.private_view()
         assert view[HUGE_PAGE_BYTES + 5] == ord("x") and not view[0]
         if collapse(arena.memfd, NBYTES, lambda: False):
-            assert mapped_in_huge_pages(inode_of(made)) == HUGE_PAGE_BYTES
+            smaps = Path("/proc/self/smaps").read_text()
+            assert mapped_in_huge_pages(inode_of(made), address_of(view)) == HUGE_PAGE_BYTES, smaps
     finally:
         made.release()
 
