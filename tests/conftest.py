@@ -71,6 +71,7 @@ _NEEDS = {
         "unit/test_describe.py",
         "unit/test_held_model.py",
         "unit/test_hints.py",
+        "unit/test_holding_folders.py",
         "unit/test_in_place.py",
         "unit/test_job.py",
         "unit/test_live.py",
