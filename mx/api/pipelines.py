@@ -35,7 +35,7 @@ _TENSORS = ".safetensors"
 
 def is_pipeline(path: str | Path) -> bool:
     """Return True for the folder of a diffusers pipeline."""
-    return (Path(path) / INDEX).is_file()
+    return os.path.isfile(os.path.join(path, INDEX))  # False, too, where it may not be read
 
 
 class Pipeline:

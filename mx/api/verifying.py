@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
 from mx.records import record
 from mx.storage.folder_hash import manifest_of
+from mx.storage.safetensors import tensor_files
 from mx.storage.staging import differing, recorded
 from mx.text import listed, plain
 from mx.units import count
@@ -62,7 +64,8 @@ def verify_folder(
     expected = pin or record.partition(" ")[0]
     if expected:
         check_pin(expected)
-    elif path.exists():
+    elif os.path.exists(path):
+        tensor_files(path)  # raises where there are no weights, or this user may not read them
         raise ConfigError(
             f"nothing is recorded of {path}: no pull wrote it, it was copied since, or its file "
             "system keeps no record",

@@ -89,8 +89,9 @@ def models(
                 "pin_covers_files": bool(entry.ref.packaging),
                 "pin_only": entry.pin_only,
                 "layout_version": entry.ref.layout_version,
-                "bytes": entry.nbytes,
-                "layers": entry.layers,
+                # Known only of a model that a source holds whole.
+                "bytes": entry.nbytes if entry.layers else None,
+                "layers": entry.layers or None,
                 "sources": entry.sources,
                 "state": "served" if entry.sources else "no source",
             }

@@ -65,12 +65,12 @@ def verify(
             }
         )
         return
-    against = "what its pull recorded" if found.recorded else "the pin"
+    against = "that its pull recorded" if found.recorded else "of the pin"
     files = "weights and files" if found.files_too else "weights"
     rate = format_rate(layout.payload_nbytes / found.seconds)
     outcome.summarise(
         f"{folder}: {format_bytes(layout.payload_nbytes)} in {format_seconds(found.seconds)} "
         f"({rate}), {count(len(layout.layers), 'layer')}, verified by digest\n"
-        f"  its {files} are those of {against}\n"
+        f"  its {files} are those {against}\n"
         f"  pin {ref.pin.hex()} {outcome.pin_covers(ref.packaging)}"
     )

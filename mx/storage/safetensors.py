@@ -89,12 +89,12 @@ def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:
     Raises:
         ConfigError, CheckpointError, LocalError: As `open_checkpoint`.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike `Path.is_dir` False, too, below a folder that may not be read
         try:
             shards, index_path = _find_shards(path)
         except OSError as error:
             raise read_error(error, path) from error
-    elif path.exists():
+    elif os.path.exists(path):
         if not path.is_file():  # a pipe: opening it would wait for its writer
             hint = "name a checkpoint's folder or file"
             raise ConfigError(f"{path} is not an ordinary file", hint=hint)

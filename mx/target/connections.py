@@ -343,7 +343,7 @@ class ConnectionPool:
                 self._opening[entry].cancel()
         for number, (entry, connection) in list(self._live.items()):
             if entry in entries:
-                left = PeerLeftError(f"{connection.peer} is not needed", peer=connection.peer)
+                left = PeerLeftError(f"{connection.peer} has left", peer=connection.peer)
                 self._transfer.connection_lost(number, left)
 
     def _report_lost(self, key: str) -> None:

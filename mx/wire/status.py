@@ -78,6 +78,8 @@ _CODES: tuple[tuple[type[MxError], grpc.StatusCode], ...] = (
 
 #: Words in gRPC's message where what listens does not speak HTTP/2.
 _OTHER_PROTOCOL = ("http1.x", "http2 frame", "unexpected content", "parsing http/2")
+#: gRPC's whole messages for calls that a server cuts off when it stops.
+_STOPPED = ("cancelled", "cancelling all calls", "internal error from core")
 _NO_SUCH_NAME = ("name not found", "dns resolution failed", "errors resolving")
 
 
@@ -328,6 +330,8 @@ def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
             if rebuilt is not None:
                 return rebuilt
     code, said = error.code(), _first_line(error.details())
+    if said.lower() in _STOPPED:
+        code, said = grpc.StatusCode.UNAVAILABLE, "it was stopped meanwhile"
     match code:
         case grpc.StatusCode.UNAVAILABLE:
             return _silent(who, said)

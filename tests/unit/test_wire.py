@@ -163,6 +163,21 @@ def test_foreign_statuses(
 
 
 @pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (grpc.StatusCode.CANCELLED, "CANCELLED"),
+        (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls"),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core"),
+    ],
+)
+def test_what_a_stopping_server_cuts_off_is_called_so(code: grpc.StatusCode, said: str) -> None:
+    for who, kind in ((COORDINATOR, CoordinatorError), (SOURCE, PeerLostError)):
+        found = translate(rpc_error(code, said), who=who)
+        assert type(found) is kind
+        assert said not in found.message and who.address in found.message
+
+
+@pytest.mark.parametrize(
     "said",
     [
         "errors resolving a.example:1: [field:hostname lookup error:address lookup failed for "
