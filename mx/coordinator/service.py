@@ -404,9 +404,13 @@ class CoordinatorServicer(ListingServicer):
                         policy, _ = self._access.version, self._seen_by(context, request.name)
                         watcher.look_again()
                     while watcher.behind:
-                        events = map(self._messages.event, watcher.take(_WATCH_SLICE))
-                        for message in _watch_messages(events, in_batches=request.batches):
-                            yield message
+                        latest = self._log.latest
+                        while watcher.is_before(latest):
+                            events = map(self._messages.event, watcher.take(_WATCH_SLICE))
+                            for message in _watch_messages(events, in_batches=request.batches):
+                                yield message
+                        if watcher.behind:  # what changed meanwhile is another batch
+                            await asyncio.sleep(INTERVAL_S)
                     # Nothing may come between the changes and what names mean through them.
                     for named in self._named(watcher):
                         yield named

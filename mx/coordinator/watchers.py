@@ -183,7 +183,12 @@ class Watcher:
     @property
     def behind(self) -> bool:
         """True while there are changes that `take` has not examined."""
-        return self._seq < self._log.latest
+        return self.is_before(self._log.latest)
+
+    def is_before(self, seq: int) -> bool:
+        """Return True while there are changes up to number `seq` of the log that `take` has not
+        examined."""
+        return self._seq < seq
 
     def look_again(self) -> None:
         """Examine all sources again: what `sees` says of them has changed."""
