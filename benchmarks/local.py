@@ -24,6 +24,7 @@ from . import harness
 from .processes import Child, Cluster
 from .references import memcpy
 from .references.bare_grpc import BareCalls
+from .references.beside import CONTROL_S, beside_control
 from .references.sockets import RawSockets
 from .sparse import shapes_of, sparse_source
 
@@ -138,12 +139,14 @@ def tcp_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
             {
                 "mx": lambda: _pull(cluster, transport="tcp", into=into).seconds,
                 **_receives(sockets, "raw", into),
+                "control": lambda: beside_control(lambda: sockets.receive(2, into)),
             },
             rounds,
         )
     return [
         harness.ratio("tcp, verified / raw sockets that hash", fresh, "raw", 0.95, nbytes),
         harness.ratio("tcp, verified, reused / raw sockets that hash", again, "raw", 0.95, nbytes),
+        _beside_row("raw sockets", again, "raw"),
     ]
 
 
@@ -218,13 +221,24 @@ def ucx_rows(
                 "mx": lambda: _pull(cluster, transport="ucx", into=into).seconds,
                 "NIXL, 16 MiB x 4": lambda: bare.receive(16 * MIB, 4, into=into),
                 "NIXL, 4 MiB x 8": lambda: bare.receive(4 * MIB, 8, into=into),
+                "control": lambda: beside_control(lambda: bare.receive(4 * MIB, 8, into=into)),
             },
             rounds,
         )
     return [
         harness.ratio("ucx, verified / bare NIXL that hashes", fresh, "NIXL", 0.95, nbytes),
         harness.ratio("ucx, verified, reused / bare NIXL that hashes", again, "NIXL", 0.95, nbytes),
+        _beside_row("bare NIXL", again, "NIXL"),
     ]
+
+
+def _beside_row(what: str, samples: dict[str, list[float]], reference: str) -> harness.Row:
+    """Return the row of a reference beside as much Python as mx's control work takes."""
+    _, alone_s = harness.best(samples, reference)
+    beside_s = harness.median(samples, "control")
+    work = f"{what} beside {CONTROL_S:g} s of Python / alone"
+    detail = f"{beside_s:.2f} s against {alone_s:.2f}"
+    return harness.shown(work, alone_s / beside_s, "x", detail, samples)
 
 
 def first_layer_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
