@@ -10,6 +10,7 @@ nor a file that the child opens later.
 from __future__ import annotations
 
 import contextlib
+import logging  # noqa: F401 - before `no_fork` is registered, see there
 import os
 import socket
 import threading
@@ -21,7 +22,8 @@ Belongs = Callable[[int, str], bool]
 
 #: While a thread holds this, no other one forks: a child would keep what is locked half done, as a
 #: module that is being imported, for ever. For what ends soon: a fork waits for it. A signal's
-#: handler may fork within.
+#: handler may fork within. What registered later locks before it: `logging`, whose lock is taken
+#: within this one, must have registered by now.
 no_fork = threading.RLock()
 os.register_at_fork(
     before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,37 @@ print(use())
     code, out, err = ran(use + fork, served, str(checkpoint))
     assert code == 0, err
     assert out.split() == ["10"] * (when == "after") + ["6", "10"], err
+
+
+#: One thread forks while another, which holds forks off, needs a lock that a fork takes as well.
+HELD_OFF = """
+import faulthandler, os, sys, threading, time
+import mx.forks
+faulthandler.dump_traceback_later(60, exit=True)
+forking, held = threading.Event(), threading.Event()
+os.register_at_fork(before=forking.set)  # the last to register is the first to be called
+def load():
+    with mx.forks.no_fork:
+        held.set()
+        forking.wait()
+        time.sleep(0.1)  # until the fork waits for `no_fork`
+        import logging
+        logging.getLogger("of a module that is loaded")
+thread = threading.Thread(target=load)
+thread.start()
+held.wait()
+pid = os.fork()
+if not pid:
+    import logging
+    logging.getLogger("of the child")
+    os._exit(5)
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_waits_for_what_holds_it_off_without_a_deadlock() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELD_OFF], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.stdout, done.stderr) == ("5\n", "")
