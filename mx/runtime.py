@@ -29,7 +29,7 @@ import grpc.aio
 from mx import forks
 from mx.calls import LoopCall, Waiter
 from mx.errors import ConfigError, ForkError, MxError
-from mx.tasks import beside, in_thread, set_by, uncut, unexpected, workers
+from mx.tasks import beside, dismiss, in_thread, set_by, uncut, unexpected, workers
 
 #: What others import from here, too.
 __all__ = ["beside", "in_thread", "set_by", "uncut", "unexpected"]
@@ -421,6 +421,7 @@ def _stop_at_exit() -> None:
     # Some work is no longer awaited, but not over. Where the interpreter ends beneath a thread that
     # is in C++ code, such as torch's as it frees tensors, the process aborts.
     until_s = time.monotonic() + _STOP_TIMEOUT_S
+    dismiss(for_good=True)
     for worker in list(workers):
         worker.join(max(0.0, until_s - time.monotonic()))
     calm = 0 if _libraries else 2
@@ -472,6 +473,7 @@ def _before_fork() -> None:
         wait, _used = _used and _current is None, _used and _current is not None
     if idle is not None:
         idle.stop()
+    dismiss()
     if wait:
         _let_grpc_end()
     _lock.acquire()

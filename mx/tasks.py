@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,12 @@ T = TypeVar("T")
 
 #: What Python says where there are too many threads.
 _STARTS_NONE = "can't start new thread"
+#: A worker waits so long for more work: a pull has several pieces of it, one soon after the other.
+#: To start a thread holds its loop up until that has run, for some ms where all cores are busy.
+IDLE_S = 0.1
+
+_Job = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
+
 #: The threads of `in_thread`, some of which may still run when they are no longer awaited.
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -110,8 +117,71 @@ def unexpected(error: BaseException) -> MxError:
     return found
 
 
+class _Worker(threading.Thread):
+    """Does one piece of work after the other, and ends after `IDLE_S` without any."""
+
+    def __init__(self, job: _Job) -> None:
+        super().__init__(name="mx-work", daemon=True)
+        self._job: _Job | None = job
+        self._wake = threading.Event()
+
+    def give(self, job: _Job) -> bool:
+        """Give it work while it is idle. Returns False if it has some. Call this under the lock."""
+        if self._job is not None:
+            return False
+        self._job = job  # if an interrupt comes now, it sees this when it has waited
+        self._wake.set()
+        return True
+
+    def end(self) -> None:
+        """End it while it is idle, unless it has work. Call this under the lock."""
+        self._wake.set()
+
+    def run(self) -> None:
+        while self._job is not None:
+            job, self._job = self._job, None
+            _work(*job)
+            del job
+            with _idle.lock:
+                self._wake.clear()
+                _idle.workers.append(self)
+            self._wake.wait(_idle.seconds)
+            with _idle.lock:
+                _idle.workers.remove(self)
+
+
+class _Idle:
+    """The workers that have nothing to do."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal's handler may fork within
+        self.workers: list[_Worker] = []
+        self.seconds = IDLE_S
+
+    def reset(self) -> None:
+        """Forget them, in a forked child, which has none."""
+        self.lock = threading.RLock()
+        self.workers.clear()
+
+
+_idle = _Idle()
+os.register_at_fork(after_in_child=_idle.reset)
+
+
+def dismiss(*, for_good: bool = False) -> None:
+    """End the workers that have nothing to do. `for_good`: let none wait for more work any more."""
+    with _idle.lock:
+        if for_good:
+            _idle.seconds = 0.0
+        ending = list(_idle.workers)
+        for worker in ending:
+            worker.end()
+    for worker in ending:
+        worker.join(IDLE_S)  # not for one that has been given work
+
+
 async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Await `work(*arguments, **named)` on a new thread.
+    """Await `work(*arguments, **named)` on a thread of its own.
 
     Unlike `asyncio.to_thread` this works at the interpreter's end, when open things are closed: no
     thread can start then, and the work runs on the loop.
@@ -121,17 +191,20 @@ async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
 
 
 def started(work: Callable[[], T]) -> Future[T]:
-    """Begin `work()` on a new thread, as `in_thread` does. Returns the future of its result."""
+    """Begin `work()` on a thread, as `in_thread` does. Returns the future of its result."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
-    arguments = (future, contextvars.copy_context(), work)
-    worker = threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True)
+    job = (future, contextvars.copy_context(), work)
+    with _idle.lock:
+        if any(worker.give(job) for worker in reversed(_idle.workers)):
+            return future
+    worker = _Worker(job)
     try:
         worker.start()
     except RuntimeError as error:
         if not _ends(error):
             raise  # there are too many threads
-        _work(*arguments)
+        _work(*job)
     else:
         workers.add(worker)
     return future

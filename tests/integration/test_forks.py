@@ -247,3 +247,30 @@ def test_a_fork_waits_for_what_holds_it_off_without_a_deadlock() -> None:
         [sys.executable, "-c", HELD_OFF], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.stdout, done.stderr) == ("5\n", "")
+
+
+#: Forks beside threads that wait for work: `stays`, and the hook that ends them does not.
+BESIDE_IDLE = """
+import os, sys, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside a thread
+from mx import runtime, tasks
+tasks._idle.seconds = 60.0
+if sys.argv[1] == "stays":
+    runtime.dismiss = lambda **_: None
+worker = tasks.started(tasks.threading.current_thread).result(30)
+while worker not in tasks._idle.workers:
+    pass
+pid = os.fork()
+if not pid:
+    os._exit(tasks.started(lambda: 5).result(30))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), worker.is_alive())
+"""
+
+
+@pytest.mark.parametrize("way", ["stays", "ends"])
+def test_a_child_gives_no_work_to_a_thread_of_its_parent(way: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_IDLE, way],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (f"5 {way == 'stays'}\n", "")

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
+from mx import tasks
 from mx.errors import ClosedError
-from mx.tasks import in_thread, unexpected
+from mx.tasks import dismiss, in_thread, unexpected
 from mx.threads import Threads
 
 ENDS = "can't create new thread at interpreter shutdown"
@@ -117,3 +118,43 @@ def test_an_error_says_that_the_process_ends() -> None:
     assert isinstance(found, ClosedError) and "this process ends" in str(found)
     found = unexpected(RuntimeError(TOO_MANY))
     assert "could not go on" in str(found) and "defect" not in str(found)
+
+
+async def _idle_worker() -> threading.Thread:
+    """Have some work done, and return its thread, which waits for more."""
+    worker = await in_thread(threading.current_thread)
+    while worker not in tasks._idle.workers and worker.is_alive():
+        await asyncio.sleep(0)
+    return worker
+
+
+def test_work_goes_to_a_thread_that_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks._idle, "seconds", 60.0)
+
+    async def main() -> None:
+        worker = await _idle_worker()
+        meeting = threading.Barrier(2)
+
+        def meet() -> threading.Thread:
+            meeting.wait(30)
+            return threading.current_thread()
+
+        both = await asyncio.gather(in_thread(meet), in_thread(meet))
+        assert worker in both and both[0] is not both[1]
+        with pytest.raises(ZeroDivisionError):  # which does not end it
+            await in_thread(divmod, 1, 0)
+        dismiss()
+        for thread in both:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    asyncio.run(main())
+
+
+def test_a_thread_without_work_ends() -> None:
+    async def main() -> None:
+        worker = await in_thread(threading.current_thread)
+        worker.join(30)
+        assert not worker.is_alive() and not tasks._idle.workers
+
+    asyncio.run(main())
