@@ -45,11 +45,11 @@ class BareCalls:
         self._addresses = [f"127.0.0.1:{port}" for port in ports]
         self._runner = asyncio.Runner()
 
-    def connect_and_call(self) -> float:
-        """Return the seconds of two connections and one call."""
-        return self._runner.run(self._timed())
+    def connect_and_call(self, *, both: bool = False) -> float:
+        """Return the seconds of two connections and one call; `both`: a call on each."""
+        return self._runner.run(self._timed(both))
 
-    async def _timed(self) -> float:
+    async def _timed(self, both: bool) -> float:
         begin_s = time.perf_counter()
         first, second = (
             grpc.aio.insecure_channel(address, options=_OWN_CONNECTION)
@@ -57,7 +57,10 @@ class BareCalls:
         )
         async with first, second:
             await first.unary_unary(_METHOD, None, None)(b"")
-            await second.channel_ready()
+            if both:
+                await second.unary_unary(_METHOD, None, None)(b"")
+            else:
+                await second.channel_ready()
             return time.perf_counter() - begin_s
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 #: What the event loop's thread of a pull of 2.6 GB over tcp or ucx takes.
 CONTROL_S = 0.13
+#: What its event loop and the caller's thread take until the first layer is ready.
+FIRST_LAYER_S = 0.01
 
 
 def beside_control(run: Callable[[], float], cpu_s: float = CONTROL_S) -> float:
