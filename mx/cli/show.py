@@ -62,8 +62,11 @@ def show(
     def styled(first: str, texts: Iterable[str]) -> list[Text]:
         return [Text(first), *(Text(each, on) for each, on in zip(texts, styles, strict=True))]
 
-    page, values = outcome.page(), (config.format_value(shown(name)) for name in names)
-    meanings = (in_flags(about.text) for about in names.values())
+    page, values = outcome.page(), [config.format_value(shown(name)) for name in names]
+    meanings = [
+        _meaning(about.text, shows_default=bool(value) and not settings.is_set(name))
+        for (name, about), value in zip(names.items(), values, strict=True)
+    ]
     about_file = "It was read." if is_there else "There is none."
     columns = [
         Column("setting", styled("(file)", names)),
@@ -73,3 +76,9 @@ def show(
     ]
     page.width = min(page.width, _MOST_COLUMNS)
     outcome.show(table_of(columns, page.width), page)
+
+
+def _meaning(text: str, *, shows_default: bool) -> str:
+    """Return a setting's description, without its default where that is shown as its value."""
+    before, marker, _ = text.rpartition(" (default: ")
+    return in_flags(before if shows_default and marker else text)

@@ -14,13 +14,14 @@ from rich.text import Text
 
 from mx.cli import options, outcome
 from mx.cli.keys import Keys
-from mx.cli.listing import layers_held, say_unknown, source_object
+from mx.cli.listing import layers_held, nearest_name, say_unknown, source_object
 from mx.cli.printing import NAMES, Column, Plain, table_of
 from mx.errors import CoordinatorError, NotAllowedError
 from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Observer, Overview
+    from mx.config import Settings
     from mx.core.pull_status import PullStatus
     from mx.wire.listing import SourceStatus
 
@@ -71,18 +72,21 @@ def top(
         if once or not console.is_terminal:
             page, ascii_only = outcome.page(), console.options.ascii_only
             overview = observer.look(model)
-            if model and not overview.pulls and not overview.sources:
+            if model and _none(overview):
                 say_unknown(f"pulls and sources of {model}", model, settings)
             page.print(Plain(render(overview, page.width, ascii_only=ascii_only)))
             return
         try:
-            _watch(observer, model, settings.coordinator, console)
+            _watch(observer, model, settings, console)
         except KeyboardInterrupt:  # Ctrl-C ends `mx top`
             return
 
 
-def _watch(observer: Observer, model: str, address: str, console: Console) -> None:
+def _watch(observer: Observer, model: str, settings: Settings, console: Console) -> None:
     overview, note, seen_s = observer.look(model), "", time.time()
+    address, hint = settings.coordinator, ""
+    if model and _none(overview) and (alike := nearest_name(model, settings)):
+        hint = f"the nearest name that is listed is {alike}"
     # A coordinator that does not answer is waited for in a thread of its own: the page goes on.
     with ThreadPoolExecutor(1, "mx-top") as looking, Keys() as keys, _screen(console) as live:
         looked: Future[Overview] | None = None
@@ -90,8 +94,9 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
             title = Text.assemble(
                 ("mx top", "bold"), f"  {address}  {_age(seen_s, time.time())}  q ends it"
             )
-            tables = render(overview, console.width, ascii_only=console.options.ascii_only)
-            live.update(Plain(Group(title, Text(note, style="red"), tables)), refresh=True)
+            tables = render(overview, console.width, model, ascii_only=console.options.ascii_only)
+            said = Text(note or (hint if _none(overview) else ""), style="red" if note else "")
+            live.update(Plain(Group(title, said, tables)), refresh=True)
             looked = looked or looking.submit(observer.look, model)
             if "q" in keys.wait(INTERVAL_S).lower():
                 return
@@ -117,17 +122,21 @@ def _age(seen_s: float, now_s: float) -> str:
     return text if old_s < OLD_S else f"{text}, {old_s:.0f} s ago"
 
 
-def render(overview: Overview, width: int, *, ascii_only: bool = False) -> Group:
-    """Return both tables, for a terminal of this width."""
-    most = MARKS if width >= WIDE else NARROW_MARKS
+def _none(overview: Overview) -> bool:
+    return not overview.pulls and not overview.sources
+
+
+def render(overview: Overview, width: int, model: str = "", *, ascii_only: bool = False) -> Group:
+    """Return both tables, for a terminal of this width; `model`: the only one that is shown."""
+    most, of = MARKS if width >= WIDE else NARROW_MARKS, f" of {model}" if model else ""
     return Group(
         table_of(_pull_columns(overview.pulls, most, ascii_only=ascii_only), width)
         if overview.pulls
-        else Text("no pulls"),
+        else Text(f"no pulls{of}"),
         Text(),
         table_of(_source_columns(overview.sources), width)
         if overview.sources
-        else Text("no sources"),
+        else Text(f"no sources{of}"),
     )
 
 

@@ -63,8 +63,8 @@ def check_pin(pin: str) -> None:
     """
     if not _PIN.fullmatch(pin):
         raise ConfigError(
-            f"@{pin[:80]} is not a pin",
-            hint=f"write {MIN_PIN_DIGITS} to {MAX_PIN_DIGITS} hex digits",
+            f"@{pin[:80]} is not a pin, which has {MIN_PIN_DIGITS} to {MAX_PIN_DIGITS} hex digits",
+            hint="mx models lists the pin of each model",
         )
 
 

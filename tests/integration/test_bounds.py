@@ -289,3 +289,16 @@ def test_top_outlives_its_coordinator(run: Run, weights: Path) -> None:
         screen.until(lambda text: served["endpoint"] in text, "source of the new one")
         screen.process.send_signal(signal.SIGINT)
         assert screen.process.wait(20) == EXIT_OK
+
+
+def test_top_of_a_name_that_is_not_listed_names_the_nearest(
+    run: Run, coordinator: str, weights: Path
+) -> None:
+    serve(run, weights, "small", coordinator)
+    screen = Screen("top", "smal", "--coordinator", coordinator)
+    with contextlib.ExitStack() as ends:
+        ends.callback(screen.end)
+        screen.until(lambda text: "no sources of smal" in text, "what is not there")
+        assert "nearest name" in screen.text and "small" in screen.text
+        serve(run, weights, "smal", coordinator)
+        screen.until(lambda text: re.search("smal .*origin", text), "its source")

@@ -23,6 +23,7 @@ import mx.cli
 import mx.cli.app
 import mx.cli.coordinator
 from mx import config
+from mx.cli import show
 from mx.cli.stop import Stop
 
 VERBS = (
@@ -199,6 +200,11 @@ def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> 
     assert shown["config_file"] == {"path": str(file), "read": True}
     table = run_mx(*arguments, MX_PEER_STREAMS="6").stdout
     assert "environment MX_PEER_STREAMS" in table and "It was read." in table
+    # A default that is shown as the value is not said again; what an empty value means is.
+    assert "(default: any" in table
+    described = "Where to listen. (default: 127.0.0.1:0)"
+    assert show._meaning(described, shows_default=True) == "Where to listen."
+    assert show._meaning(described, shows_default=False) == described
     home: Any = {"XDG_CONFIG_HOME": str(tmp_path), "MX_PEER_CONFIG": ""}
     default = {"path": str(tmp_path / "mx" / "config.toml"), "read": False}
     assert the_object(run_mx("config", "show", "--json", **home).stdout)["config_file"] == default
