@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from mx.errors import ClosedError, LocalError, MxError
@@ -26,6 +27,10 @@ IDLE_S = 0.1
 
 _Job = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
 
+_lock = threading.RLock()  # a signal's handler may fork within
+#: The workers that have nothing to do, each with where its next work, or None for its end, is put.
+_idle: list[tuple[threading.Thread, SimpleQueue[_Job | None]]] = []
+_idle_s = IDLE_S
 #: The threads of `in_thread`, some of which may still run when they are no longer awaited.
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -117,67 +122,47 @@ def unexpected(error: BaseException) -> MxError:
     return found
 
 
-class _Worker(threading.Thread):
-    """Does one piece of work after the other, and ends after `IDLE_S` without any."""
-
-    def __init__(self, job: _Job) -> None:
-        super().__init__(name="mx-work", daemon=True)
-        self._job: _Job | None = job
-        self._wake = threading.Event()
-
-    def give(self, job: _Job) -> bool:
-        """Give it work while it is idle. Returns False if it has some. Call this under the lock."""
-        if self._job is not None:
-            return False
-        self._job = job  # if an interrupt comes now, it sees this when it has waited
-        self._wake.set()
-        return True
-
-    def end(self) -> None:
-        """End it while it is idle, unless it has work. Call this under the lock."""
-        self._wake.set()
-
-    def run(self) -> None:
-        while self._job is not None:
-            job, self._job = self._job, None
-            _work(*job)
-            del job
-            with _idle.lock:
-                self._wake.clear()
-                _idle.workers.append(self)
-            self._wake.wait(_idle.seconds)
-            with _idle.lock:
-                _idle.workers.remove(self)
+def _forget_workers() -> None:
+    """Forget the parent's workers in a forked child, which has none."""
+    global _lock
+    _lock = threading.RLock()
+    _idle.clear()
 
 
-class _Idle:
-    """The workers that have nothing to do."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal's handler may fork within
-        self.workers: list[_Worker] = []
-        self.seconds = IDLE_S
-
-    def reset(self) -> None:
-        """Forget them, in a forked child, which has none."""
-        self.lock = threading.RLock()
-        self.workers.clear()
-
-
-_idle = _Idle()
-os.register_at_fork(after_in_child=_idle.reset)
+os.register_at_fork(after_in_child=_forget_workers)
 
 
 def dismiss(*, for_good: bool = False) -> None:
     """End the workers that have nothing to do. `for_good`: let none wait for more work any more."""
-    with _idle.lock:
+    global _idle_s
+    with _lock:
         if for_good:
-            _idle.seconds = 0.0
-        ending = list(_idle.workers)
-        for worker in ending:
-            worker.end()
-    for worker in ending:
-        worker.join(IDLE_S)  # not for one that has been given work
+            _idle_s = 0.0
+        ending = [*_idle]
+        _idle.clear()
+        for _, jobs in ending:
+            jobs.put(None)
+    for worker, _ in ending:
+        worker.join(IDLE_S)
+
+
+def _work_on(jobs: SimpleQueue[_Job | None]) -> None:
+    """Do the work that is there, and more that is given within `_idle_s` after each."""
+    me, job = (threading.current_thread(), jobs), jobs.get()
+    while job is not None:
+        _work(*job)
+        job = None  # nothing keeps its result while this waits
+        with _lock:
+            _idle.append(me)
+        try:
+            job = jobs.get(timeout=_idle_s)
+        except Empty:
+            with _lock:
+                if me in _idle:
+                    _idle.remove(me)
+                    return
+            with contextlib.suppress(Empty):  # who gives work may be interrupted
+                job = jobs.get(timeout=IDLE_S)
 
 
 async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
@@ -195,10 +180,13 @@ def started(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
     job = (future, contextvars.copy_context(), work)
-    with _idle.lock:
-        if any(worker.give(job) for worker in reversed(_idle.workers)):
+    with _lock:
+        if _idle:
+            _idle.pop()[1].put(job)
             return future
-    worker = _Worker(job)
+    jobs = SimpleQueue[_Job | None]()
+    jobs.put(job)
+    worker = threading.Thread(target=_work_on, args=(jobs,), name="mx-work", daemon=True)
     try:
         worker.start()
     except RuntimeError as error:

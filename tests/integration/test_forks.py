@@ -254,11 +254,11 @@ BESIDE_IDLE = """
 import os, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside a thread
 from mx import runtime, tasks
-tasks._idle.seconds = 60.0
+tasks._idle_s = 60.0
 if sys.argv[1] == "stays":
     runtime.dismiss = lambda **_: None
 worker = tasks.started(tasks.threading.current_thread).result(30)
-while worker not in tasks._idle.workers:
+while not tasks._idle:
     pass
 pid = os.fork()
 if not pid:

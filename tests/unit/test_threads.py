@@ -123,13 +123,13 @@ def test_an_error_says_that_the_process_ends() -> None:
 async def _idle_worker() -> threading.Thread:
     """Have some work done, and return its thread, which waits for more."""
     worker = await in_thread(threading.current_thread)
-    while worker not in tasks._idle.workers and worker.is_alive():
+    while all(each is not worker for each, _ in tasks._idle) and worker.is_alive():
         await asyncio.sleep(0)
     return worker
 
 
 def test_work_goes_to_a_thread_that_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks._idle, "seconds", 60.0)
+    monkeypatch.setattr(tasks, "_idle_s", 60.0)
 
     async def main() -> None:
         worker = await _idle_worker()
@@ -155,6 +155,26 @@ def test_a_thread_without_work_ends() -> None:
     async def main() -> None:
         worker = await in_thread(threading.current_thread)
         worker.join(30)
-        assert not worker.is_alive() and not tasks._idle.workers
+        assert not worker.is_alive() and not tasks._idle
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_waits_for_work_keeps_nothing_of_what_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "_idle_s", 60.0)
+
+    class Result:
+        pass
+
+    async def main() -> None:
+        for _ in range(2):  # the first work of the thread, and more
+            kept = weakref.ref(await in_thread(Result))
+            await asyncio.sleep(0)  # the loop's own step keeps it until then
+            while not tasks._idle:
+                await asyncio.sleep(0)
+            assert kept() is None
+        dismiss()
 
     asyncio.run(main())
