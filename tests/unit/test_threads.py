@@ -128,6 +128,13 @@ async def _idle_worker() -> threading.Thread:
     return worker
 
 
+async def _both_idle() -> None:
+    """A result is there before its thread waits for more."""
+    async with asyncio.timeout(30):
+        while len(tasks._idle) < 2:
+            await asyncio.sleep(0)
+
+
 def test_work_goes_to_a_thread_that_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_idle_s", 60.0)
 
@@ -141,8 +148,10 @@ def test_work_goes_to_a_thread_that_waits_for_some(monkeypatch: pytest.MonkeyPat
 
         both = await asyncio.gather(in_thread(meet), in_thread(meet))
         assert worker in both and both[0] is not both[1]
+        await _both_idle()
         with pytest.raises(ZeroDivisionError):  # which does not end it
             await in_thread(divmod, 1, 0)
+        await _both_idle()
         dismiss()
         for thread in both:
             thread.join(30)

@@ -45,7 +45,7 @@ IDLE_POLL_S = 0.05
 POLLS = 8
 NOTHING_S = 4e-6
 #: While reads run and there was nothing to do for no longer than this, an agent leaves its core to
-#: whoever wants it and polls on: a sleep takes 60 us and more, for which the other side waits.
+#: another thread and polls on: a sleep takes 60 us and more, for which the other side waits.
 YIELD_S = 300e-6
 #: A pause after that takes a quarter of the time for which there has been nothing, so that one of
 #: several agents whose links are slow leaves the cores to the others. The longest is for readers
