@@ -459,6 +459,11 @@ def _replaces_from_wire(text: str) -> str:
     return text
 
 
+def commitment_from_wire(data: bytes) -> bytes:
+    """Return the commitment that a name belongs to, b"" for none."""
+    return _bytes_or_none(data, COMMITMENT_BYTES, "commitment")
+
+
 def receipt_from_wire(data: bytes) -> bytes:
     """Return a receipt, which only the coordinator that gave it reads."""
     if len(data) > MAX_RECEIPT_BYTES:

@@ -169,6 +169,11 @@ class BindingError(CoordinatorError):
     exit_code = EXIT_NOT_ALLOWED
 
 
+class UnsettledError(BindingError):
+    """The coordinator can't say yet whose the name is: its state has lost some. It will within a
+    minute."""
+
+
 class NotAllowedError(CoordinatorError):
     """A credential, certificate or policy forbids it."""
 
@@ -294,6 +299,11 @@ class IncompleteError(SourceError):
     """A pull ended before every layer was ready; the message says how far it came."""
 
     exit_code = EXIT_INCOMPLETE
+
+
+class SupersededError(IncompleteError):
+    """What a name meant when a pull began can't be had whole any more, and what it means now
+    can."""
 
 
 class ArtifactError(IntegrityError):

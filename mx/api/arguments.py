@@ -46,6 +46,7 @@ class PullArguments(PlanArguments, total=False):
     into: Any
     reuse: Holder | Sequence[Holder]
     follow: bool
+    allow_older: bool
     local_ranks: LocalRanks | None
     wait_s: float | None
     resume: bool
@@ -63,6 +64,7 @@ _DEFAULTS: Mapping[str, object] = {
     "verify": "chunks",
     "reuse": (),
     "follow": False,
+    "allow_older": False,
     "resume": True,
     "files_only": False,
 }

@@ -108,6 +108,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         into=into,
         reuse=reuse,
         follow=asked.get("follow", False),
+        allow_older=asked.get("allow_older", False),
         transport=transport,
         strong=verify == "strong",
         attach=asked.get("attach", True),
@@ -260,7 +261,7 @@ _UNUSED: tuple[object, ...] = (None, False, [], "cpu")
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
 _TEXTS = ("model", "revision", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
-_FLAGS = ("hold", "attach", "resume", "follow")
+_FLAGS = ("hold", "attach", "resume", "follow", "allow_older")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
 
 

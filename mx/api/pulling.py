@@ -23,8 +23,9 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
     `fallback` (at most one of them) says otherwise.
 
     Args:
-        model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is its newest
-            revision; a pin accepts its weights in any revision.
+        model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is the newest
+            revision that its owner has published, which is waited for (`wait_s`) while it is being
+            changed or its sources are away; a pin accepts its weights in any revision.
         source: "peers" (the default), or "auto" to go on with the settings' stores where sources do
             not serve everything: a disk (`checkpoint_root`, or `fallback`), the Hugging Face hub
             (`hub_id`), an object store (`object_url`). What a source, the coordinator or a pin says
@@ -60,6 +61,8 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             raises RevisionChangedError, as does `tensors()` of an event from before. Nothing that
             the pull returns from then on is of the old revision; tensors that the caller has keep
             its bytes. A pull that is complete follows no further.
+        allow_older: Take the newest revision that can be had whole, if what the name means cannot;
+            the report then says what that is (`newest`).
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
             of them are ready at once, and empty. With `only` or `slices` the pull serves nothing to
             others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a

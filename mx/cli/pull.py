@@ -81,6 +81,13 @@ def pull(
     no_attach: Annotated[
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
+    allow_older: Annotated[
+        bool,
+        typer.Option(
+            "--allow-older",
+            help="Take an older revision where the one that NAME means can't be had whole.",
+        ),
+    ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
     device: options.Device = "cpu",
@@ -143,6 +150,7 @@ def pull(
                 transport=transport,
                 verify=verify,
                 attach=not no_attach,
+                allow_older=allow_older,
                 only=only or None,
                 slices=options.slices_of(slices),
                 resume=not no_resume,
@@ -237,6 +245,8 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool
         f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "
         f"{report.verdict}"
     ]
+    if report.newest:
+        lines.append(f"  older than {report.newest}, which the name means and no source has whole")
     if report.moved_bytes is not None:
         lines.append(f"  {format_bytes(report.moved_bytes)} moved for these tensors")
     for path in report.paths:

@@ -31,6 +31,7 @@ _LIFE_BYTES = 16
 _HEAD = struct.Struct(">d16s")
 #: No receipt begins so: after its life comes JSON.
 _MARKS = b"mx mark of how far a state had come, version 1: "
+_SEEN = b"mx note of what a reader has seen, version 1: "
 
 
 class Nonces:
@@ -143,11 +144,30 @@ class Proofs:
         mac, data = receipt[:MAC_BYTES], receipt[MAC_BYTES:]
         if not receipt or not hmac.compare_digest(mac, self._mac(data)):
             return None
+        return self._decoded(data)
+
+    def _decoded(self, data: bytes) -> Receipt | None:
         life, data = data[:_LIFE_BYTES], data[_LIFE_BYTES:]
         try:
             return replace(Receipt.decode(data), this_life=life == self._life())
         except ConfigError:
             return None
+
+    def seen(self, bound: Receipt | None) -> bytes:
+        """Return what a reader brings again to say which updates of a name there were, b"" for
+        nothing. It binds nothing."""
+        if bound is None:
+            return b""
+        data = self._life() + bound.encode()
+        return self._mac(_SEEN + data) + data
+
+    def read_seen(self, seen: bytes) -> Receipt | None:
+        """Return what a reader has seen in an earlier life; None if it says nothing of that."""
+        mac, data = seen[:MAC_BYTES], seen[MAC_BYTES:]
+        if not seen or not hmac.compare_digest(mac, self._mac(_SEEN + data)):
+            return None
+        found = self._decoded(data)
+        return None if found is None or found.this_life else found
 
     def mark(self, mark: Mark) -> bytes:
         """Return a mark as sources are told it."""

@@ -26,6 +26,7 @@ from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.changes import ChangeKind, Tail
+from mx.core.ownership import Receipt
 from mx.core.policy import Right
 from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource, Registry
@@ -199,6 +200,7 @@ class CoordinatorServicer(ListingServicer):
             pin_only=listed.pin_only,
             receipt=self._proofs.receipt(answer.receipt),
             mark=self._marks.current(),
+            owner=answer.owner,
         )
 
     async def _may_register(self, context: Any, caller: Caller, record: SourceRecord) -> None:
@@ -246,6 +248,7 @@ class CoordinatorServicer(ListingServicer):
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
     ) -> AsyncIterator[pb.HeartbeatResponse]:
         caller, checked = caller_of(context), None
+        told: Receipt | None = None
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
                 source_id = codec.source_id_from_wire(request.source_id)
@@ -268,12 +271,16 @@ class CoordinatorServicer(ListingServicer):
                     requests_port=port,
                 )
                 record = await self._state.event(beat)
-                yield pb.HeartbeatResponse(
+                response = pb.HeartbeatResponse(
                     lease_s=self._state.lease_s,
                     coordinator_epoch=self._state.epoch,
                     pin_only=record.pin_only,
                     mark=self._marks.current(),
                 )
+                receipt = self._state.receipt_of(source_id)
+                if receipt != told:
+                    told, response.receipt = receipt, self._proofs.receipt(receipt)
+                yield response
 
     async def _owned(self, context: Any, source_id: str) -> Listed:
         """Return a listed source, if its call comes from who registered it."""
@@ -358,13 +365,24 @@ class CoordinatorServicer(ListingServicer):
         self._access.require(context, (Right.PULL,), name)
         if request.serves:
             self._access.require(context, (Right.SERVE,), name)
+        seen = self._proofs.read_seen(request.seen)
+        if seen is not None and seen.key.name == name:
+            await self._state.event(partial(Registry.recall, seen=seen))
         found = await self._state.ask(
-            lambda registry: registry.resolve(request.name, request.revision, request.variant)
+            lambda registry: registry.resolve(
+                request.name,
+                request.revision,
+                request.variant,
+                allow_older=request.allow_older,
+            )
         )
         response = pb.ResolveResponse(
             model=codec.key_to_wire(found.model),
             manifest=codec.ref_to_wire(found.ref),
             source_count=len(found.sources),
+            newest=None if found.newest is None else codec.key_to_wire(found.newest),
+            older=map(codec.key_to_wire, found.older),
+            seen=self._proofs.seen(found.seen),
         )
         response.sources.extend(self._sources_that_fit(found.sources))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:

@@ -124,6 +124,12 @@ class CoordinatorState:
                 await self.tick()
         return question(self._registry)
 
+    def receipt_of(self, source_id: str) -> Receipt | None:
+        """Return what the receipt of a listed source says now; None for none. It reads what is
+        known, and is called for each heartbeat."""
+        listed = self._store.source(source_id)
+        return None if listed is None else self._registry.receipt_of(listed)
+
     async def tick(self) -> None:
         """Advance the clock. Call this a few times per lease. Where the state cannot be kept,
         nothing ends: the store logs that."""

@@ -18,7 +18,7 @@ from mx.core.bound_name import BoundName, bound_to_others, not_the_owner, update
 from mx.core.ownership import Receipt
 from mx.core.registration import Intent
 from mx.core.types import ManifestRef, ModelKey
-from mx.errors import BindingError
+from mx.errors import BindingError, UnsettledError
 from mx.records import record
 
 
@@ -131,8 +131,8 @@ def _plain(
     return Admission(key)
 
 
-def _in_doubt(key: ModelKey) -> BindingError:
-    return BindingError(
+def _in_doubt(key: ModelKey) -> UnsettledError:
+    return UnsettledError(
         f"the coordinator's state has lost some of its names, so that {key} can be bound only by a "
         "receipt now",
         hint="try again in a few seconds",

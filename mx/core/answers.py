@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,12 @@ from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
     import random
+
+    from mx.core.ownership import Receipt
+
+
+#: The most revisions that an error names.
+_MOST_NAMED = 5
 
 
 @record(slots=True)
@@ -36,11 +42,18 @@ class Resolved:
 
     They are in the order in which readers should try them: by binding, the oldest first, each
     one's origins first. `in_turn` says which to keep of too many.
+
+    `newest` is what the name means; of a question with a pin only if that is another revision, and
+    can be had whole, and None with a revision. `older` are older revisions that can be, if the
+    newest cannot. `seen` is what the asker knows of the name then, None for nothing.
     """
 
     model: ModelKey
     ref: ManifestRef
     sources: tuple[Listed, ...]
+    newest: ModelKey | None = None
+    older: tuple[ModelKey, ...] = ()
+    seen: Receipt | None = None
 
 
 @record(frozen=True, slots=True, repr=False)
@@ -103,6 +116,24 @@ class BundleStatus:
 
     def __str__(self) -> str:
         return str(ModelKey(self.name, self.revision, self.variant))
+
+
+def away(meant: ModelKey, older: Sequence[ModelKey]) -> tuple[str, str]:
+    """Return the message and the hint of the error for a name without a pin or a revision whose
+    newest revision no sources have whole.
+
+    Args:
+        meant: What the name means.
+        older: Older revisions that can be had.
+    """
+    listed = ", ".join(map(str, older[:_MOST_NAMED])) + (" …" if len(older) > _MOST_NAMED else "")
+    return (
+        f"{meant.name} means {meant}, its newest revision, which no source has whole now: it is "
+        "being changed, or its sources are away",
+        f"wait for it (`wait_s`), name an older one ({listed}), or take it with `allow_older`"
+        if older
+        else "wait for it (`wait_s`), or start its source again",
+    )
 
 
 def in_order(sources: Iterable[Listed]) -> list[Listed]:

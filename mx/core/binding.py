@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 
 from mx.core.types import ManifestRef, ModelKey
@@ -29,7 +30,8 @@ class Binding:
     it after a restart of the coordinator, 0.0 without one; `restored` is True if that was of an
     earlier life of the coordinator. `sources` maps the ids of the sources, in order of
     registration, to their packaging (b"": no files). `ref` is a manifest with the bound files:
-    those of the first origin that had any.
+    those of the first origin that had any. `lapses_at_s` is until when it keeps its place among
+    those that contest a name, though it has no source.
     """
 
     key: ModelKey
@@ -44,6 +46,7 @@ class Binding:
     member: Membership = field(init=False)
     _packaged: bool = False  # by an origin; a relay's files give way to an origin's
     _all_files: dict[bytes, _Files] = field(default_factory=dict)
+    lapses_at_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.member = membership(self.key.variant)
@@ -67,6 +70,7 @@ class Binding:
             origin: False for a relay, which binds no files.
         """
         had = self.sources.get(source_id)
+        self.lapses_at_s = math.inf
         self.sources[source_id] = ref.packaging
         self._all_files.setdefault(ref.packaging, _Files(ref, ref.pin.hex())).sources += 1
         if had is not None:

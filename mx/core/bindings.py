@@ -26,10 +26,11 @@ A revision stays bound while it has a source or an update of it is bound, and fo
 after that, so that a crash does not free the name. It ends at once when the owner deregisters the
 last source, unless an update has replaced the revision.
 
-A *bundle* is the ranks of one revision that make a whole (`mx.core.variant`). NAME means the newest
-revision of a bundle that has been complete, for all its ranks; before one has been, the oldest. So
-an update that not all ranks have registered yet changes nothing, and once they have, the end of a
-rank changes nothing either.
+NAME means the newest revision that its owner has published, whether or not it has a source now
+(`mx.core.name_state.NameState.means`). A *bundle* is the ranks of one revision that make a whole
+(`mx.core.variant`): it is published once all ranks have been there. So an update that not all
+ranks have registered yet changes nothing, and once they have, the end of a rank changes nothing
+either. A number of an update is never used again while the name is bound.
 """
 
 from __future__ import annotations
@@ -103,6 +104,16 @@ class Bindings:
         renamed, self._renamed = self._renamed, []
         return renamed
 
+    def recall(self, seen: Receipt) -> None:
+        """Record which updates of a name there were, if its owner is that of then."""
+        name = self.of(seen.key.name).bound
+        if name is None or not name.owned_by(seen.commitment) or not name.missed(seen):
+            return
+        with self._changing(seen.key.name) as state:
+            assert state.bound is not None
+            state.bound.remember(seen)
+            self._mean_anew(state, membership(seen.key.variant).bundle)
+
     def complete(self, name: str, revision: str, bundle: str) -> None:
         """Record that all ranks of a bundle of a bound revision are there."""
         with self._changing(name) as state:
@@ -164,16 +175,19 @@ class Bindings:
         self._keep_few()
         return binding.number
 
-    def leave(self, now: float, listed: Listed, *, by: bytes = b"") -> None:
+    def leave(
+        self, now: float, listed: Listed, *, by: bytes = b"", keeps_place: bool = False
+    ) -> None:
         """Remove a source that is gone from its binding.
 
         Args:
             now: The time.
             listed: The source.
             by: Its commitment if it left by itself; b"" if its lease expired.
+            keeps_place: It will be back: what contests a name keeps its place for `grace_s`.
         """
         with self._changing(listed.record.model.name) as state:
-            self._leave(now, state, listed, by)
+            self._leave(now, state, listed, by, keeps_place=keeps_place)
         self._keep_few()
 
     def lapse(self, now: float) -> None:
@@ -187,6 +201,9 @@ class Bindings:
                     entry = state.entries.get(revision)
                     if entry is not None and entry.lapses_at_s <= now:
                         self._remove(now, state, revision)
+                for binding in [b for b in state.contests if b.lapses_at_s <= now]:
+                    state.contests.remove(binding)
+                    self._end(binding)
                 if state.kept is not None and state.kept.until_s <= now:
                     self._free(state)
         if due:
@@ -264,7 +281,7 @@ class Bindings:
         if name is None:
             return
         own = name.owned_by(receipt.commitment)
-        bundles: set[str] = set()
+        bundles = set(state.meant)
         for revision, entry in list(name.revisions.items()):
             for binding in list(entry.variants.values()):
                 stands = binding.identity == receipt.identity
@@ -313,12 +330,22 @@ class Bindings:
         self.quota.remove(binding.address)
         self._store.append(Answered(binding.ref, held=False))
 
-    def _leave(self, now: float, state: NameState, listed: Listed, by: bytes) -> None:
+    def _leave(
+        self,
+        now: float,
+        state: NameState,
+        listed: Listed,
+        by: bytes,
+        *,
+        keeps_place: bool = False,
+    ) -> None:
         key = listed.record.model
         binding = state.numbered(key, listed.binding)
         binding.leave(listed.record.source_id)
         if not binding.bound:
-            if not binding.sources:
+            if not binding.sources and keeps_place:
+                binding.lapses_at_s = now + self.grace_s
+            elif not binding.sources:
                 state.contests.remove(binding)
                 self._end(binding)
             return
@@ -334,7 +361,7 @@ class Bindings:
     def _remove(self, now: float, state: NameState, revision: str) -> None:
         found = state.bound
         assert found is not None
-        entry = found.revisions.pop(revision)
+        entry = found.forget_revision(revision)
         addresses = [binding.address for binding in entry.variants.values()]
         for binding in entry.variants.values():
             self._end(binding)
@@ -348,7 +375,7 @@ class Bindings:
                 state.kept = Kept(found.owner, found.issued_s, until_s, addresses[0])
                 self._store.count(CountedKind.KEPT_NAMES, addresses[0], 1)
         self._settle_contests(state)
-        for bundle in entry.bundles:
+        for bundle in {*entry.bundles, *state.meant}:
             self._mean_anew(state, bundle)
 
     def _end_kept(self, state: NameState) -> None:
@@ -383,6 +410,8 @@ class Bindings:
                     binding.commitment,
                     binding.address,
                 )
+                # Its source is away for a while: so long it is bound.
+                state.entries[binding.key.revision].lapses_at_s = binding.lapses_at_s
 
 
 def _is_free(state: NameState, binding: Binding) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import field, replace
 
 from mx.core.binding import Binding
 from mx.core.ownership import Receipt
-from mx.core.revisions import MAIN, is_main, update_number
+from mx.core.revisions import MAIN, is_main, main_revision, update_number
 from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
+from mx.core.variant import membership
 from mx.errors import BindingError
 from mx.records import record
 
@@ -36,7 +37,8 @@ class BoundName:
     owner: bytes
     issued_s: float = 0.0
     revisions: dict[str, Revision] = field(default_factory=dict)
-    #: By root and variant, the highest number that an update had in an earlier life.
+    #: By root and variant the highest number of a revision that is bound no more, or was in an
+    #: earlier life; by root and bundle that of one that was complete.
     _reached: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def get(self, key: ModelKey) -> Binding | None:
@@ -69,13 +71,49 @@ class BoundName:
 
     def remember(self, receipt: Receipt) -> None:
         """Record which updates there were when a receipt was issued."""
-        at = receipt.base or self.root(receipt.key.revision), receipt.key.variant
-        self._reached[at] = max(self._reached.get(at, 0), receipt.newest)
+        root = receipt.base or self.root(receipt.key.revision)
+        self._reach(root, receipt.key.variant, receipt.newest)
+        self._reach(root, membership(receipt.key.variant).bundle, receipt.completed)
+
+    def missed(self, receipt: Receipt) -> bool:
+        """Return True if a receipt knows of newer updates."""
+        root, variant = receipt.base or self.root(receipt.key.revision), receipt.key.variant
+        return receipt.newest > self.newest(
+            replace(receipt.key, revision=root)
+        ) or receipt.completed > self.completed(root, membership(variant).bundle)
+
+    def forget_revision(self, revision: str) -> Revision:
+        """Remove a revision, whose number stays taken, and return it."""
+        root = self.root(revision)
+        entry = self.revisions.pop(revision)
+        for each in (*entry.variants, *entry.completed):
+            self._reach(root, each, update_number(revision, root))
+        return entry
+
+    def _reach(self, root: str, variant: str, number: int) -> None:
+        if number > self.reached(root, variant):
+            self._reached[root, variant] = number
+
+    def reached(self, root: str, variant: str) -> int:
+        """Return the highest number that a variant had in revisions that are bound no more, or a
+        bundle in those that were complete; -1 for none."""
+        return self._reached.get((root, variant), -1)
 
     def newest(self, key: ModelKey) -> int:
         """Return the number of the newest update of a variant, 0 if there is none."""
         root = self.root(key.revision)
-        return max(self.family(root, key.variant), default=0)
+        return max(*self.family(root, key.variant), self.reached(root, key.variant), 0)
+
+    def completed(self, root: str, bundle: str) -> int:
+        """Return the number of the newest revision in which a bundle has been complete, -1 for
+        none. A variant that is no rank of several is complete once it is bound."""
+        numbers = [
+            update_number(revision, root)
+            for revision, entry in self.revisions.items()
+            if self.root(revision) == root
+            and (bundle in entry.completed or bundle in entry.variants)
+        ]
+        return max(*numbers, self.reached(root, bundle), -1)
 
     def family(self, root: str, variant: str) -> dict[int, Binding]:
         """Return the bindings of a variant in `root` and its updates, by number."""
@@ -89,11 +127,13 @@ class BoundName:
         """Return why a source may not be the first to bind a key; None if it may."""
         if commitment != self.owner:
             return not_the_owner(key.name, "bind another revision or variant of it")
-        if is_main(key.revision) and self.family(MAIN, key.variant):
-            newest = self.family(MAIN, key.variant)[self.newest(replace(key, revision=MAIN))]
+        newest = self.newest(replace(key, revision=MAIN))
+        bound = self.family(MAIN, key.variant)
+        if is_main(key.revision) and (bound or update_number(key.revision) < newest):
+            number = max(bound, default=newest)
             return BindingError(
-                f"{newest.key} is the newest revision, and {key.revision} would count as an update "
-                "of it",
+                f"{replace(key, revision=main_revision(number))} is the newest revision, and "
+                f"{key.revision} would count as an update of it",
                 hint=UPDATE_HINT,
             )
         return None
@@ -124,7 +164,7 @@ class BoundName:
         elif any(binding.sources for number, binding in family.items() if number > replaced):
             assert last is not None
             raise updated_by_another(key, last)
-        reached = max(replaced, *family, self._reached.get((root, key.variant), 0))
+        reached = max(replaced, *family, self.reached(root, key.variant))
         if receipt is not None:
             reached = max(reached, receipt.newest)
         return replace(key, revision=self._free(root, max(reached + 1, 2), key.variant))

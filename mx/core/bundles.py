@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from mx.core.answers import BundleStatus
 from mx.core.binding import Binding
 from mx.core.name_state import NameState
-from mx.core.revisions import is_main, update_number
 from mx.core.variant import members_of, membership
 
 #: The most missing ranks that an answer names.
@@ -23,15 +22,10 @@ def summaries(state: NameState, is_served: Callable[[Binding], bool]) -> Iterato
         is_served: Returns True if a whole source of a binding grants reads.
     """
     served: dict[tuple[str, str], set[str]] = {}  # the variants, by revision and bundle
-    meant: dict[str, tuple[bool, int, str]] = {}  # by variant, for those that are alone
     for revision, entry in state.entries.items():
         for variant, binding in entry.variants.items():
-            is_there = is_served(binding)
-            if is_there:
+            if is_served(binding):
                 served.setdefault((revision, binding.member.bundle), set()).add(variant)
-            if binding.member.alone and is_main(revision):
-                one = (is_there, update_number(revision), revision)
-                meant[variant] = max(meant.get(variant, one), one)
     for revision, entry in state.entries.items():
         for bundle in sorted(entry.bundles):
             ranks = membership(bundle).ranks
@@ -40,7 +34,6 @@ def summaries(state: NameState, is_served: Callable[[Binding], bool]) -> Iterato
             if len(there) < ranks:
                 absent = (each for each in members_of(bundle) if each not in there)
                 missing = list(itertools.islice(absent, MAX_MISSING))
-            named = state.meant.get(bundle) if ranks > 1 else meant.get(bundle, ("",))[-1]
             yield BundleStatus(
                 state.name,
                 revision,
@@ -48,5 +41,5 @@ def summaries(state: NameState, is_served: Callable[[Binding], bool]) -> Iterato
                 ranks,
                 tuple(missing),
                 ranks - len(there),
-                revision == named,
+                revision == state.means(bundle),
             )

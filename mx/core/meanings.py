@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 
+from mx.core.answers import away
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
 from mx.core.name_state import NameState
@@ -20,9 +22,9 @@ from mx.records import record
 class Meaning:
     """The bindings that a reference means; at least one.
 
-    With a pin all of them have one identity. Without one each has its own, the first is preferred,
-    and none contests another. `files` is a manifest with the files that the pin names, None if it
-    names none.
+    With a pin all of them have one identity. Without one the first is meant, and the others are
+    older revisions of it, the newest first. `files` is a manifest with the files that the pin
+    names, None if it names none.
     """
 
     bindings: tuple[Binding, ...]
@@ -36,12 +38,13 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
     Args:
         bindings: The bindings.
         name: NAME or NAME@PIN.
-        revision: "" for any revision if there is a pin. Else for "main" and its updates, the newest
-            first; for a rank only for the one that NAME means for all ranks of its bundle.
+        revision: "" for any revision if there is a pin; else for the newest that the owner has
+            published of "main" and its updates (`NameState.means`).
         variant: "" for "checkpoint", or the only one that is listed.
 
     Raises:
-        UnknownModelError: No binding fits, or NAME alone could mean several variants.
+        UnknownModelError: No binding fits, or NAME alone could mean several variants, or the
+            revision that it means is bound no more.
         ConfigError: The pin is malformed, or fits several models.
     """
     name, at, pin = name.partition("@")
@@ -65,9 +68,8 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
         if not found and not variant and listed:
             wanted = _only_variant(name, listed)
             found = [b for b in listed if b.key.variant == wanted]
-        if found and not revision and not found[0].member.alone:
-            found = [_of_bundle(state, found)]
-        found.sort(key=lambda b: update_number(b.key.revision), reverse=True)
+        if found and not revision:
+            found = _published(state, found)
         if found:
             return Meaning(tuple(found), pinned=False)
     raise _unknown(bindings, ModelKey(name, revision or MAIN, wanted), named, fits, pin)
@@ -83,13 +85,25 @@ def _only_variant(name: str, listed: Sequence[Binding]) -> str:
     )
 
 
-def _of_bundle(state: NameState, found: Sequence[Binding]) -> Binding:
-    """Return the binding in the revision that NAME means for all ranks."""
+def _published(state: NameState, found: Sequence[Binding]) -> list[Binding]:
+    """Return the binding in the revision that NAME means, and those in older ones that it has
+    meant, the newest first."""
     key, member = found[0].key, found[0].member
-    meant = state.meant.get(member.bundle, "")
+    meant = state.means(member.bundle)
+    most = update_number(meant)
+    older = [
+        b
+        for b in found
+        if update_number(b.key.revision) < most
+        and (member.alone or member.bundle in state.entries[b.key.revision].completed)
+    ]
+    older.sort(key=lambda b: update_number(b.key.revision), reverse=True)
     for binding in found:
         if binding.key.revision == meant:
-            return binding
+            return [binding, *older]
+    if member.alone:
+        message, hint = away(replace(key, revision=meant), [b.key for b in older if b.sources])
+        raise UnknownModelError(message, hint=hint)
     theirs = ", ".join(sorted(b.key.revision for b in found))
     raise UnknownModelError(
         f"{key.name} means {meant} for {member.bundle}, which {key.variant} has not registered",

@@ -12,7 +12,7 @@ from dataclasses import field
 from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
 from mx.core.ownership import Receipt
-from mx.core.revisions import is_main, update_number
+from mx.core.revisions import MAIN, is_main, main_revision, update_number
 from mx.core.types import ManifestRef, ModelKey
 from mx.records import record
 
@@ -35,10 +35,8 @@ class NameState:
     """What a store keeps of one name.
 
     `contests` are the bindings whose weights the name does not stand for, the oldest first. `meant`
-    has the revision that NAME means for the ranks of each bundle: the newest one that has been
-    complete, for all ranks; before one has been, the oldest. A variant that is no rank of several
-    has none: `mx.core.meanings` takes the newest revision of it that is served. `numbers` is the
-    number of the last binding that was made.
+    has what `means` says of each bundle of several ranks. `numbers` is the number of the last
+    binding that was made.
     """
 
     name: str
@@ -56,7 +54,8 @@ class NameState:
     @property
     def due_s(self) -> float:
         """When time has something to end here."""
-        due_s = min((each.lapses_at_s for each in self.entries.values()), default=math.inf)
+        away = (*self.entries.values(), *self.contests)
+        due_s = min((each.lapses_at_s for each in away), default=math.inf)
         return due_s if self.kept is None else min(due_s, self.kept.until_s)
 
     @property
@@ -93,7 +92,11 @@ class NameState:
         if name is None or not binding.bound or not name.owner:
             return None
         base = name.revisions[key.revision].base
-        return Receipt(key, binding.identity, name.owner, base, name.newest(key))
+        completed = -1
+        if not binding.member.alone:
+            completed = name.completed(name.root(key.revision), binding.member.bundle)
+        newest = name.newest(key)
+        return Receipt(key, binding.identity, name.owner, base, newest, completed=completed)
 
     def contest(self, key: ModelKey, ref: ManifestRef) -> Binding | None:
         """Return the binding of these weights that contests a key, or None; of two the one in this
@@ -109,8 +112,16 @@ class NameState:
         return next(each for each in self.contests if each.number == number)
 
     def means(self, bundle: str) -> str:
-        """Return what `meant` should have for a bundle of several ranks, "" for nothing."""
+        """Return the revision that NAME means for all ranks of a bundle, "" for nothing.
+
+        It is the newest that its owner has published: in which all ranks have been there, whether
+        or not they are now; before there is one, the oldest. As long as the name is bound that is
+        never an older one than before.
+        """
+        if self.bound is None:
+            return ""
         mains = [r for r, e in self.entries.items() if bundle in e.bundles and is_main(r)]
-        completed = [r for r in mains if bundle in self.entries[r].completed]
-        oldest = min(mains, key=update_number, default="")
-        return max(completed, key=update_number, default=oldest)
+        newest = self.bound.completed(MAIN, bundle)
+        if newest >= 0:
+            return main_revision(newest)
+        return min(mains, key=update_number, default="")

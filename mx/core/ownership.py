@@ -43,9 +43,10 @@ class Receipt:
     """What a coordinator bound: a later life of it believes this if the MAC is its own.
 
     `base` is the revision that `key.revision` is an update of, "" for none. `newest` is the number
-    of the variant's newest update when the receipt was issued. `issued_s` orders the receipts of
-    earlier lives. `this_life` is True for one that the coordinator has given since it started; it
-    is not encoded.
+    of the variant's newest update when the receipt was issued, and `completed` for a rank of
+    several that of the newest revision in which all ranks were there, -1 for none. `issued_s`
+    orders the receipts of earlier lives. `this_life` is True for one that the coordinator has given
+    since it started; it is not encoded.
     """
 
     key: ModelKey
@@ -54,6 +55,7 @@ class Receipt:
     base: str = ""
     newest: int = 0
     issued_s: float = 0.0
+    completed: int = -1
     this_life: bool = False
 
     def encode(self) -> bytes:
@@ -61,6 +63,8 @@ class Receipt:
         key = self.key
         weights = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
         fields = [*weights, self.base, self.newest, self.issued_s]
+        if self.completed >= 0:  # a release before this field reads the receipts of other variants
+            fields.append(self.completed)
         # With escapes, a character takes up to twelve bytes.
         return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -73,7 +77,7 @@ class Receipt:
         """
         try:
             found: Any = json.loads(data)
-            name, revision, variant, identity, commitment, base, newest, issued_s = found
+            name, revision, variant, identity, commitment, base, newest, issued_s, *more = found
             return cls(
                 ModelKey(str(name), str(revision), str(variant)),
                 bytes.fromhex(identity),
@@ -81,6 +85,7 @@ class Receipt:
                 str(base),
                 int(newest),
                 float(issued_s),
+                int(more[0]) if more else -1,
             )
         except (ValueError, TypeError, RecursionError):
             raise ConfigError("a receipt of another version") from None

@@ -29,10 +29,13 @@ from mx.core.meanings import meaning
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
 from mx.core.store import CountedKind, Gone, Store
-from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState, cover
 from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
 from mx.records import record
+
+#: Why a source is gone that will be back.
+_FOR_NOW = "withdrawn for now"
 
 
 @record(frozen=True, slots=True)
@@ -52,10 +55,12 @@ class Limits:
 @record(frozen=True, slots=True)
 class RegisteredSource:
     """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
-    the source, None for nothing; it has no time yet."""
+    the source, None for nothing; it has no time yet. `owner` is the commitment that the name
+    belongs to, b"" for none."""
 
     record: SourceRecord
     receipt: Receipt | None = None
+    owner: bytes = b""
 
 
 class Registry:
@@ -141,9 +146,8 @@ class Registry:
             self._quota.check(address)
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
-        late_s = max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
         claim = RegistrationClaim(
-            commitment, intent, receipt, self._now < late_s, self._bindings.in_doubt
+            commitment, intent, receipt, self._may_restore, self._bindings.in_doubt
         )
         admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
@@ -175,9 +179,9 @@ class Registry:
         self._complete(record)
         self._name()
         listed = self.source(record.source_id)
-        state = self._bindings.of(record.model.name)
-        binding = state.numbered(record.model, number)
-        return RegisteredSource(listed.record, state.receipt_of(binding))
+        return RegisteredSource(
+            listed.record, self.receipt_of(listed), self.owner(record.model.name)
+        )
 
     def heartbeat(
         self,
@@ -208,6 +212,13 @@ class Registry:
             record = replace(record, state=state, requests_port=requests_port)
             self._update(listed, record)
         return record
+
+    def recall(self, now: float, seen: Receipt) -> None:
+        """Take note of which updates a reader of an earlier life has seen, while receipts of that
+        count: the name means nothing older. Does nothing if the name has another owner."""
+        self.tick(now)
+        if self._may_restore:
+            self._bindings.recall(seen)
 
     def advertise(
         self,
@@ -243,7 +254,7 @@ class Registry:
         self.tick(now)
         if self._store.source(source_id) is not None:
             self._owned(source_id, secret)
-            self._drop(source_id, "withdrawn for now" if keeps_name else "deregistered")
+            self._drop(source_id, _FOR_NOW if keeps_name else "deregistered")
 
     def tick(self, now: float) -> None:
         """Advance the clock: leases, bindings and tombstones end. Costs in proportion to what
@@ -261,6 +272,12 @@ class Registry:
         self._bindings.lapse(now)
         self._end_doubt()
         self._name()
+
+    @property
+    def _may_restore(self) -> bool:
+        """True while receipts of an earlier life count."""
+        late_s = max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
+        return self._now < late_s
 
     def _end_doubt(self) -> None:
         """Let what was found by its pin in a doubt have its name, if it is free."""
@@ -302,6 +319,16 @@ class Registry:
             raise UnknownSourceError(f"source {source_id} is not registered here")
         return listed
 
+    def receipt_of(self, listed: Listed) -> Receipt | None:
+        """Return what the receipt of a listed source says now, without a time; None for none."""
+        state = self._bindings.of(listed.record.model.name)
+        return state.receipt_of(state.numbered(listed.record.model, listed.binding))
+
+    def owner(self, name: str) -> bytes:
+        """Return the commitment that a name belongs to, b"" for none."""
+        claimed = self._bindings.of(name).claimed
+        return b"" if claimed is None else claimed.owner
+
     def sources(self, name: str = "") -> list[Listed]:
         """Return all sources, or those of one model name, in order of registration."""
         return [s for s in self._store.sources() if name in ("", s.record.model.name)]
@@ -336,14 +363,18 @@ class Registry:
         states = map(self._bindings.of, names)
         return [each for state in states for each in summaries(state, self._is_served)]
 
-    def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolved:
+    def resolve(
+        self, name: str, revision: str = "", variant: str = "", *, allow_older: bool = False
+    ) -> Resolved:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it now.
 
         Args:
             name: NAME or NAME@PIN.
-            revision: "" for the newest one that is served; for a rank the one that NAME means for
-                all ranks of its bundle.
+            revision: "" for the newest one that its owner has published; for a rank the one that
+                NAME means for all ranks of its bundle.
             variant: "" for "checkpoint", or the only one that is listed.
+            allow_older: Without a pin or a revision, answer with an older revision that can be had
+                whole if the newest cannot.
 
         Returns:
             The answer; it may have no sources, since draining ones are left out.
@@ -354,11 +385,44 @@ class Registry:
         """
         meant = meaning(self._bindings, name, revision, variant)
         if meant.pinned:
-            return self._answer(meant.bindings, meant.files)
-        answers = [self._answer([binding]) for binding in meant.bindings]
-        return max(answers, key=lambda answer: bool(answer.sources))
+            answer = self._answer(meant.bindings, meant.files)
+            newest = self._superseding(answer.model)
+            return replace(answer, newest=newest, seen=self._seen(answer.model))
+        first, *rest = meant.bindings
+        older = [b for b in rest if self._is_available(b)] if not self._is_available(first) else []
+        answer = self._answer([older[0] if allow_older and older else first])
+        return replace(
+            answer,
+            newest=None if revision else first.key,
+            older=tuple(binding.key for binding in older),
+            seen=self._seen(answer.model),
+        )
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _seen(self, key: ModelKey) -> Receipt | None:
+        state = self._bindings.of(key.name)
+        binding = state.get(key)
+        return None if binding is None else state.receipt_of(binding)
+
+    def _superseding(self, key: ModelKey) -> ModelKey | None:
+        """Return what NAME means for a variant, if it is another revision that can be had whole;
+        else None."""
+        state = self._bindings.of(key.name)
+        meant = replace(key, revision=state.means(membership(key.variant).bundle))
+        binding = state.get(meant)
+        return meant if binding and meant != key and self._is_available(binding) else None
+
+    def _is_available(self, binding: Binding) -> bool:
+        """Return True if the sources that grant reads hold all of a variant, and all of each other
+        rank of its bundle."""
+        if binding.member.alone:
+            return cover(listed.record for listed in self._serving(binding))
+        entry = self._bindings.of(binding.key.name).entries[binding.key.revision]
+        ranks = [b for b in entry.variants.values() if b.member.bundle == binding.member.bundle]
+        return len(ranks) == binding.member.ranks and all(
+            cover(listed.record for listed in self._serving(each)) for each in ranks
+        )
 
     def _answer(self, bindings: Sequence[Binding], files: ManifestRef | None = None) -> Resolved:
         """Answer with the oldest binding that is served; of a pin's with one in the lowest layout
@@ -468,7 +532,8 @@ class Registry:
         self._quota.remove(listed.address)
         record = listed.record
         by = record.commitment if reason == "deregistered" else b""
-        self._bindings.leave(self._now, listed, by=by)
+        keeps_place = reason == _FOR_NOW
+        self._bindings.leave(self._now, listed, by=by, keeps_place=keeps_place)
         until_s = self._now + self.binding_grace_s
         gone = Gone(listed.secret_digest, record.generation, until_s)
         self._store.bury(source_id, gone, most=self.limits.sources)

@@ -31,6 +31,11 @@ def update_number(revision: str, root: str = MAIN) -> int:
     return int(number) if number != revision and number.isascii() and number.isdigit() else 0
 
 
+def main_revision(number: int) -> str:
+    """Return the revision of "main" and its updates that has this number: "main" or "main.N"."""
+    return f"{MAIN}.{number}" if number else MAIN
+
+
 class Placed(NamedTuple):
     """Where weights belong: they are this revision's, or update it."""
 

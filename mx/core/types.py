@@ -10,7 +10,7 @@ by one base address.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -455,9 +455,29 @@ class SourceRecord:
         return self.ref.scattered_content if self.table.scattered else self.ref.content
 
     @property
+    def layer_count(self) -> int:
+        """The number of layers of its model; 0 if it does not say."""
+        spans = (region.layers for region in self.table.regions if region.layers)
+        return self.table.layer_count or sum(end - begin for begin, end in spans)
+
+    @property
     def whole(self) -> bool:
         """True if it holds every layer."""
         held = sum(end - begin for begin, end in self.table.held)
-        spans = (region.layers for region in self.table.regions if region.layers)
-        layers = self.table.layer_count or sum(end - begin for begin, end in spans)
-        return self.role is SourceRole.ORIGIN or held >= layers > 0
+        return self.role is SourceRole.ORIGIN or held >= self.layer_count > 0
+
+
+def cover(sources: Iterable[SourceRecord], own: Iterable[tuple[int, int]] = ()) -> bool:
+    """Return True if sources of one variant hold every layer of it, together with one's own."""
+    held, layers = list(own), 0
+    for source in sources:
+        if source.whole:
+            return True
+        held += source.table.held
+        layers = max(layers, source.layer_count)
+    reached = 0
+    for begin, end in sorted(held):
+        if begin > reached:
+            return False
+        reached = max(reached, end)
+    return reached >= layers > 0

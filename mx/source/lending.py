@@ -305,7 +305,7 @@ class Lending:
             if stopped():
                 raise ClosedError(INTERRUPTED)
             try:
-                await self._try_list(now)
+                await self._try_list(now, stopped)
             except CoordinatorError as error:
                 if type(error) is not CoordinatorError or time.monotonic() >= until_s:
                     raise
@@ -313,7 +313,7 @@ class Lending:
                 return
             await asyncio.sleep(LIST_AGAIN_S)
 
-    async def _try_list(self, now: HeldModel) -> None:
+    async def _try_list(self, now: HeldModel, stopped: Callable[[], bool]) -> None:
         registrar = self._server.registrar
         if registrar is None:
             return
@@ -322,10 +322,12 @@ class Lending:
             if same and (now.role is SourceRole.RELAY or membership(now.key.variant).alone):
                 now.key = await registrar.list(now, again=True)
             elif now.role is SourceRole.ORIGIN:
-                now.key = await registrar.list(now, replaces=now.key.revision)
+                now.key = await registrar.list(now, replaces=now.key.revision, stopped=stopped)
             else:
                 raise BindingError(f"{now.key} was pulled, and belongs to another source")
         except (BindingError, NotAllowedError) as error:
+            if stopped():
+                raise ClosedError(INTERRUPTED) from error
             try:
                 now.key = await registrar.key_of(now)
                 now.key = await registrar.list(now)

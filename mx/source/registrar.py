@@ -25,6 +25,7 @@ from mx.errors import (
     MxError,
     NotAllowedError,
     UnknownModelError,
+    UnsettledError,
 )
 from mx.log import event
 from mx.namekey import NameKey
@@ -36,8 +37,8 @@ from mx.wire.client import CoordinatorClient, Registered
 log = logging.getLogger(__name__)
 
 #: For how long a source that begins as an update looks whether its name has meant others before,
-#: the time in which a coordinator that has restarted believes receipts; and how often.
-_SETTLE_S, _SETTLE_LOOK_S = 60.0, 1.0
+#: the time in which a coordinator that has lost its state believes receipts; and how often.
+_SETTLE_S, _SETTLE_LOOK_S = 80.0, 1.0
 
 
 class Registrar:
@@ -73,11 +74,13 @@ class Registrar:
         self._name_key = name_key
         self._receipts: dict[ModelKey, bytes] = {}
         self._replaced: set[ModelKey] = set()  # of these, by updates
+        self._owners: dict[str, bytes] = {}  # the commitments that names belong to
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
         self._settling: dict[HeldModel, asyncio.Task[None]] = {}
         self._listing = asyncio.Lock()
         self._renamed: set[HeldModel] = set()  # since they were registered last
+        self._closed = False
         self.registered = False
 
     async def list(
@@ -86,13 +89,15 @@ class Registrar:
         *,
         again: bool = False,
         replaces: str = "",
+        stopped: Callable[[], bool] = lambda: False,
     ) -> ModelKey:
-        """Register a model.
+        """Register a model. While the coordinator can't say whose the name is, it is tried again.
 
         Args:
             held: The model.
             again: It was listed before: others may have taken its name since.
             replaces: Register an update of this revision; "" for none.
+            stopped: Polled between the tries; if it returns True, there is none any more.
 
         Returns:
             The key that it is listed under.
@@ -100,7 +105,16 @@ class Registrar:
         Raises:
             MxError: As `CoordinatorClient.register`.
         """
+        until_s = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                return await self._list(held, again=again, replaces=replaces)
+            except UnsettledError:
+                if time.monotonic() >= until_s or self._closed or stopped():
+                    raise
+            await asyncio.sleep(_SETTLE_LOOK_S)
 
+    async def _list(self, held: HeldModel, *, again: bool, replaces: str) -> ModelKey:
         async def register() -> Registered:
             if held.scattered:
                 await in_thread(held.find_rows)
@@ -128,6 +142,7 @@ class Registrar:
         self._renamed.discard(held)
         if listed.receipt:
             self._receipts[listed.model] = listed.receipt
+        self._owners[listed.model.name] = listed.owner
         if replaces:
             self._forget_replaced(before, listed.model, held)
         event(
@@ -159,11 +174,12 @@ class Registrar:
         """
         asked = held.key
         for last in (False, True):
+            # Revisions that have lapsed are not listed: then it updates the first one.
             listed = await self._listed(asked.name)
             bound = {each.model: each.ref.identity for each in listed}
             place = placed(asked, held.manifest.ref.identity, bound)
             try:
-                if place.updates:
+                if place.updates or last:
                     return await self.list(held, replaces=place.revision)
                 held.key = replace(asked, revision=place.revision)
                 key = await self.list(held)
@@ -171,8 +187,10 @@ class Registrar:
                 if place.updates or last:
                     raise
                 continue  # it was bound meanwhile
-            # Where nothing is bound, the state is in doubt: the name comes when that ends.
-            if self._models[held.source_id].pin_only and await self._listed(asked.name):
+            # If its own key owns the name, or none does yet, the state is in doubt: the name comes
+            # when that ends.
+            own = b"" if self._name_key is None else self._name_key.commitment(asked.name)
+            if self._models[held.source_id].pin_only and self._owners[asked.name] not in (b"", own):
                 raise not_the_owner(asked.name, "bind another revision or variant of it")
             if key not in bound:
                 settling = self._settle(held)
@@ -261,6 +279,7 @@ class Registrar:
             news=self._news[held],
             on_state=self._on_registered,
             on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only, held.key),
+            on_receipt=lambda receipt: self._receipts.update({held.key: receipt}),
         )
         self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
 
@@ -300,6 +319,7 @@ class Registrar:
 
     async def close(self) -> None:
         """Deregister every model, and close the client."""
+        self._closed = True
         for held in list(self._settling):
             await self.end_settling(held)
         keeping = list(self._keeping.values())

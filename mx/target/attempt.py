@@ -35,7 +35,8 @@ class History:
     """What a pull keeps from one attempt to the next. Each attempt adds to it."""
 
     key: ModelKey  # as far as it is known
-    named: ManifestRef | None = None  # what the name means to the coordinator
+    named: ManifestRef | None = None  # what the coordinator has answered
+    newest: str = ""  # what the name means to the coordinator, if `key` is older
     causes: list[MxError] = field(default_factory=list)  # why sources and paths failed
     left: list[LeftSource] = field(default_factory=list)  # whose memory was attached, and is wrong
     ranks_met: bool = False  # ranks on one host meet once
@@ -132,6 +133,7 @@ class Attempt:
             retries=retries,
             left=list(left),
             control_s=max(0.0, log.first_read_s - log.started_s),
+            newest=self._history.newest,
         )
 
     async def _commit(self, delivery: Delivery, report: PullReport) -> PullReport:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mx.core.connections import Connections, PathEntry, PeerLeftError
 from mx.core.planner import Plan
-from mx.core.types import SourceRecord
+from mx.core.types import SourceRecord, cover
 from mx.errors import (
     ChunkElsewhereError,
     ConfigError,
@@ -26,7 +26,7 @@ from mx.target.connector import Connector
 from mx.target.edition import EditionLog
 from mx.target.events import EventLog
 from mx.target.reads import Connection
-from mx.target.report import LeftSource
+from mx.target.report import LeftSource, superseded
 from mx.target.resolver import FIRST_S, LONGEST_S
 from mx.target.transfer import Transfer
 from mx.transport import ScatteredView
@@ -106,6 +106,9 @@ class ConnectionPool:
         self._until_s = -math.inf  # when the present wait for a source ends
         self._came_then = -1  # bytes, when it began
         self._hurry = asyncio.Event()  # to look for sources: it has begun
+        self._stuck = (
+            False  # at the last look, the name meant other weights, and these were not whole
+        )
 
     # -- the pool's work --------------------------------------------------------------------------
 
@@ -243,7 +246,23 @@ class ConnectionPool:
         if new:
             self._connections.add(self._plan(new).paths)
         self._sharing.met(sources)
+        self._look_ahead(sources)
         self._edition.changed.set()
+
+    def _look_ahead(self, sources: Sequence[SourceRecord]) -> None:
+        """End the pull if its weights can't be had whole any more, and the name means others that
+        can. At the second look: what sources hold is said a little late. A source that is not
+        listed any more may still be read from to its end."""
+        newest, listed = self._locator.superseded_by, {each.key for each in sources}
+        reads_on = any(entry.key not in listed for entry, _ in self._live.values())
+        before, self._stuck = (
+            self._stuck,
+            newest is not None
+            and not reads_on
+            and not cover(sources, self._transfer.holdings.layers()),
+        )
+        if before and self._stuck and newest is not None:
+            self._edition.broken(superseded(self._located.key, newest))
 
     # -- connections ------------------------------------------------------------------------------
 

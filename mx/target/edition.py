@@ -200,6 +200,11 @@ class Edition:
         """Record how many bytes were read; from any thread."""
         self.counted = (done, total)
 
+    @property
+    def viewed(self) -> bool:
+        """True once the caller has a view of the memory."""
+        return self._view is not None
+
     def view(self) -> tuple[Layout, View]:
         """Return the layout of the memory, and all of it.
 

@@ -47,6 +47,7 @@ class EditionReadiness:
     n_layers: int | None = None
     manifest: Manifest | None = None
     told: bytes | None = None  # the identity that the caller knows
+    given: bool = False  # the caller has seen a layer
     kept: bool = False  # the memory was given to the caller before its layers were ready
 
 
@@ -100,6 +101,14 @@ class EventLog:
             self._present = EditionReadiness(told=self._present.told)
             return self._present
 
+    def begin_newer(self) -> EditionReadiness | None:
+        """As `begin_again`, with whatever weights the model has by now. Returns None also if the
+        caller knows which weights these are."""
+        with self._lock:
+            if self._present.given or self._present.kept or self._present.told is not None:
+                return None
+            return self.begin_anew()
+
     def begin_anew(self) -> EditionReadiness:
         """Begin an edition of whatever weights the model has by now, and return it: no layer is
         ready any more, and each is reported again."""
@@ -133,6 +142,7 @@ class EventLog:
                 return last
             for subscriber in self._subscribers:
                 subscriber.queue.append(_EventReport(event, ready, raised))
+                ready.given = True
             subscribers = list(self._subscribers)
             self._wake()
         for subscriber in subscribers:
@@ -204,6 +214,7 @@ class EventLog:
             subscriber.queue += (
                 _EventReport(each, ready, _ignored) for each in ready.events.values()
             )
+            ready.given |= bool(ready.events)
             if not self.ended:
                 self._subscribers.append(subscriber)
         self._call(subscriber, None)
@@ -241,6 +252,7 @@ class EventLog:
         """Return the event, or None past the last layer. Raises LookupError while that is open."""
         ready = self._present
         if index in ready.events:
+            ready.given = True
             return ready.events[index]
         if self._error is not None:
             raise another(self._error)

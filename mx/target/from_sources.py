@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mx import trace
+from mx.core.answers import away
 from mx.core.connections import Connections, PathEntry
 from mx.core.pages import Pages
 from mx.core.progress import Progress, progress_of
 from mx.core.types import Layout, Manifest, SourceRecord
-from mx.errors import LocalError, MxError, NoSourceError
+from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
 from mx.memory.arena import BorrowedArena
 from mx.runtime import beside, in_thread, uncut
 from mx.target.attaching import Attacher
@@ -29,7 +30,14 @@ from mx.target.delivery import Delivery
 from mx.target.edition import Edition
 from mx.target.prefill import Fill, prefilling
 from mx.target.reads import Connection
-from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
+from mx.target.report import (
+    PathReport,
+    PullReport,
+    VerifiedBy,
+    final_error,
+    none_opened,
+    superseded,
+)
 from mx.target.resolver import FoundPaths, fetch_manifest, locate, retry_until_found
 from mx.transport import Preparing, View
 from mx.wire.locate import Locator
@@ -154,12 +162,16 @@ class FromSources(Attempt):
         located = await locate(locator)
         paths = plan([source for source in located.sources if source.whole])
         history.key, history.named = located.key, located.ref
+        history.newest = str(located.newest) if located.newest not in (None, located.key) else ""
         await connector.begin(paths.chosen)
         manifest = await fetch_manifest(locator, located)
         # A manifest is enough with stores, which may hold the weights.
         enough = paths.paths or (options.bound and options.stores)
-        if not enough and self.edition.reader_id:
+        if not enough and self.edition.reader_id and not located.is_away:
             enough = plan([source for source in located.sources if not source.whole]).paths
+        if not enough and located.newest is not None and located.is_away:
+            message, hint = away(located.newest, located.older)
+            raise NoSourceError(message, hint=hint)
         if not enough:
             hint = "start one with mx serve, or name one with `peer=HOST:PORT`"
             if options.transport and paths.why_none():
@@ -304,7 +316,13 @@ class FromSources(Attempt):
             or edition_log.failure is not None
             or edition_log.causes is not None
         ):
-            raise self._failure(manifest, transfer)
+            failure = self._failure(manifest, transfer)
+            if isinstance(failure, IncompleteError | NoSourceError):
+                with contextlib.suppress(MxError):
+                    await locator.again(found.located)
+                if locator.superseded_by is not None:
+                    raise superseded(found.located.key, locator.superseded_by) from failure
+            raise failure
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")
         if options.hold and transfer.pages.missing:  # others will ask for them here

@@ -24,6 +24,7 @@ from mx.errors import (
     MxError,
     SourceChangedError,
     StaleGenerationError,
+    SupersededError,
 )
 from mx.runtime import uncut, unexpected
 from mx.storage.stores import CheckpointStore
@@ -120,6 +121,14 @@ class Job:
         ended.edition.end(changed())
         self._ended.append(ended)
 
+    def _begin_newer(self) -> bool:
+        """Return True if another edition, of what the name means now, has begun; False if the
+        caller has something of the present one."""
+        ready = None if self.edition.viewed else self._log.begin_newer()
+        if ready is not None:
+            self._succeed(ready)
+        return ready is not None
+
     def _begin_again(self) -> bool:
         """Return True if another edition of the same weights has begun; False if the caller has
         something of the present one."""
@@ -210,19 +219,24 @@ class Job:
     # -- from sources -----------------------------------------------------------------------------
 
     async def _from_newest_peers(self) -> PullReport:
-        """Pull; with `follow`, when the sources are gone or hold other weights by now, go over to
-        what the name means then, and keep what is equal."""
+        """Pull; when a name means a newer revision by now and the one of before can't be had, or
+        with `follow` when its sources are gone or hold other weights, go over to what the name
+        means then, and keep what is equal."""
         while True:
             try:
                 return await self._attempted(FromSources(self._context, self.edition))
             except MxError as error:
                 lasting = isinstance(error, LocalError | ConfigError | CoordinatorError)
-                if not self.options.follow or lasting or not self._may_follow(error):
+                superseded = isinstance(error, SupersededError)
+                follows = self.options.follow and not lasting
+                follows = follows and (superseded or self._may_follow(error))
+                if not follows and not (superseded and self._begin_newer()):
                     raise
             if not self._attempt.paths():  # what could not be opened may be listed for a moment yet
                 await asyncio.sleep(FIRST_S)
-            self._offer_for_reuse()
-            self._succeed(self._log.begin_anew())
+            if follows:
+                self._offer_for_reuse()
+                self._succeed(self._log.begin_anew())
             self._history.causes = []  # the last attempt's threads may still add to theirs
             self._history.key = self.options.key
 

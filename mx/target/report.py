@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING
 
-from mx.core.types import Layout
+from mx.core.types import Layout, ModelKey
 from mx.errors import (
     ClosedError,
     DigestError,
@@ -18,6 +18,7 @@ from mx.errors import (
     PeerUntrustedError,
     SourceChangedError,
     StaleGenerationError,
+    SupersededError,
 )
 from mx.records import record
 from mx.text import listed
@@ -152,7 +153,8 @@ class PullReport:
     none, and has `files`. `fallback` is the step ("disk", "hub", "objects") with which a pull was
     complete that its peers did not complete. `defined_by` is that step if nothing but what it holds
     says which weights these are: neither a pin nor any source. `steps` is empty but for a pull from
-    "auto".
+    "auto". `newest` is what the name meant, if that could not be had whole and `model` is an older
+    revision (`allow_older`).
     """
 
     model: str
@@ -172,6 +174,7 @@ class PullReport:
     moved_bytes: int | None = None
     defined_by: str = ""
     steps: list[StepReport] = field(default_factory=list)
+    newest: str = ""
 
     @property
     def pin_covers_files(self) -> bool:
@@ -247,6 +250,8 @@ class PullReport:
         found: dict[str, object] = {} if self.files is None else {"files": asdict(self.files)}
         if self.defined_by:
             found["defined_by"] = self.defined_by
+        if self.newest:
+            found["newest"] = self.newest
         if self.steps:
             found["steps"] = [asdict(each) for each in self.steps]
         return found if self.moved_bytes is None else found | {"moved_bytes": self.moved_bytes}
@@ -305,6 +310,14 @@ def final_error(
     lasting = causes and isinstance(causes[-1], LocalError | SourceChangedError)
     hint = causes[-1].hint if lasting else ""
     return IncompleteError(far, hint=hint or "start the pull again; mx sources shows who is left")
+
+
+def superseded(key: ModelKey, newest: ModelKey) -> SupersededError:
+    """Return the error of a pull by name whose weights can't be had whole any more."""
+    return SupersededError(
+        f"{key} can't be had whole any more, and {key.name} means {newest} now",
+        hint="start the pull again for that",
+    )
 
 
 def none_opened(model: str, causes: Sequence[MxError]) -> MxError:

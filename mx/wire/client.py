@@ -34,6 +34,8 @@ class Resolution:
 
     `documents` are the verified documents that came with the answer: all of a small manifest, none
     of a large one. Of many sources an answer names some: `source_count` is how many there are.
+    `newest` and `older` are as in `mx.core.answers.Resolved`; an older coordinator says neither.
+    `seen` is to be sent with later questions for the name.
     """
 
     model: ModelKey
@@ -41,6 +43,9 @@ class Resolution:
     sources: list[SourceRecord]
     documents: dict[bytes, bytes]
     source_count: int
+    newest: ModelKey | None = None
+    older: tuple[ModelKey, ...] = ()
+    seen: bytes = b""
 
 
 class CoordinatorClient(SourceCalls):
@@ -98,16 +103,20 @@ class CoordinatorClient(SourceCalls):
         *,
         documents: bool = True,
         serves: bool = False,
+        allow_older: bool = False,
+        seen: bytes = b"",
     ) -> Resolution:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it.
 
         Args:
             name: NAME or NAME@PIN.
-            revision: "" for the newest one that is served; for a rank the one that NAME means for
-                all ranks of its bundle.
+            revision: "" for the newest one that its owner has published; for a rank the one that
+                NAME means for all ranks of its bundle.
             variant: "" for "checkpoint", or the only one that is listed.
             documents: Request the documents of a small manifest, too.
             serves: The caller is going to serve it.
+            allow_older: Take the newest revision that can be had whole.
+            seen: What an earlier answer said that was seen of the name.
 
         Raises:
             UnknownModelError: No registered model fits.
@@ -123,6 +132,8 @@ class CoordinatorClient(SourceCalls):
             variant=variant,
             inline_documents=documents,
             serves=serves,
+            allow_older=allow_older,
+            seen=seen,
         )
 
         async def question(link: Link) -> Resolution:
@@ -138,6 +149,9 @@ class CoordinatorClient(SourceCalls):
                 inlined.documents,
                 # Coordinators before this field name no more than they list.
                 max(answer.source_count, len(answer.sources)),
+                codec.key_from_wire(answer.newest) if answer.HasField("newest") else None,
+                tuple(self._lists.read("revision", answer.older, codec.key_from_wire)),
+                codec.receipt_from_wire(answer.seen),
             )
 
         return await self._coordinators.ask(question)

@@ -6,6 +6,7 @@ themselves. Without a pin the coordinator decides which weights a name stands fo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 
@@ -14,7 +15,15 @@ import grpc.aio
 from mx import codec
 from mx.core.reference import check_pin, pinned_name
 from mx.core.revisions import MAIN, is_main, update_number
-from mx.core.types import CHECKPOINT, AddressTable, Manifest, ManifestRef, ModelKey, SourceRecord
+from mx.core.types import (
+    CHECKPOINT,
+    AddressTable,
+    Manifest,
+    ManifestRef,
+    ModelKey,
+    SourceRecord,
+    cover,
+)
 from mx.errors import (
     LocalError,
     ManifestError,
@@ -43,7 +52,8 @@ from mx.wire.v1 import peer_pb2
 @record(frozen=True)
 class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
-    coordinator, which `hold` tells that the model is going to be served."""
+    coordinator, which `hold` tells that the model is going to be served. `allow_older` takes an
+    older revision where the newest can't be had whole."""
 
     name: str
     revision: str = ""
@@ -54,6 +64,7 @@ class LocateRequest:
     insecure: bool = False
     connect_timeout_s: float = 3.0
     hold: bool = False
+    allow_older: bool = False
 
 
 @record(frozen=True)
@@ -61,13 +72,27 @@ class Located:
     """A model that was found.
 
     All `sources` hold the weights of `ref`, or parts of them; their files may differ. `inlined` are
-    those of the documents that came with the answer, by digest.
+    those of the documents that came with the answer, by digest. `newest` is what the name means to
+    the coordinator, and `older` are older revisions that can be had where that can't; None and ()
+    for a pin, a revision or a peer that the user named.
     """
 
     key: ModelKey
     ref: ManifestRef
     sources: tuple[SourceRecord, ...]
     inlined: Mapping[bytes, bytes] = field(default_factory=dict)
+    newest: ModelKey | None = None
+    older: tuple[ModelKey, ...] = ()
+
+    @property
+    def is_away(self) -> bool:
+        """True if this is what the name means, and no sources hold all of it together."""
+        return self.newest == self.key and not cover(self.sources)
+
+
+#: What was seen of names, by coordinator and name: a coordinator that has lost its state is told.
+_seen: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+_MOST_SEEN = 1024
 
 
 class Locator:
@@ -76,8 +101,10 @@ class Locator:
     def __init__(self, where: LocateRequest) -> None:
         self._where = where
         self._client: CoordinatorClient | None = None
-        #: How many sources there were when `again` was called last.
+        #: How many sources there were when `again` was called last; what the name means by then,
+        #: if that is another revision which can be had whole.
         self.source_count = 0
+        self.superseded_by: ModelKey | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     @property
@@ -105,7 +132,10 @@ class Locator:
             self._where.revision,
             self._where.variant,
             serves=self._where.hold,
+            allow_older=self._where.allow_older,
+            seen=_seen.get(self._at, b""),
         )
+        self._note(found.seen)
         remote = self._coordinator().remote
         if not found.ref.pinned_by(self._pin):
             raise ManifestError(
@@ -114,11 +144,25 @@ class Locator:
                 hint="it is broken or lies: ask another one, or a source with `peer`",
             )
         planned_here(found.ref.layout_version, f"{found.model} is listed", remote)
-        return _located(found.model, found.ref, found.sources, found.documents)
+        located = _located(found.model, found.ref, found.sources, found.documents)
+        if self._pin:
+            return located
+        return replace(located, newest=found.newest, older=found.older)
 
     @property
     def _pin(self) -> str:
         return self._where.name.partition("@")[2]
+
+    @property
+    def _at(self) -> tuple[str, str]:
+        return self._where.coordinator or "", self._where.name.partition("@")[0]
+
+    def _note(self, seen: bytes) -> None:
+        if seen:
+            _seen[self._at] = seen
+            _seen.move_to_end(self._at)
+            while len(_seen) > _MOST_SEEN:
+                _seen.popitem(last=False)
 
     async def layout_version(self, key: ModelKey) -> int:
         """Return the layout version for a model that this process is about to hold. Raises as
@@ -138,6 +182,8 @@ class Locator:
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
             sources = tuple(found.sources)
             self.source_count = found.source_count
+            if located.newest is not None:
+                self.superseded_by = found.newest
         return [source for source in sources if source.ref.same_weights(located.ref)]
 
     def _coordinator(self) -> CoordinatorClient:

@@ -44,7 +44,8 @@ class Registered:
 
     `model` is the key that the source is listed under: for an update it has a new revision. With
     `pin_only` the name stands for other weights, and readers find the source by its pin. `receipt`
-    is to be brought when the source registers `model` again.
+    is to be brought when the source registers `model` again. `owner` is the commitment that the
+    name belongs to, b"" if there is none, or an older coordinator does not say.
     """
 
     lease_s: float
@@ -52,6 +53,7 @@ class Registered:
     model: ModelKey
     pin_only: bool = False
     receipt: bytes = b""
+    owner: bytes = b""
 
 
 class SourceCalls:
@@ -111,7 +113,14 @@ class SourceCalls:
         self._secrets[record.source_id] = registration.secret
         self._epochs[record.source_id] = answer.coordinator_epoch
         self._marked(answer.mark)
-        return Registered(answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, receipt)
+        return Registered(
+            answer.lease_s,
+            answer.coordinator_epoch,
+            model,
+            answer.pin_only,
+            receipt,
+            codec.commitment_from_wire(answer.owner),
+        )
 
     async def _register_at(
         self,
@@ -178,6 +187,7 @@ class SourceCalls:
         news: asyncio.Event | None = None,
         on_state: Callable[[bool, str], None] = lambda registered, why: None,
         on_pin_only: Callable[[bool], None] = lambda pin_only: None,
+        on_receipt: Callable[[bytes], None] = lambda receipt: None,
     ) -> None:
         """Send heartbeats until cancelled, and register again whenever the coordinator has lost
         the source, was restarted or was away.
@@ -194,6 +204,7 @@ class SourceCalls:
             on_state: Called as on_state(registered, why) on each change of state, and of the kind
                 of error that keeps the source from being registered.
             on_pin_only: Called with each answer's `pin_only`, see `Registered`.
+            on_receipt: Called with each receipt that takes the place of the one before.
         """
         news = news or asyncio.Event()
         known: bool | None = None
@@ -202,14 +213,16 @@ class SourceCalls:
         is_registered = current().source_id in self._epochs
         lost: set[Link] = set()  # since the last answer
 
-        def beating(pin_only: bool) -> None:
+        def beating(answer: pb.HeartbeatResponse) -> None:
             nonlocal known, backoff_s
             backoff_s = _FIRST_BACKOFF_S
             lost.clear()
             if known is not True:
                 known = True
                 on_state(True, f"registered with the coordinator at {self.remote.address}")
-            on_pin_only(pin_only)
+            on_pin_only(answer.pin_only)
+            if answer.receipt:
+                on_receipt(codec.receipt_from_wire(answer.receipt))
 
         while True:
             try:
@@ -242,7 +255,7 @@ class SourceCalls:
         readers: Callable[[], int],
         gb_per_s: Callable[[], float],
         news: asyncio.Event,
-        beating: Callable[[bool], None],
+        beating: Callable[[pb.HeartbeatResponse], None],
         lost: set[Link],
     ) -> None:
         """Send heartbeats until one fails, and raise that error. Adds the coordinator to `lost`."""
@@ -282,7 +295,7 @@ class SourceCalls:
                     self._marked(answer.mark)
                     if answer.coordinator_epoch != self._epochs[record.source_id]:
                         raise UnknownSourceError("the coordinator restarted")
-                    beating(answer.pin_only)
+                    beating(answer)
                     # This way round NaN is the least that is waited.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(max(0.3, answer.lease_s), 3600.0) / 3):

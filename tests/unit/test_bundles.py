@@ -104,8 +104,12 @@ def test_a_lone_variant_is_a_bundle_of_one() -> None:
     }
     assert (found["main"].named, found["main.2"].named) == (False, True)
     registry.deregister(1, new.source_id, ALICE)
-    assert [b.revision for b in registry.bundles() if b.named] == ["main"]
-    assert registry.resolve("llama").model.revision == "main"
+    # What the name meant is away, and no older revision takes its place.
+    assert [b.revision for b in registry.bundles() if b.named] == ["main.2"]
+    found = registry.resolve("llama")
+    assert found.model.revision == "main.2" and not found.sources
+    assert [each.revision for each in found.older] == ["main"]
+    assert registry.resolve("llama", allow_older=True).model.revision == "main"
     assert registry.take_meant() == []
 
 
@@ -258,8 +262,9 @@ def test_what_a_name_means_ends_with_its_last_revision() -> None:
     update(registry, 0, one, "two")
     registry.take_meant()
     registry.tick(5)  # the leases end
-    registry.tick(66)  # main.2 is forgotten, and main not yet
-    assert registry.take_meant() == [Meant("llama", BUNDLE, "main")]
+    registry.tick(66)  # main.2 is forgotten, and main not yet: no older one takes its place
+    assert registry.take_meant() == []
+    assert [each.named for each in registry.bundles()] == [False]
     registry.tick(200)
     assert registry.take_meant() == [Meant("llama", BUNDLE, "")]
     assert registry.bundles() == []

@@ -22,6 +22,7 @@ from mx.errors import (
     MxError,
     NotAllowedError,
     StaleGenerationError,
+    UnknownModelError,
     UnknownSourceError,
 )
 from tests.support.owners import commitment_of, owned, plain
@@ -83,6 +84,10 @@ class Source:
     renewed: tuple[bool, int]  # True after the first heartbeat; when, in order
 
 
+def number_of(revision: str) -> int:
+    return int(revision.partition(".")[2] or "1")
+
+
 class Model:
     """The same rules, written to be read."""
 
@@ -96,6 +101,7 @@ class Model:
         self.buried: dict[str, tuple[bytes, int, float]] = {}
         self.numbers = 0
         self.renewals = 0
+        self.published: dict[tuple[str, str], int] = {}  # by name and variant, while it is bound
 
     def bound(self, key: ModelKey) -> Bound | None:
         return next((b for b in self.all if b.key == key and not b.contests), None)
@@ -117,6 +123,8 @@ class Model:
         if base and (name, base) in self.bundles and not self.used(name, base):
             self.bundles[name, base].lapses_at = self.now + GRACE_S
         owner = None if any(key[0] == name for key in self.bundles) else self.owners.pop(name)
+        if owner is not None:
+            self.published = {at: n for at, n in self.published.items() if at[0] != name}
         if owner:
             self.reserved[name] = owner, self.now + GRACE_S
         self.settle(name)
@@ -135,7 +143,8 @@ class Model:
             return False
         variants = [b for b in self.all if not b.contests and b.key.name == key.name]
         update = any(b.key.variant == key.variant for b in variants)
-        return theirs != owner or update
+        older = number_of(key.revision) < self.published.get((key.name, key.variant), 0)
+        return theirs != owner or update or older
 
     def owner_of(self, name: str) -> bytes | None:
         """Whose the name is, or for a while was; None if it is free."""
@@ -144,6 +153,8 @@ class Model:
     def open(self, key: ModelKey, owner: bytes, base: str = "") -> None:
         self.owners.setdefault(key.name, owner)
         self.reserved.pop(key.name, None)
+        at = key.name, key.variant
+        self.published[at] = max(self.published.get(at, 0), number_of(key.revision))
         bundle = self.bundles.setdefault((key.name, key.revision), Bundle(base))
         bundle.lapses_at = None
         if bundle.base and (key.name, bundle.base) in self.bundles:
@@ -244,10 +255,6 @@ class Model:
 
     def update_of(self, replaced: ModelKey, identity: bytes) -> str:
         """The revision of an update; "" if another one has come after what it replaces."""
-
-        def number_of(revision: str) -> int:
-            return int(revision.partition(".")[2] or "1")
-
         numbers = {
             number_of(b.key.revision): b
             for b in self.all
@@ -258,7 +265,8 @@ class Model:
             return numbers[max(numbers)].key.revision
         if any(b.used for number, b in numbers.items() if number > at):
             return ""
-        return f"main.{max([at, *numbers]) + 1}"
+        last = self.published.get((replaced.name, replaced.variant), 0)
+        return f"main.{max([at, last, *numbers]) + 1}"
 
     def register(
         self, record: SourceRecord, secret: bytes, flags: Flags, revision: str, contests: bool
@@ -502,7 +510,7 @@ class Machine(RuleBasedStateMachine):
         # What contests the key has other weights, or there is nothing to contest.
         assert {s.record.source_id for s in found.sources} == serving
         if key.variant == "checkpoint":
-            self.newest_served(key.name)
+            self.newest_published(key.name)
 
     def is_found_by_its_pin(self, key: ModelKey, identity: bytes) -> None:
         """All sources of the weights are found, whatever other sources have registered."""
@@ -516,16 +524,23 @@ class Machine(RuleBasedStateMachine):
         assert len({*numbers}) == len({*bindings}) == len({*zip(numbers, bindings, strict=True)})
         assert {*map(id, in_turn(found.sources, random.Random(0)))} == {*map(id, found.sources)}
 
-    def newest_served(self, name: str) -> None:
-        """A name alone means the newest revision that is served; if none is, the newest."""
-        numbers = {
-            int(m.model.revision.partition(".")[2] or "1"): m.model.revision
-            for m in self.machine.models()
-            if (m.model.name, m.model.variant) == (name, "checkpoint") and not m.pin_only
-        }
-        revisions = [numbers[number] for number in sorted(numbers, reverse=True)]
-        served = [r for r in revisions if self.machine.resolve(name, r).sources]
-        assert self.machine.resolve(name).model.revision == (served or revisions)[0]
+    def newest_published(self, name: str) -> None:
+        """A name alone means the newest revision that was ever bound under it, with or without
+        sources, while it is bound at all."""
+        number = self.model.published[name, "checkpoint"]
+        meant = "main" if number == 1 else f"main.{number}"
+        bound = self.model.bound(ModelKey(name, meant))
+        if bound is None:
+            with pytest.raises(UnknownModelError, match=f"means {name}:{meant}"):
+                self.machine.resolve(name)
+            return
+        found = self.machine.resolve(name)
+        assert found.model == found.newest == ModelKey(name, meant)
+        assert found.ref.identity == bound.identity
+        older = self.machine.resolve(name, allow_older=True)
+        assert number_of(older.model.revision) <= number
+        if found.older:
+            assert older.model == found.older[0] and older.newest == found.newest
 
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -84,7 +84,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt", "mark")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt", "mark", "owner")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class RegisterResponse(_message.Message):
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
@@ -99,7 +100,8 @@ class RegisterResponse(_message.Message):
     pin_only: bool
     receipt: bytes
     mark: bytes
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ..., mark: _Optional[bytes] = ...) -> None: ...
+    owner: bytes
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ..., mark: _Optional[bytes] = ..., owner: _Optional[bytes] = ...) -> None: ...
 
 class LayoutRequest(_message.Message):
     __slots__ = ("model",)
@@ -146,16 +148,18 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., source_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("lease_s", "coordinator_epoch", "pin_only", "mark")
+    __slots__ = ("lease_s", "coordinator_epoch", "pin_only", "mark", "receipt")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     coordinator_epoch: str
     pin_only: bool
     mark: bytes
-    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ..., mark: _Optional[bytes] = ...) -> None: ...
+    receipt: bytes
+    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ..., mark: _Optional[bytes] = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class AdvertiseRequest(_message.Message):
     __slots__ = ("source_id", "generation", "held", "source_secret")
@@ -188,32 +192,42 @@ class DeregisterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("name", "revision", "variant", "inline_documents", "serves")
+    __slots__ = ("name", "revision", "variant", "inline_documents", "serves", "allow_older", "seen")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     INLINE_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     SERVES_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_OLDER_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     variant: str
     inline_documents: bool
     serves: bool
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ..., serves: bool = ...) -> None: ...
+    allow_older: bool
+    seen: bytes
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ..., serves: bool = ..., allow_older: bool = ..., seen: _Optional[bytes] = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
-    __slots__ = ("model", "manifest", "sources", "documents", "source_count")
+    __slots__ = ("model", "manifest", "sources", "documents", "source_count", "newest", "older", "seen")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    OLDER_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     documents: _containers.RepeatedCompositeFieldContainer[_common_pb2.Page]
     source_count: int
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ..., source_count: _Optional[int] = ...) -> None: ...
+    newest: _common_pb2.ModelKey
+    older: _containers.RepeatedCompositeFieldContainer[_common_pb2.ModelKey]
+    seen: bytes
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ..., source_count: _Optional[int] = ..., newest: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., older: _Optional[_Iterable[_Union[_common_pb2.ModelKey, _Mapping]]] = ..., seen: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("name", "revision", "batches")
