@@ -54,8 +54,8 @@ class NameState:
     @property
     def due_s(self) -> float:
         """When time has something to end here."""
-        away = (*self.entries.values(), *self.contests)
-        due_s = min((each.lapses_at_s for each in away), default=math.inf)
+        due_s = min((each.lapses_at_s for each in self.entries.values()), default=math.inf)
+        due_s = min((due_s, *(each.lapses_at_s for each in self.contests)))
         return due_s if self.kept is None else min(due_s, self.kept.until_s)
 
     @property

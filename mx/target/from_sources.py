@@ -321,7 +321,8 @@ class FromSources(Attempt):
                 with contextlib.suppress(MxError):
                     await locator.again(found.located)
                 if locator.superseded_by is not None:
-                    raise superseded(found.located.key, locator.superseded_by) from failure
+                    newest, why = locator.superseded_by, failure.message
+                    raise superseded(found.located.key, newest, why) from failure
             raise failure
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")

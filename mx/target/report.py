@@ -312,10 +312,11 @@ def final_error(
     return IncompleteError(far, hint=hint or "start the pull again; mx sources shows who is left")
 
 
-def superseded(key: ModelKey, newest: ModelKey) -> SupersededError:
+def superseded(key: ModelKey, newest: ModelKey, why: str = "") -> SupersededError:
     """Return the error of a pull by name whose weights can't be had whole any more."""
+    why = why or f"no sources hold all of {key} any more"
     return SupersededError(
-        f"{key} can't be had whole any more, and {key.name} means {newest} now",
+        f"{why}; {key.name} means {newest} now",
         hint="start the pull again for that",
     )
 
