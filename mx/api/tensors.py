@@ -13,8 +13,9 @@ from mx.memory.live import Tensors
 
 def is_module(what: object) -> bool:
     """Return True for a `torch.nn.Module`. Does not import torch: who has one has imported it."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(what, torch.nn.Module)
+    nn: Any = getattr(sys.modules.get("torch"), "nn", None)  # another thread may import torch
+    module: Any = getattr(nn, "Module", None)
+    return module is not None and isinstance(what, module)
 
 
 def live_tensors(what: Any, *, non_persistent: bool = False) -> Tensors:

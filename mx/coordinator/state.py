@@ -318,7 +318,7 @@ def open_state(spec: str, *, lease_s: float = 5.0) -> CoordinatorState:
     elif kind in ("redis", "rediss"):
         from mx.coordinator.stores.redis import RedisStore
 
-        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s)
+        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s, doubt_s=lease_s)
     elif spec != "memory":
         raise ConfigError(
             f"`state={kind}` is not a kind of state",

@@ -106,7 +106,7 @@ class Board(ProgressBoard):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self.store = RedisStore(url, lease_s=15.0)
+        self.store = RedisStore(url, lease_s=15.0, doubt_s=15.0)
         self.store.share_pulls(self, lambda: None)
 
     def takes(self, status: PullStatus, principal: str = "10.0.0.7") -> None:

@@ -82,7 +82,7 @@ def stores_of(kind: str, *, timeless: bool = True) -> Iterator[None]:
             server = stack.enter_context(redis_server())
             stack.enter_context(patience())
             made = TimelessRedisStore if timeless else RedisStore
-            _makers.append(lambda: partial(made, server.fresh_url(), lease_s=15.0))
+            _makers.append(lambda: partial(made, server.fresh_url(), lease_s=15.0, doubt_s=15.0))
             stack.callback(_makers.pop)
         stack.callback(_close_all)
         yield

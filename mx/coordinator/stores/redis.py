@@ -70,16 +70,18 @@ class _Missed(Exception):
 class RedisStore(LeasedStore):
     """State in Redis."""
 
-    def __init__(self, url: str, *, lease_s: float) -> None:
+    def __init__(self, url: str, *, lease_s: float, doubt_s: float) -> None:
         """
         Args:
             url: See `RedisLink`.
-            lease_s: How long a lease lasts for which nothing has been heard; and a doubt.
+            lease_s: How long a lease lasts for which nothing has been heard.
+            doubt_s: How long names are in doubt after a loss.
 
         Raises:
             ConfigError: As `RedisLink`.
         """
         super().__init__(url, lease_s=lease_s)
+        self._doubt_s = doubt_s
         self._number = 0
         self._token = ""
         self._versions: dict[str, str] = {}
@@ -344,17 +346,17 @@ class RedisStore(LeasedStore):
         if lost:
             await self._hear_from_here()  # what others say is numbered anew
         async with self._following:
-            doubt_until_s = self.clock() + self._lease_s if lost else None
+            doubt_until_s = self.clock() + self._doubt_s if lost else None
             await self._read_all(doubt_until_s=doubt_until_s)
         if lost:
             event(
                 log, "state.lost", level=logging.ERROR,
                 text=f"{self._link.name} came back with less than it had: for "
-                f"{self._lease_s:g} s names bind only to those who had them",
+                f"{self._doubt_s:g} s names bind only to those who had them",
             )  # fmt: skip
         self._wake(begins_again=True)
         if lost and (self.epoch == expected or self.doubt_until_s <= self.clock()):
-            doubt_until_s = self.clock() + self._lease_s
+            doubt_until_s = self.clock() + self._doubt_s
             await self._send(Draft(epoch=(uuid.uuid4().hex, doubt_until_s, latest)))
 
     async def _follow(self) -> None:

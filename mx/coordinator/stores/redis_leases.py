@@ -36,7 +36,7 @@ class LeasedStore(KeptStore):
         """
         Args:
             url: See `RedisLink`.
-            lease_s: How long a lease lasts for which nothing has been heard; and a doubt.
+            lease_s: How long a lease lasts for which nothing has been heard.
 
         Raises:
             ConfigError: As `RedisLink`.
