@@ -158,7 +158,7 @@ class Bindings:
                 found = state.contest(key, ref)
                 binding = found or self._begin(state, key, ref, address, bound=False)
                 if found is None:
-                    state.contests.append(binding)
+                    self._contest(state, binding, commitment)
             binding.commitment = binding.commitment or commitment
             had = binding.ref
             if binding.join(source_id, ref, origin=origin):
@@ -226,6 +226,17 @@ class Bindings:
         state = self.of(name)
         yield state
         self._store.decide(state)
+
+    def _contest(self, state: NameState, binding: Binding, commitment: bytes) -> None:
+        """Add what contests a name: in the place of what the same holder has contested it with
+        before, if that has no source any more."""
+        for at, each in enumerate(state.contests):
+            same = each.key == binding.key and each.commitment == commitment != b""
+            if same and not each.sources:
+                state.contests[at] = binding
+                self._end(each)
+                return
+        state.contests.append(binding)
 
     def _bound(
         self,
@@ -343,7 +354,7 @@ class Bindings:
         binding = state.numbered(key, listed.binding)
         binding.leave(listed.record.source_id)
         if not binding.bound:
-            if not binding.sources and keeps_place:
+            if not binding.sources and binding.commitment and (keeps_place or self.in_doubt):
                 binding.lapses_at_s = now + self.grace_s
             elif not binding.sources:
                 state.contests.remove(binding)

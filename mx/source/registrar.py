@@ -217,14 +217,18 @@ class Registrar:
     async def _outdated_by(self, held: HeldModel) -> str:
         """Return the revision that a model has to update to be what its name means; "" for none.
 
-        That is one that a receipt of the coordinator's earlier life has bound. What another holder
-        of the key has registered since then stands.
+        That is one that a receipt of the coordinator's earlier life has bound, or any while the
+        model itself is found by its pin only. What another holder of the key has registered since
+        then stands.
         """
         listed = await self._listed(held.key.name)
         bound = {each.model: each.ref.identity for each in listed}
         place = placed(held.key, held.manifest.ref.identity, bound)
         key = replace(held.key, revision=place.revision)
-        if not place.updates or not any(each.model == key and each.restored for each in listed):
+        served = self._models.get(held.source_id)
+        outdated = served is not None and served.pin_only
+        outdated |= any(each.model == key and each.restored for each in listed)
+        if not place.updates or not outdated:
             return ""
         # After a restart of the coordinator that would be what others have registered since then:
         # but the model is not listed then before `list` has ended this.

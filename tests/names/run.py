@@ -45,15 +45,15 @@ _STRANGE = 255
 #: What a name means follows a publication within this.
 _SOON_S = 60.0
 
-_COORDINATOR = """
+_COORDINATOR = f"""
 import sys
 from mx.coordinator.daemon import CoordinatorOptions, run
 listen, state, key = sys.argv[1:]
 options = CoordinatorOptions(
-    listen=listen, state=state, lease_s={}, receipt_key=key, receipt_key_named="receipt_key"
+    listen=listen, state=state, lease_s={_LEASE_S}, receipt_key=key, receipt_key_named="receipt_key"
 )
 sys.exit(run(options, lambda address: print(address, flush=True)))
-""".format(_LEASE_S)
+"""
 
 
 class Violation(AssertionError):
@@ -293,9 +293,7 @@ class Round:
         """Somebody else serves other weights under the name."""
         settings = replace(self.settings, name_key=str(self._key("stranger")))
         try:
-            self._stack.enter_context(
-                api.serve(tensors(_STRANGE), model="m", settings=settings)
-            )
+            self._stack.enter_context(api.serve(tensors(_STRANGE), model="m", settings=settings))
         except MxError as error:
             self.oracle.count(f"strangers refused: {type(error).__name__}")
 
