@@ -126,7 +126,9 @@ def away(meant: ModelKey, older: Sequence[ModelKey]) -> tuple[str, str]:
         meant: What the name means.
         older: Older revisions that can be had.
     """
-    listed = ", ".join(map(str, older[:_MOST_NAMED])) + (" …" if len(older) > _MOST_NAMED else "")
+    # With the revision, also where that is "main": the name alone means the newest.
+    named = [f"{key.name}:{key.revision}" for key in older[:_MOST_NAMED]]
+    listed = ", ".join(named) + (" …" if len(older) > _MOST_NAMED else "")
     return (
         f"{meant.name} means {meant}, its newest revision, which no source has whole now: it is "
         "being changed, or its sources are away",

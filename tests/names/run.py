@@ -1,8 +1,9 @@
 """A name never goes back: random rounds of owners, updates, relays, strangers, readers, and states
 that are lost.
 
-Each round has a coordinator (two over Redis), the owner of the name `m`, and readers that pull it by
-name all the time. Every byte of the weights is the number of their publication. One oracle judges:
+Each round has a coordinator (two over Redis), the owner of the name `m`, and readers that pull it
+by name all the time. Every byte of the weights is the number of their publication. One oracle
+judges:
 
 - No reader gets a publication that is older than one that was read before it began, nor bytes of
   two, nor those of a stranger.

@@ -1,0 +1,21 @@
+"""A few rounds of chance for each kind of state; `make names` is the long run."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+import pytest
+
+from tests.names.run import play
+
+
+@pytest.mark.long
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
+def test_a_name_never_goes_back(kind: str) -> None:
+    if kind == "redis" and shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    log = io.StringIO()
+    assert play(6, 1, kind, log=log) == 0, log.getvalue()
