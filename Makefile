@@ -9,7 +9,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-vllm chaos kills differential differential-gpu endurance lint proto proto-check bench clean
+  test-vllm chaos kills names differential differential-gpu endurance lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -45,6 +45,7 @@ help:
 	@echo "make chaos                       the slow ones: kills, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S]      N pulls among random faults, repeatable"
 	@echo "make kills KILLS=N [STATE=redis] kill coordinators, check every name"
+	@echo "make names [ROUNDS=N] [SEED=S]   random updates and losses: no name goes back"
 	@echo "make differential [ROUNDS=N]     random steps, every byte compared (SEED=S)"
 	@echo "make differential-gpu [ROUNDS=N] pulls in which a call of CUDA fails (SEED=S)"
 	@echo "make endurance [MINUTES=15]      load while everything is killed (SEED=S)"
@@ -128,6 +129,9 @@ test-vllm: $(VLLM_READY)
 
 test-models: $(READY)
 	$(PY) -m tests.models $(ARGS)
+
+names: $(READY)
+	$(PY) -m tests.names --rounds $(or $(ROUNDS),500) --seed $(or $(SEED),1) --jobs 2 $(ARGS)
 
 kills: $(READY)
 	$(PY) -m tests.kills $(or $(STATE),sqlite) $(or $(KILLS),100) $(or $(SEED),0)

@@ -154,11 +154,11 @@ class Proofs:
             return None
 
     def seen(self, bound: Receipt | None) -> bytes:
-        """Return what a reader brings again to say which updates of a name there were, b"" for
-        nothing. It binds nothing."""
+        """Return what a reader brings again to say whose a name was and which updates there were,
+        b"" for nothing. It binds no weights."""
         if bound is None:
             return b""
-        data = self._life() + bound.encode()
+        data = self._life() + replace(bound, issued_s=time.time()).encode()
         return self._mac(_SEEN + data) + data
 
     def read_seen(self, seen: bytes) -> Receipt | None:

@@ -362,12 +362,13 @@ class CoordinatorServicer(ListingServicer):
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
         name = request.name.partition("@")[0]
-        self._access.require(context, (Right.PULL,), name)
+        caller = self._access.require(context, (Right.PULL,), name)
         if request.serves:
             self._access.require(context, (Right.SERVE,), name)
         seen = self._proofs.read_seen(request.seen)
         if seen is not None and seen.key.name == name:
-            await self._state.event(partial(Registry.recall, seen=seen))
+            recall = partial(Registry.recall, seen=seen, address=caller.name)
+            await self._state.event(recall)
         found = await self._state.ask(
             lambda registry: registry.resolve(
                 request.name,

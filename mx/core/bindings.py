@@ -104,15 +104,24 @@ class Bindings:
         renamed, self._renamed = self._renamed, []
         return renamed
 
-    def recall(self, seen: Receipt) -> None:
-        """Record which updates of a name there were, if its owner is that of then."""
-        name = self.of(seen.key.name).bound
-        if name is None or not name.owned_by(seen.commitment) or not name.missed(seen):
-            return
-        with self._changing(seen.key.name) as state:
-            assert state.bound is not None
-            state.bound.remember(seen)
-            self._mean_anew(state, membership(seen.key.variant).bundle)
+    def recall(self, seen: Receipt, until_s: float, address: str) -> None:
+        """Record which updates of a name there were, and whose it was: that owner has it until
+        `until_s`, unless a later receipt says whose it is. It counts for an address."""
+        found = self.of(seen.key.name)
+        name = found.claimed
+        own = name is not None and name.owned_by(seen.commitment)
+        if found.bound is not None and own and found.bound.missed(seen):
+            with self._changing(seen.key.name) as state:
+                assert state.bound is not None
+                state.bound.remember(seen)
+                self._mean_anew(state, membership(seen.key.variant).bundle)
+        elif not own and (name is None or seen.issued_s > name.issued_s):
+            with self._changing(seen.key.name) as state:
+                self._evict(state, seen, b"")
+                self._end_kept(state)
+                state.kept = Kept(seen.commitment, seen.issued_s, until_s, address)
+                self._store.count(CountedKind.KEPT_NAMES, address, 1)
+            self._keep_few()
 
     def complete(self, name: str, revision: str, bundle: str) -> None:
         """Record that all ranks of a bundle of a bound revision are there."""

@@ -147,7 +147,11 @@ class Registry:
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
         claim = RegistrationClaim(
-            commitment, intent, receipt, self._may_restore, self._bindings.in_doubt
+            commitment,
+            intent,
+            receipt,
+            self._now < self._restores_until_s,
+            self._bindings.in_doubt,
         )
         admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
@@ -213,12 +217,19 @@ class Registry:
             self._update(listed, record)
         return record
 
-    def recall(self, now: float, seen: Receipt) -> None:
-        """Take note of which updates a reader of an earlier life has seen, while receipts of that
-        count: the name means nothing older. Does nothing if the name has another owner."""
+    def recall(self, now: float, seen: Receipt, *, address: str = "") -> None:
+        """Take note of what a reader of an earlier life has seen of a name, while receipts of that
+        count: it means nothing older, and waits for its owner while who came before him brings no
+        receipt.
+
+        Args:
+            now: The time.
+            seen: What the reader has seen.
+            address: Where the reader asks from.
+        """
         self.tick(now)
-        if self._may_restore:
-            self._bindings.recall(seen)
+        if self._now < self._restores_until_s:
+            self._bindings.recall(seen, self._restores_until_s, address)
 
     def advertise(
         self,
@@ -274,10 +285,9 @@ class Registry:
         self._name()
 
     @property
-    def _may_restore(self) -> bool:
-        """True while receipts of an earlier life count."""
-        late_s = max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
-        return self._now < late_s
+    def _restores_until_s(self) -> float:
+        """Until when receipts of an earlier life count."""
+        return max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
 
     def _end_doubt(self) -> None:
         """Let what was found by its pin in a doubt have its name, if it is free."""

@@ -218,3 +218,26 @@ async def test_a_reader_tells_a_coordinator_that_has_restarted_what_it_has_seen(
                 await client.resolve("m", seen=seen)
             with pytest.raises(UnknownModelError, match=r"m means m:main\.2"):
                 await client.resolve("m")
+
+
+async def test_a_reader_gets_nothing_of_a_stranger_who_comes_before_the_owner_is_back(
+    run: Run, tmp_path: Path
+) -> None:
+    key = "--receipt-key", str(tmp_path / "receipts")
+    address, daemon = start_coordinator(run, *key)
+    settings = settings_of(address, tmp_path)
+    make(tmp_path / "other.key")
+    stranger = replace(settings, name_key=str(tmp_path / "other.key"))
+    async with client_of(address) as client:
+        with api.serve(weights(1), model="m", settings=settings):
+            seen = (await client.resolve("m")).seen
+        daemon.process.kill()
+        daemon.wait()
+        _, daemon = start_coordinator(run, *key, port=int(address.rpartition(":")[2]))
+        with api.serve(weights(2), model="m", settings=stranger):
+            assert (await client.resolve("m")).sources  # it is the only one that is known
+            with pytest.raises(UnknownModelError, match="by its pin only"):
+                await client.resolve("m", seen=seen)
+            with api.serve(weights(3), model="m", settings=settings) as source:
+                (found,) = (await client.resolve("m")).sources
+                assert found.endpoint == source.endpoint

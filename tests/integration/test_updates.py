@@ -182,7 +182,7 @@ def test_readers_are_cut_after_the_grace_and_never_get_a_mixture(
         source.update(weights(2), grace_s=0)
         for each in readers:
             found = each.outcome()
-            assert found["error"] == "IncompleteError", found
+            assert found["error"] == "SupersededError", found
             assert "was updated" in found["text"]
         with api.pull("m", coordinator=coordinator) as pull:
             assert versions_of(pull.state_dict()) == {2}
