@@ -346,6 +346,7 @@ def registration_to_wire(
     message, intent = source_to_wire(registration.record), registration.intent
     message.source_secret, message.proof, message.nonce = registration.secret, proof, nonce
     message.replaces, message.keeps_pin = intent.replaces, intent.keeps_pin
+    message.publishes = intent.publishes
     message.receipt = intent.receipt
     return message
 
@@ -355,7 +356,8 @@ def registration_from_wire(message: cpb.Source) -> Registration:
     record = source_from_wire(message)
     secret = secret_from_wire(message.source_secret)
     replaces, receipt = _replaces_from_wire(message.replaces), receipt_from_wire(message.receipt)
-    return Registration(record, secret, Intent(replaces, message.keeps_pin, receipt))
+    intent = Intent(replaces, message.keeps_pin, receipt, message.publishes)
+    return Registration(record, secret, intent)
 
 
 def state_to_wire(state: SourceState) -> cpb.SourceState:

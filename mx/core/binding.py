@@ -30,8 +30,9 @@ class Binding:
     it after a restart of the coordinator, 0.0 without one; `restored` is True if that was of an
     earlier life of the coordinator. `sources` maps the ids of the sources, in order of
     registration, to their packaging (b"": no files). `ref` is a manifest with the bound files:
-    those of the first origin that had any. `lapses_at_s` is until when it keeps its place among
-    those that contest a name, though it has no source.
+    those of the first origin that had any. `published` is True if its owner has registered it as
+    what the name means (`mx.core.registration.Intent`). `lapses_at_s` is until when it keeps its
+    place among those that contest a name, though it has no source.
     """
 
     key: ModelKey
@@ -47,6 +48,7 @@ class Binding:
     _packaged: bool = False  # by an origin; a relay's files give way to an origin's
     _all_files: dict[bytes, _Files] = field(default_factory=dict)
     lapses_at_s: float = math.inf
+    published: bool = False
 
     def __post_init__(self) -> None:
         self.member = membership(self.key.variant)

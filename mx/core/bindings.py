@@ -139,6 +139,7 @@ class Bindings:
         *,
         was: Listed | None = None,
         origin: bool = True,
+        publishes: bool = False,
         address: str = "",
     ) -> int:
         """Add a source to a binding, and make the binding if it is new.
@@ -151,6 +152,7 @@ class Bindings:
             source_id: The source.
             was: As what it is listed already. It leaves the binding that it was in.
             origin: False for a relay.
+            publishes: See `mx.core.registration.Intent`.
             address: Where the source registers from.
 
         Returns:
@@ -169,6 +171,7 @@ class Bindings:
                 if found is None:
                     self._contest(state, binding, commitment)
             binding.commitment = binding.commitment or commitment
+            binding.published |= publishes and binding.commitment == commitment != b""
             had = binding.ref
             if binding.join(source_id, ref, origin=origin):
                 self._store.append(Answered(binding.ref, held=True))
@@ -257,8 +260,9 @@ class Bindings:
     ) -> Binding:
         """Return the binding of an admitted key, which is made if it is not bound."""
         key, receipt = admission.key, admission.receipt
+        published = False
         if receipt is not None:
-            self._evict(state, receipt, ref.layout if key == receipt.key else b"")
+            published = self._evict(state, receipt, ref.layout if key == receipt.key else b"")
         name = state.bound
         if name is None:
             name = BoundName(commitment if receipt is None else receipt.commitment)
@@ -267,6 +271,8 @@ class Bindings:
         if receipt is not None:
             name.issued_s = max(name.issued_s, receipt.issued_s)
             name.remember(receipt)
+            if published:
+                name.await_update(receipt)
         revisions = name.revisions
         entry = revisions.get(key.revision)
         if entry is None:
@@ -294,12 +300,13 @@ class Bindings:
             binding.restored |= not receipt.this_life
         return binding
 
-    def _evict(self, state: NameState, receipt: Receipt, layout: bytes) -> None:
+    def _evict(self, state: NameState, receipt: Receipt, layout: bytes) -> bool:
         """Let what stands against a receipt contest the name, also the same weights in another
-        layout than this one; b"": in any."""
-        name = state.bound
+        layout than this one; b"": in any. Returns True if its own owner has published some of that
+        since."""
+        name, published = state.bound, False
         if name is None:
-            return
+            return False
         own = name.owned_by(receipt.commitment)
         bundles = set(state.meant)
         for revision, entry in list(name.revisions.items()):
@@ -311,6 +318,7 @@ class Bindings:
                 del entry.variants[binding.key.variant]
                 binding.bound = False
                 self._renamed += binding.sources
+                published |= own and binding.published and binding.identity != receipt.identity
                 if binding.sources:
                     state.contests.append(binding)
                 else:
@@ -324,6 +332,7 @@ class Bindings:
             state.bound = None
         for bundle in bundles:
             self._mean_anew(state, bundle)
+        return published
 
     def _mean_anew(self, state: NameState, bundle: str) -> None:
         """Decide which revision NAME means for a bundle, and append a change of it."""

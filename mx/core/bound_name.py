@@ -75,6 +75,13 @@ class BoundName:
         self._reach(root, receipt.key.variant, receipt.newest)
         self._reach(root, membership(receipt.key.variant).bundle, receipt.completed)
 
+    def await_update(self, receipt: Receipt) -> None:
+        """Let the name mean an update that is still to come of what a receipt says: its owner has
+        published that before the receipt came."""
+        root = receipt.base or self.root(receipt.key.revision)
+        number = max(self.newest(replace(receipt.key, revision=root)) + 1, 2)
+        self._reach(root, receipt.key.variant, number)
+
     def missed(self, receipt: Receipt) -> bool:
         """Return True if a receipt knows of newer updates."""
         root, variant = receipt.base or self.root(receipt.key.revision), receipt.key.variant

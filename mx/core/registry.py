@@ -165,6 +165,7 @@ class Registry:
             record.source_id,
             was=known,
             origin=origin,
+            publishes=intent.publishes,
             address=address,
         )
         record = replace(record, model=admission.key, commitment=commitment)

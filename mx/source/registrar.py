@@ -89,6 +89,7 @@ class Registrar:
         *,
         again: bool = False,
         replaces: str = "",
+        publishes: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> ModelKey:
         """Register a model. While the coordinator can't say whose the name is, it is tried again.
@@ -97,6 +98,7 @@ class Registrar:
             held: The model.
             again: It was listed before: others may have taken its name since.
             replaces: Register an update of this revision; "" for none.
+            publishes: It is to be what its name means: see `mx.core.registration.Intent`.
             stopped: Polled between the tries; if it returns True, there is none any more.
 
         Returns:
@@ -108,18 +110,21 @@ class Registrar:
         until_s = time.monotonic() + _SETTLE_S
         while True:
             try:
-                return await self._list(held, again=again, replaces=replaces)
+                return await self._list(held, again=again, replaces=replaces, publishes=publishes)
             except UnsettledError:
                 if time.monotonic() >= until_s or self._closed or stopped():
                     raise
             await asyncio.sleep(_SETTLE_LOOK_S)
 
-    async def _list(self, held: HeldModel, *, again: bool, replaces: str) -> ModelKey:
+    async def _list(
+        self, held: HeldModel, *, again: bool, replaces: str, publishes: bool
+    ) -> ModelKey:
         async def register() -> Registered:
             if held.scattered:
                 await in_thread(held.find_rows)
             record = self._current(held)
-            intent = Intent(replaces, again or relay, self._receipts.get(before, b""))
+            receipt = self._receipts.get(before, b"")
+            intent = Intent(replaces, again or relay, receipt, publishes)
             return await self._client.register(
                 Registration(record, self._secret, intent),
                 held.documents,
@@ -182,7 +187,7 @@ class Registrar:
                 if place.updates or last:
                     return await self.list(held, replaces=place.revision)
                 held.key = replace(asked, revision=place.revision)
-                key = await self.list(held)
+                key = await self.list(held, publishes=True)
             except BindingError:
                 if place.updates or last:
                     raise

@@ -224,7 +224,7 @@ class Round:
                 "m", into=into, transport="tcp", wait_s=wait_s, settings=self.settings
             ) as pull:
                 pull.wait(120)
-                layout = pull.manifest.layout
+                layout = pull.wait_manifest().layout
                 parts = [into[b : b + n] for b, n in _extents(layout)]
                 values = {value for part in parts for value in np.unique(np.frombuffer(part, "u1"))}
         except MxError as error:

@@ -9,7 +9,7 @@ import pytest
 
 from mx.core.memory_store import MemoryStore
 from mx.core.types import SourceRecord, SourceRole, SourceState
-from mx.errors import BindingError, UnknownModelError
+from mx.errors import BindingError, UnknownModelError, UnsettledError
 from tests.support.owners import owned, receipt_of
 from tests.support.records import make_documents, make_record, register_source
 from tests.support.stores import FollowedRegistry
@@ -105,3 +105,51 @@ def test_what_is_bound_in_the_older_state_stays_bound() -> None:
     other = owned(make_record(B), ALICE)
     assert register_source(registry, 100, other, ALICE).record.pin_only
     assert registry.resolve("llama").ref == first.ref
+
+
+def test_a_claim_keeps_its_place_while_its_owner_changes_it() -> None:
+    """A stranger who came later does not get the name when the doubt ends meanwhile."""
+    registry = in_doubt()
+    owner, stranger = owned(make_record(A), ALICE), owned(make_record(B), BOB)
+    assert register_source(registry, 100, owner, ALICE).record.pin_only
+    assert register_source(registry, 100, stranger, BOB).record.pin_only
+    registry.deregister(101, owner.source_id, ALICE, keeps_name=True)
+    keep(registry, 106.0, (stranger, BOB))
+    assert registry.source(stranger.source_id).record.pin_only
+    changed = replace(owned(make_record(make_documents("C")), ALICE), generation=2)
+    new = register_source(registry, 106, changed, ALICE, replaces="main").record
+    assert new.model.revision == "main.2" and not new.pin_only
+    assert registry.resolve("llama").ref == changed.ref
+
+
+def test_a_claim_whose_owner_does_not_come_back_ends() -> None:
+    registry = in_doubt()
+    owner, stranger = owned(make_record(A), ALICE), owned(make_record(B), BOB)
+    register_source(registry, 100, owner, ALICE)
+    register_source(registry, 100, stranger, BOB)
+    registry.deregister(101, owner.source_id, ALICE)
+    keep(registry, 101.0 + 2 * GRACE_S, (stranger, BOB))
+    assert registry.resolve("llama").ref == stranger.ref
+
+
+def test_an_update_in_a_doubt_is_refused_for_now() -> None:
+    registry = in_doubt()
+    with pytest.raises(UnsettledError):
+        register_source(registry, 100, owned(make_record(B), ALICE), ALICE, replaces="main")
+
+
+def test_a_name_waits_for_what_its_owner_published_before_a_receipt_came() -> None:
+    """The receipt says what the name meant before; the owner is told, and registers an update."""
+    registry = in_doubt()
+    new, relay = owned(make_record(B), ALICE), make_record(A, role=SourceRole.RELAY)
+    register_source(registry, 100, new, ALICE, publishes=True)
+    keep(registry, 110.0, (new, ALICE))
+    assert registry.resolve("llama").ref == new.ref
+    was = receipt_of(owned(make_record(A), ALICE), ALICE)
+    back = register_source(registry, 110, relay, BOB, keeps_pin=True, receipt=was).record
+    assert not back.pin_only and registry.source(new.source_id).record.pin_only
+    with pytest.raises(UnknownModelError, match="means llama:main.2"):
+        registry.resolve("llama")
+    again = register_source(registry, 111, replace(new, generation=2), ALICE, replaces="main")
+    assert registry.resolve("llama").ref == new.ref
+    assert again.record.model.revision == "main.3"
