@@ -20,6 +20,7 @@ from mx.config import Settings
 from mx.core.ownership import statement
 from mx.core.types import SourceRecord
 from mx.log import event
+from mx.publickey import is_signed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -71,18 +72,6 @@ class NameKey:
         return record.commitment == self.commitment(model.name) and any(
             is_signed(record.commitment, record.statement, text) for text in texts
         )
-
-
-def is_signed(commitment: bytes, signature: bytes, text: bytes) -> bool:
-    """Return True if a text was signed by the key pair with this public half."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    try:
-        Ed25519PublicKey.from_public_bytes(commitment).verify(signature, text)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from mx.artifacts.document import Document
 from mx.artifacts.private import check_way
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
-from mx.namekey import is_signed
+from mx.publickey import KEY_BYTES, SIGNATURE_BYTES, PublicKey, is_signed
 from mx.records import record
 from mx.text import has_control, shown
 from mx.wire.v1 import artifacts_pb2 as pb
@@ -46,7 +46,6 @@ KEY_PREFIX = "ed25519:"
 MAX_SIGNED_BYTES = documents.MAX_DOCUMENT_BYTES + 1024
 #: What a signature covers, before the document. No other signature of mx begins so.
 _STATEMENT = b"mx artifact set, format 1\0"
-_KEY_BYTES, _SIGNATURE_BYTES = 32, 64
 _MAX_TRUST_BYTES = 1 << 20
 _KEY = re.compile(f"{KEY_PREFIX}([0-9a-f]{{64}})", re.ASCII)
 _SET_ID = re.compile(f"[0-9a-f]{{{ID_CHARS}}}", re.ASCII)
@@ -151,7 +150,7 @@ def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
     public, signature = message.public_key, message.signature
     if _encoded(message.document, public, signature) != data:
         _refuse("its signed document is not in canonical form")
-    if len(public) != _KEY_BYTES or len(signature) != _SIGNATURE_BYTES:
+    if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         _refuse("its key or signature has another length")
     if not is_signed(public, signature, _STATEMENT + message.document):
         _refuse("its signature is wrong")
@@ -295,7 +294,10 @@ def _parsed(data: bytes, path: Path) -> Trust:
             wrong(f"the signer {key[0]} needs a `name`")
         if not models or not _texts(models):
             wrong(f"the signer {shown(name)} needs `models`: a list of names or patterns")
-        public = bytes.fromhex(key[1])
+        try:
+            public = PublicKey(bytes.fromhex(key[1])).data
+        except ConfigError as error:
+            wrong(f"the `key` of {shown(name)}: {error.message}")
         if public in signers:
             wrong(f"{key[0]} is there twice")
         try:

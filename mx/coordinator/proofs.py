@@ -21,7 +21,7 @@ from mx.core.marks import Mark
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
 from mx.core.registration import Registration
 from mx.errors import CapacityError, ConfigError, NotAllowedError, UnknownSourceError
-from mx.namekey import is_signed
+from mx.publickey import is_signed
 from mx.wire.v1 import coordinator_pb2 as pb
 
 #: How long a nonce is good: longer than the upload of a large manifest takes.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mx import config, keyfile, namekey
+from mx import config, keyfile, namekey, publickey
 from mx.coordinator import daemon
 from mx.core.ownership import (
     MAC_BYTES,
@@ -234,7 +234,7 @@ def test_pairs_of_names_are_unlike_and_those_of_one_key_the_same() -> None:
     assert len({k.commitment(n) for k in (one, other) for n in ("a", "b", "ab")}) == 6
     assert KEY.hex() not in repr(one) and repr(KEY) not in repr(one)
     signed = one.sign("a", b"text")
-    assert namekey.is_signed(one.commitment("a"), signed, b"text")
+    assert publickey.is_signed(one.commitment("a"), signed, b"text")
     for commitment, signature, text in (
         (one.commitment("b"), signed, b"text"),
         (one.commitment("a"), signed, b"texts"),
@@ -243,7 +243,7 @@ def test_pairs_of_names_are_unlike_and_those_of_one_key_the_same() -> None:
         (b"\xff" * 32, signed, b"text"),
         (b"", signed, b"text"),
     ):
-        assert not namekey.is_signed(commitment, signature, text)
+        assert not publickey.is_signed(commitment, signature, text)
 
 
 def test_only_the_same_key_vouches_and_only_for_what_it_signed() -> None:
