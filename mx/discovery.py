@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mx import users
 from mx.core.topology import Gpu, Nic, Place
 from mx.errors import ConfigError
 from mx.hardware import Topology, read_gpus, read_nics, read_numa_nodes
@@ -151,7 +152,7 @@ def _place(
     return Place(
         boot_id=boot_id,
         hostname=socket.gethostname(),
-        uid=os.getuid(),
+        uid=users.own(),
         pid=os.getpid(),
         pid_start_ticks=process_start_ticks(os.getpid()),
         pid_namespace=_namespace("pid"),

@@ -21,11 +21,11 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import field
 
-from mx import forks
+from mx import forks, users
 from mx.errors import ClosedError, LocalError, MxError
 from mx.records import record
 from mx.transport import ExposeOptions
-from mx_transports.toolkit import framing, kernel, proof
+from mx_transports.toolkit import framing, proof
 from mx_transports.toolkit.listeners import Listen
 from mx_transports.toolkit.stream import SocketStream
 
@@ -147,9 +147,7 @@ class SocketExposure(ABC):
     def admits(self, sock: socket.socket) -> bool:
         """Return True if a connection may present a secret: over a unix socket, if the process at
         the other end has the same user as this one."""
-        if sock.family != socket.AF_UNIX:
-            return True
-        return kernel.peer_credentials(sock)[1] == os.geteuid()
+        return sock.family != socket.AF_UNIX or users.is_own_peer(sock)
 
     def regenerate(self, generation: int) -> None:
         """Prepare for a generation that is about to be set; `lock` is held."""
