@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -23,6 +24,10 @@ from mx.text import plain, plain_lines
 _OURS = ("mx", "mx_transports")
 
 
+#: What makes a field's value look like more than one.
+_QUOTED = re.compile(r"[\s\"]")
+
+
 @record(frozen=True, slots=True)
 class Event:
     """The message of a log record: `str` is its text, and `record.msg.fields` its fields."""
@@ -31,7 +36,9 @@ class Event:
     fields: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{name}={_value(v)}" for name, v in self.fields.items())])
+        return " ".join(
+            [self.name, *(f"{name}={_value(name, v)}" for name, v in self.fields.items())]
+        )
 
 
 def event(
@@ -180,6 +187,8 @@ class _Json(logging.Formatter):
         return json_line(record.levelname.lower(), name, fields, record.created)
 
 
-def _value(value: object) -> str:
+def _value(name: str, value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or " " in text else text
+    # A principal is what a certificate has it say.
+    quoted = name == "principal" or not text or _QUOTED.search(text) is not None
+    return json.dumps(text, ensure_ascii=False) if quoted else text

@@ -17,17 +17,19 @@ import enum
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from mx.errors import ConfigError, NotAllowedError
 from mx.records import record
-from mx.text import has_control
+from mx.text import has_control, shown
 
 #: The most rules of a policy, and the most characters of a pattern.
 MOST_RULES, MOST_CHARACTERS = 2_000, 512
 #: The most wildcards of a pattern: matching takes a time that grows with each.
 MOST_WILDCARDS = 8
+#: A SPIFFE id, as its standard has it.
+_SPIFFE = re.compile(r"spiffe://[a-z0-9._-]+(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)*")
 _OPAQUE = re.compile(r"(?![0-9a-f]{1,4}:)[a-z][a-z0-9+.-]*:(?!//)", re.IGNORECASE)
 #: What stands for `**`, and for `*` of a DNS name or an address.
 _ANY, _OF_LABEL = ".*?", "[^./:]+?"
@@ -61,9 +63,7 @@ class Subject:
 
     def is_at(self, host: str) -> bool:
         """Return True if the certificate names a host; `*.example.com` names a.example.com."""
-        wanted = plain_host(host)
-        _, dot, parent = wanted.partition(".")
-        return wanted in self.hosts or (bool(dot) and f"*.{parent}" in self.hosts)
+        return names_host(self.hosts, host)
 
 
 def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]) -> Subject:
@@ -75,15 +75,25 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
         addresses: Its IP addresses.
 
     Raises:
-        NotAllowedError: It has several URIs, no name at all, or one with control characters.
+        NotAllowedError: It has several URIs, no name at all, one with control characters or
+            beyond ASCII, or a SPIFFE id that is not well-formed, which no authority should sign.
     """
+    uris, said = tuple(uris), (*dns, *addresses)
+    if not all(map(str.isascii, (*uris, *said))):  # in lower case some would be another's name
+        raise NotAllowedError("has a name with other letters than ASCII's in its subjectAltName")
     uris = tuple(map(_plain_uri, uris))
-    hosts = tuple(dict.fromkeys(map(plain_host, [*dns, *addresses])))
+    hosts = tuple(dict.fromkeys(map(plain_host, said)))
     names = uris or hosts
     if len(uris) > 1:
         raise NotAllowedError(
             f"has {len(uris)} URIs in its subjectAltName, and one at most names a process",
             hint="give each process a certificate with one URI",
+        )
+    if any(each.startswith("spiffe:") and not _SPIFFE.fullmatch(each) for each in uris):
+        raise NotAllowedError(
+            f"has {shown(uris[0])} in its subjectAltName, which is no SPIFFE id",
+            hint="an id is spiffe://DOMAIN/PATH; each part of the path has letters, digits, '.', "
+            "'-' and '_', and is neither '.' nor '..'",
         )
     if not names or not names[0]:
         raise NotAllowedError(
@@ -120,6 +130,14 @@ def plain_host(host: str) -> str:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         return host.lower().rstrip(".")
+
+
+def names_host(names: Collection[str], host: str) -> bool:
+    """Return True if a host is one of these names, of which each is as `plain_host` returns it or
+    stands for the names of one label below it, such as `*.example.com`."""
+    wanted = plain_host(host)
+    _, dot, parent = wanted.partition(".")
+    return wanted in names or (bool(dot) and f"*.{parent}" in names)
 
 
 def _is_opaque(text: str) -> bool:

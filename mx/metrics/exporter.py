@@ -70,8 +70,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
 
     tls = tls_of(settings)
     require_protection(settings.metrics, tls=tls, insecure=settings.insecure, verb="listen on")
-    if tls is not None:
-        check_server_files(tls)
+    names = check_server_files(tls).hosts if tls is not None else ()
     registry = prometheus.CollectorRegistry()
     prometheus.ProcessCollector(registry=registry)
     role = "peer" if coordinator is None else "coordinator"
@@ -100,7 +99,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
             stack.enter_context(trace.listening(transfers.pulls))
             collector = MetricsCollector(transfers.read, runtime.submit)
         registry.register(collector)
-        listener = Listener(settings.metrics, render, tls)
+        listener = Listener(settings.metrics, render, tls, names)
         stack.callback(listener.stop)
         stack.callback(collector.end)
         listener.start()

@@ -12,14 +12,14 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mx import forks
 from mx.errors import LocalError, MxError
 from mx.transport import TlsFiles
-from mx.wire.address import join_address, split_address
+from mx.wire.address import is_own_host, join_address, split_address
 from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         kind, body, status = "text/plain; charset=utf-8", b"metrics are at /metrics\n", 404
-        if self.path.partition("?")[0] == "/metrics":
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not is_own_host(hosts[0], self.server.names):
+            body, status = b"this server has another name: scrape it by its address\n", 421
+        elif self.path.partition("?")[0] == "/metrics":
             try:
                 kind, body = self.server.render(self.headers.get("Accept", ""))
                 status = 200
@@ -66,13 +69,21 @@ class Listener(ThreadingHTTPServer):
     daemon_threads = False  # `server_close` waits for them
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, address: str, render: Render, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        render: Render,
+        tls: TlsFiles | None = None,
+        names: Iterable[str] = (),
+    ) -> None:
         """
         Args:
             address: HOST:PORT; port 0 for any free one.
             render: Makes the answer, on any thread.
             tls: Clients must show a certificate of this authority; None: plain text. The files are
                 read again when they have changed.
+            names: Names that a request's Host may have besides addresses and the host's own. Other
+                sites' names can come to mean this server (DNS rebinding).
 
         Raises:
             LocalError: The address can't be listened on.
@@ -83,6 +94,7 @@ class Listener(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}  # the oldest first
         host, port = split_address(address)
+        self.names = ("localhost", host, socket.gethostname(), *names)
         try:
             (family, _, _, _, where), *_ = socket.getaddrinfo(
                 host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
