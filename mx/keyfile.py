@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 from mx import users
@@ -151,15 +150,15 @@ def require_own_folder(path: Path) -> None:
     """Raise PermissionError if a default file would be below another user's folder, as with another
     user's HOME: also if this user has folders of its own in there, as root may."""
     folder = next(each for each in path.parents if each.exists())
-    _require_owner(folder, users.is_own)
+    _require_owner(folder)
     base = path.parent.parent  # $XDG_STATE_HOME, or ~/.local/state
     home = (base.parent, base.parent.parent) if base.parts[-2:] == (".local", "state") else ()
     for folder in (path.parent, base, *home):
         if folder.exists():
-            _require_owner(folder, users.is_own_or_root)
+            _require_owner(folder, or_root=True)
 
 
-def _require_owner(folder: Path, suits: Callable[[int, Path], bool]) -> None:
+def _require_owner(folder: Path, *, or_root: bool = False) -> None:
     status = folder.stat()
-    if not suits(status.st_uid, folder):
+    if not users.is_own(status.st_uid, folder, or_root=or_root):
         raise PermissionError(errno.EPERM, f"{folder} belongs to user {status.st_uid}")

@@ -24,10 +24,6 @@ from mx.text import plain, plain_lines
 _OURS = ("mx", "mx_transports")
 
 
-#: What makes a field's value look like more than one.
-_QUOTED = re.compile(r"[\s\"]")
-
-
 @record(frozen=True, slots=True)
 class Event:
     """The message of a log record: `str` is its text, and `record.msg.fields` its fields."""
@@ -36,9 +32,7 @@ class Event:
     fields: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join(
-            [self.name, *(f"{name}={_value(name, v)}" for name, v in self.fields.items())]
-        )
+        return " ".join([self.name, *map(_shown, self.fields, self.fields.values())])
 
 
 def event(
@@ -187,8 +181,9 @@ class _Json(logging.Formatter):
         return json_line(record.levelname.lower(), name, fields, record.created)
 
 
-def _value(name: str, value: object) -> str:
+def _shown(name: str, value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    # A principal is what a certificate has it say.
-    quoted = name == "principal" or not text or _QUOTED.search(text) is not None
-    return json.dumps(text, ensure_ascii=False) if quoted else text
+    # What looks like two fields is quoted, and principals: a certificate may have anything there.
+    if name == "principal" or not text or re.search(r"[\s\"]", text):
+        text = json.dumps(text, ensure_ascii=False)
+    return f"{name}={text}"

@@ -25,22 +25,18 @@ def own() -> int:
     return os.geteuid()
 
 
-def is_own(uid: int, of: int | str | Path | None = None) -> bool:
+def is_own(uid: int, of: int | Path | None = None, *, or_root: bool = False) -> bool:
     """Return True if a user is this process's own, and certainly so.
 
     Args:
         uid: The user, as the kernel shows it to this process.
         of: What the uid is the owner of: the path of a file or folder, or a descriptor of it. None
             for a process's user, and for a link's owner.
+        or_root: Whether root will do.
     """
-    if uid != os.geteuid():
+    if uid != os.geteuid() and not (or_root and uid == 0):
         return False
     return not _is_ambiguous(uid) or (of is not None and _opens_as_owner(of))
-
-
-def is_own_or_root(uid: int, of: int | str | Path | None = None) -> bool:
-    """Return True if a user is this process's own or root, and certainly so; see `is_own`."""
-    return is_own(uid, of) or (uid == 0 and not _is_ambiguous(0))
 
 
 def have_one_owner(one: os.stat_result, other: os.stat_result) -> bool:
@@ -63,12 +59,9 @@ def is_own_peer(sock: socket.socket) -> bool:
 def ambiguity() -> str:
     """Return why no process can be known as this user's; "" if it can."""
     uid = os.geteuid()
-    if not _is_ambiguous(uid):
-        return ""
-    return (
-        f"other users may have this process's uid {uid}, too: its user namespace does not map "
-        "every user, and shows those by that number; run it as a user that the namespace maps"
-    )
+    why = f"other users may have this process's uid {uid}, too: its user namespace does not map "
+    why += "every user, and shows those by that number; run it as a user that the namespace maps"
+    return why if _is_ambiguous(uid) else ""
 
 
 def _is_ambiguous(uid: int) -> bool:
@@ -76,10 +69,8 @@ def _is_ambiguous(uid: int) -> bool:
 
     The maps of namespaces are nested: one that maps every number maps every user.
     """
-    counts = _text("/proc/self/uid_map").split()[2::3]
-    if sum(map(int, counts)) >= _USERS:
-        return False
-    return _text("/proc/sys/kernel/overflowuid").strip() in (str(uid), "")
+    mapped = sum(map(int, _text("/proc/self/uid_map").split()[2::3]))
+    return mapped < _USERS and _text("/proc/sys/kernel/overflowuid").strip() in (str(uid), "")
 
 
 def _text(path: str) -> str:
@@ -88,11 +79,10 @@ def _text(path: str) -> str:
     return ""
 
 
-def _opens_as_owner(of: int | str | Path) -> bool:
+def _opens_as_owner(of: int | Path) -> bool:
     """Return True if the kernel lets this process do to a file what only its owner may."""
     path = f"/proc/self/fd/{of}" if isinstance(of, int) else of
-    try:
+    with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_RDONLY | os.O_NOATIME | os.O_NONBLOCK | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
+        return True
+    return False

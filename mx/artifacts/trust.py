@@ -254,7 +254,7 @@ def _read(path: Path) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"the trust file {path} is no file", hint=_EXAMPLE)
-        if not users.is_own_or_root(status.st_uid, fd) or status.st_mode & 0o022:
+        if not users.is_own(status.st_uid, fd, or_root=True) or status.st_mode & 0o022:
             raise ConfigError(
                 f"other users may write to the trust file {path}",
                 hint="it has to belong to this user or root, and no other user may write to it: "

@@ -17,7 +17,7 @@ import enum
 import ipaddress
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
 from mx.errors import ConfigError, NotAllowedError
@@ -63,7 +63,9 @@ class Subject:
 
     def is_at(self, host: str) -> bool:
         """Return True if the certificate names a host; `*.example.com` names a.example.com."""
-        return names_host(self.hosts, host)
+        wanted = plain_host(host)
+        _, dot, parent = wanted.partition(".")
+        return wanted in self.hosts or (bool(dot) and f"*.{parent}" in self.hosts)
 
 
 def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]) -> Subject:
@@ -79,8 +81,9 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
             beyond ASCII, or a SPIFFE id that is not well-formed, which no authority should sign.
     """
     uris, said = tuple(uris), (*dns, *addresses)
-    if not all(map(str.isascii, (*uris, *said))):  # in lower case some would be another's name
-        raise NotAllowedError("has a name with other letters than ASCII's in its subjectAltName")
+    # Beyond ASCII there are letters that are in lower case those of another name.
+    if any(has_control(each) or not each.isascii() for each in (*uris, *said)):
+        raise NotAllowedError("has a name that is no text of ASCII in its subjectAltName")
     uris = tuple(map(_plain_uri, uris))
     hosts = tuple(dict.fromkeys(map(plain_host, said)))
     names = uris or hosts
@@ -92,8 +95,7 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
     if any(each.startswith("spiffe:") and not _SPIFFE.fullmatch(each) for each in uris):
         raise NotAllowedError(
             f"has {shown(uris[0])} in its subjectAltName, which is no SPIFFE id",
-            hint="an id is spiffe://DOMAIN/PATH; each part of the path has letters, digits, '.', "
-            "'-' and '_', and is neither '.' nor '..'",
+            hint="write spiffe://DOMAIN/PATH, each part of letters, digits, '-', '_' and '.'",
         )
     if not names or not names[0]:
         raise NotAllowedError(
@@ -102,8 +104,8 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
         )
     if any("/" in host or _is_opaque(host) for host in hosts):  # it would be taken for a URI
         raise NotAllowedError("has a host like a URI in its subjectAltName")
-    if any(has_control(name) or len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
-        raise NotAllowedError("has a name that is no text, or very long, in its subjectAltName")
+    if any(len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
+        raise NotAllowedError("has a very long name in its subjectAltName")
     return Subject(names[0], names, hosts)
 
 
@@ -132,12 +134,21 @@ def plain_host(host: str) -> str:
         return host.lower().rstrip(".")
 
 
-def names_host(names: Collection[str], host: str) -> bool:
-    """Return True if a host is one of these names, of which each is as `plain_host` returns it or
-    stands for the names of one label below it, such as `*.example.com`."""
-    wanted = plain_host(host)
-    _, dot, parent = wanted.partition(".")
-    return wanted in names or (bool(dot) and f"*.{parent}" in names)
+def is_own_host(header: str, names: Iterable[str]) -> bool:
+    """Return True if a request's Host is an IP address, which no other site can come to mean, or
+    one of a server's own names.
+
+    Args:
+        header: The header's value.
+        names: The names, as certificates have them: `*.example.com`, too.
+    """
+    host, _, port = header.rpartition(":")
+    host = host if port.isdigit() else header
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return Subject("", (), tuple(map(plain_host, names))).is_at(host)
+    return True
 
 
 def _is_opaque(text: str) -> bool:

@@ -17,7 +17,6 @@ from mx.api.common import tls_of
 from mx.errors import ConfigError, install_hint
 from mx.log import event
 from mx.wire.address import require_protection
-from mx.wire.tls import check_server_files
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -70,7 +69,6 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
 
     tls = tls_of(settings)
     require_protection(settings.metrics, tls=tls, insecure=settings.insecure, verb="listen on")
-    names = check_server_files(tls).hosts if tls is not None else ()
     registry = prometheus.CollectorRegistry()
     prometheus.ProcessCollector(registry=registry)
     role = "peer" if coordinator is None else "coordinator"
@@ -99,7 +97,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
             stack.enter_context(trace.listening(transfers.pulls))
             collector = MetricsCollector(transfers.read, runtime.submit)
         registry.register(collector)
-        listener = Listener(settings.metrics, render, tls, names)
+        listener = Listener(settings.metrics, render, tls)
         stack.callback(listener.stop)
         stack.callback(collector.end)
         listener.start()

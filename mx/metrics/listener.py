@@ -12,14 +12,15 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mx import forks
+from mx.core.policy import is_own_host
 from mx.errors import LocalError, MxError
 from mx.transport import TlsFiles
-from mx.wire.address import is_own_host, join_address, split_address
+from mx.wire.address import join_address, split_address
 from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
@@ -69,24 +70,18 @@ class Listener(ThreadingHTTPServer):
     daemon_threads = False  # `server_close` waits for them
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(
-        self,
-        address: str,
-        render: Render,
-        tls: TlsFiles | None = None,
-        names: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, address: str, render: Render, tls: TlsFiles | None = None) -> None:
         """
         Args:
             address: HOST:PORT; port 0 for any free one.
             render: Makes the answer, on any thread.
             tls: Clients must show a certificate of this authority; None: plain text. The files are
                 read again when they have changed.
-            names: Names that a request's Host may have besides addresses and the host's own. Other
-                sites' names can come to mean this server (DNS rebinding).
 
         Raises:
             LocalError: The address can't be listened on.
+            ConfigError: A file is wrong.
+            NotAllowedError: The certificate is not for servers, or has expired.
         """
         self.render = render
         self._tls = tls
@@ -94,7 +89,10 @@ class Listener(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}  # the oldest first
         host, port = split_address(address)
-        self.names = ("localhost", host, socket.gethostname(), *names)
+        named = check_server_files(tls).hosts if tls is not None else ()
+        #: What a request's Host may be besides an address: other sites' names can come to mean this
+        #: server (DNS rebinding).
+        self.names = ("localhost", host, socket.gethostname(), *named)
         try:
             (family, _, _, _, where), *_ = socket.getaddrinfo(
                 host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -92,7 +92,7 @@ def resolve(path: str) -> ResolvedPath:
             with _closing(found):
                 status = os.fstat(found)
                 if stat.S_ISLNK(status.st_mode):
-                    if not users.is_own_or_root(status.st_uid):
+                    if not users.is_own(status.st_uid, or_root=True):
                         raise ForeignLinkError("/" + "/".join([*folder, name]), status.st_uid)
                     links += 1
                     if links > _MOST_LINKS:

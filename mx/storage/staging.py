@@ -138,7 +138,7 @@ class Staging:
         """Log a warning if another user may rename the output, or a folder that it is in."""
         for folder in self.out.parents:
             status = os.stat(folder)
-            if not users.is_own_or_root(status.st_uid, folder):
+            if not users.is_own(status.st_uid, folder, or_root=True):
                 log.warning(
                     "%s belongs to %s, who may rename or replace its files: name an `out` in a "
                     "folder of yours",

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mx.core.policy import is_own_host
 from mx.errors import LocalError
 from mx.log import event
 from mx.records import record
@@ -29,14 +30,7 @@ from mx.web.browsers import Browsers, FullError
 from mx.web.certificates import Certificates
 from mx.web.connections import BoundedConnection
 from mx.web.follow import Follower
-from mx.wire.address import (
-    WILDCARDS,
-    is_local,
-    is_own_host,
-    join_address,
-    require_protection,
-    split_address,
-)
+from mx.wire.address import WILDCARDS, is_local, join_address, require_protection, split_address
 from mx.wire.client import CoordinatorClient
 from mx.wire.ports import require_free
 

@@ -7,7 +7,6 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Iterable
 from urllib.parse import unquote
 
 from mx.errors import ConfigError
@@ -65,25 +64,6 @@ def host_of(address: str) -> str:
 def join_address(host: str, port: int) -> str:
     """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_own_host(header: str, names: Iterable[str]) -> bool:
-    """Return True if a request's Host is an IP address, which no other site can come to mean, or
-    one of a server's own names.
-
-    Args:
-        header: The header's value.
-        names: The names, such as those that `mx.core.policy.names_host` takes.
-    """
-    from mx.core.policy import names_host, plain_host  # what dials only does not need it
-
-    host, _, port = header.rpartition(":")
-    host = host if port.isdigit() else header
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return names_host(frozenset(map(plain_host, names)), host)
-    return True
 
 
 def address_of_peer(peer: str) -> str:

@@ -277,7 +277,7 @@ def comparisons(source: str) -> list[int]:
             # The owner of a file is given to a function, or shown.
             passed = isinstance(node, ast.Call | ast.FormattedValue)
             if name in ASKING or (name == "st_uid" and not passed):
-                found.add(child.lineno)
+                found.add(getattr(child, "lineno", 0))
         if isinstance(node, ast.Compare):
             inner = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
             if "users.own()" in inner or any(each.endswith(".uid") for each in inner):

@@ -32,7 +32,7 @@ from mx_transports.toolkit.cuda.opening import (
     links,
     may_share,
     open_session,
-    presence,
+    probe,
 )
 
 MAGIC = b"mxpcie\0\2"
@@ -58,7 +58,7 @@ class PciePeerTransport:
         self._staged_step_nbytes = staged_step_nbytes
 
     def probe(self) -> Viable | Unavailable:
-        return presence()
+        return probe()
 
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path between two devices of one host, at least one of them a GPU."""

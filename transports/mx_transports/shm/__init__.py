@@ -52,8 +52,7 @@ class ShmTransport:
 
         if not kernel.can_read_processes():
             return Unavailable("shm needs a C library with process_vm_readv")
-        why = users.ambiguity()
-        if why:
+        if why := users.ambiguity():
             return Unavailable(why)
         return Viable("memfd, process_vm_readv")
 

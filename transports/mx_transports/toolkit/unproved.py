@@ -16,9 +16,6 @@ from typing import Any
 
 from mx.records import record
 
-#: With IPv6 one machine may have all addresses of a network.
-_HOST_BYTES = 8
-
 
 @record
 class Unproved:
@@ -34,8 +31,8 @@ class Unproved:
 
 
 def host_of(family: int, address: Any) -> bytes:
-    """Return what the share of a connection goes by: its address, with IPv6 its network. Sockets
-    of other families are all of one host.
+    """Return what the share of a connection goes by: its address; with IPv6 its network of 64 bits,
+    as one machine may have all addresses in it. Sockets of other families are all of one host.
 
     Args:
         family: The socket's family.
@@ -43,7 +40,7 @@ def host_of(family: int, address: Any) -> bytes:
     """
     if family not in (socket.AF_INET, socket.AF_INET6):
         return b""
-    return socket.inet_pton(family, address[0])[:_HOST_BYTES]
+    return socket.inet_pton(family, address[0])[:8]
 
 
 def dispensable(unproved: Collection[Unproved]) -> Unproved:

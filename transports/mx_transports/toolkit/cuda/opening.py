@@ -26,10 +26,11 @@ def may_share(here: Place, there: Place) -> bool:
     return same_user(here, there) and here.ipc_namespace == there.ipc_namespace
 
 
-def presence() -> Viable | Unavailable:
+def probe() -> Viable | Unavailable:
     """Return whether CUDA is here, and other processes can be known as this user's."""
-    why = users.ambiguity()
-    return Unavailable(why) if why else cuda.presence()
+    found = cuda.presence()
+    why = users.ambiguity() if isinstance(found, Viable) else ""
+    return Unavailable(why) if why else found
 
 
 def links(here: Place, there: Place) -> list[tuple[Gpu, GpuPeer]]:
