@@ -19,8 +19,8 @@ from mx.testing.harness import Harness
 from mx.transport import TlsFiles
 from mx_transports.tcp import wire
 from mx_transports.toolkit import exposure, framing
+from mx_transports.toolkit.listeners import Unproved, dispensable, host_of
 from mx_transports.toolkit.tls import tls_context
-from mx_transports.toolkit.unproved import Unproved, dispensable, host_of
 
 TARGET = "mx_transports.tcp:TcpTransport"
 HONEST, HOG = "127.0.0.2", "127.0.0.3"

@@ -3,7 +3,7 @@ TLS only the principal that it was granted to.
 
 One thread holds all connections that have not proved themselves, without blocking on any: each
 has a short deadline, and there is a cap beyond which one is dropped for the newest: the oldest of
-the address that has most (`unproved`). What is let in gets a thread of its own, as it moves bytes;
+the address that has most (`listeners`). What is let in gets a thread of its own, as it moves bytes;
 grants have a cap on those too.
 """
 
@@ -27,9 +27,8 @@ from mx.errors import ClosedError, LocalError, MxError
 from mx.records import record
 from mx.transport import ExposeOptions
 from mx_transports.toolkit import framing, proof
-from mx_transports.toolkit.listeners import Listen
+from mx_transports.toolkit.listeners import Listen, Unproved, dispensable, host_of
 from mx_transports.toolkit.stream import SocketStream
-from mx_transports.toolkit.unproved import Unproved, dispensable, host_of
 
 PREAMBLE_DEADLINE_S = 2.0
 MAX_UNPROVED = 64
