@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-Inside = subprocess.Popen[str]
-
 #: Code after which a process of root is one of user `uid`, in the user namespace of process `pid`;
 #: with 0 it stays in its own. It keeps its capabilities in there: Python itself may be where only
 #: root can read, who is mapped. On files of users that are not mapped they have no effect.
@@ -77,15 +75,23 @@ def entering(pid: int, uid: int) -> str:
     return _ENTER.format(pid=pid, uid=uid)
 
 
-def inside(pid: int, uid: int, code: str, *arguments: object, before: str = "") -> Inside:
-    """Start code as `uid` in the user namespace of a process, with 0 in this one. What it uses of
-    mx is imported in `before`, which root runs. Standard input and output are piped."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def inside(
+    pid: int, uid: int, code: str, *arguments: object, before: str = ""
+) -> Iterator[subprocess.Popen[str]]:
+    """Run code as `uid` in the user namespace of a process, with 0 in this one. What it uses of mx
+    is imported in `before`, which root runs. Standard input and output are piped. It ends with the
+    block."""
+    with subprocess.Popen(
         [sys.executable, "-c", before + entering(pid, uid) + code, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")

@@ -9,14 +9,14 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.daemon import ROOT
 from tests.support.privileges import NOBODY, as_root
-from tests.support.user_namespaces import OVERFLOW_UID, Inside, inside, overflow_uid, user_namespace
+from tests.support.user_namespaces import OVERFLOW_UID, inside, overflow_uid, user_namespace
 
 #: A user that no namespace here maps, and one that they do.
 OTHER, MAPPED = 4321, 1000
@@ -59,7 +59,7 @@ sys.stdin.read()
             process.stdin.close()
 
 
-def looks(process: Inside, name: str) -> tuple[int, int, bool, str]:
+def looks(process: subprocess.Popen[str], name: str) -> tuple[int, int, bool, str]:
     """Return a LOOK's own uid, that of the process that listens, whether it is one user, and why
     that can't be known."""
     assert process.stdin is not None and process.stdout is not None
@@ -69,14 +69,8 @@ def looks(process: Inside, name: str) -> tuple[int, int, bool, str]:
     return own, shown, same, why
 
 
-@contextmanager
-def looking(pid: int, uid: int, before: str = "") -> Iterator[Inside]:
-    with inside(pid, uid, LOOK, before=f"from mx import users\n{before}") as process:
-        assert process.stdin is not None
-        try:
-            yield process
-        finally:
-            process.stdin.close()
+def looking(pid: int, uid: int, before: str = "") -> AbstractContextManager[subprocess.Popen[str]]:
+    return inside(pid, uid, LOOK, before=f"from mx import users\n{before}")
 
 
 @as_root
