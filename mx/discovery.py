@@ -9,16 +9,18 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
+from mx import users
 from mx.core.topology import Gpu, Nic, Place
 from mx.errors import ConfigError
-from mx.hardware import Topology, read_gpus, read_nics, read_numa_nodes
+from mx.hardware import read_gpus, read_nics, read_numa_nodes
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface, read_interfaces
 from mx.hardware.nics import NicHardware
-from mx.transport import Transport
+from mx.records import record
+from mx.transport import Transport, Unavailable, Viable
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,21 @@ log = logging.getLogger(__name__)
 # machines reach these.
 _MAX_NICS = 16
 _MAX_ADDRESSES = 4
+
+
+@record(frozen=True, slots=True)
+class Topology:
+    """The machine as this process sees it.
+
+    `place` has every interface, NUMA node and GPU. `missing` has the reasons why "nics",
+    "numa_nodes" or "gpus" are unknown or incomplete. `transports` has, by name, whether each
+    transport works here.
+    """
+
+    place: Place
+    missing: Mapping[str, str] = field(default_factory=dict)
+    transports: Mapping[str, Viable | Unavailable] = field(default_factory=dict)
+
 
 _nic_hardware: dict[tuple[int, str], NicHardware] = {}
 
@@ -151,7 +168,7 @@ def _place(
     return Place(
         boot_id=boot_id,
         hostname=socket.gethostname(),
-        uid=os.getuid(),
+        uid=users.own(),
         pid=os.getpid(),
         pid_start_ticks=process_start_ticks(os.getpid()),
         pid_namespace=_namespace("pid"),

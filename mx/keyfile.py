@@ -14,6 +14,7 @@ import os
 import stat
 from pathlib import Path
 
+from mx import users
 from mx.errors import ConfigError
 from mx.log import event
 
@@ -46,10 +47,10 @@ def read(path: Path) -> bytes:
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"the key file {path} is no file", hint="name a file")
-        if status.st_uid != os.geteuid():
+        if not users.is_own(status.st_uid, fd):
             raise ConfigError(
                 f"the key file {path} belongs to user {status.st_uid}, and this process is of user "
-                f"{os.geteuid()}",
+                f"{users.own()}",
                 hint="copy it to a file of this user with mode 0600",
             )
         if mode & 0o077:
@@ -149,15 +150,15 @@ def require_own_folder(path: Path) -> None:
     """Raise PermissionError if a default file would be below another user's folder, as with another
     user's HOME: also if this user has folders of its own in there, as root may."""
     folder = next(each for each in path.parents if each.exists())
-    _require_owner(folder, os.geteuid())
+    _require_owner(folder)
     base = path.parent.parent  # $XDG_STATE_HOME, or ~/.local/state
     home = (base.parent, base.parent.parent) if base.parts[-2:] == (".local", "state") else ()
     for folder in (path.parent, base, *home):
         if folder.exists():
-            _require_owner(folder, os.geteuid(), 0)
+            _require_owner(folder, or_root=True)
 
 
-def _require_owner(folder: Path, *users: int) -> None:
-    owner = folder.stat().st_uid
-    if owner not in users:
-        raise PermissionError(errno.EPERM, f"{folder} belongs to user {owner}")
+def _require_owner(folder: Path, *, or_root: bool = False) -> None:
+    status = folder.stat()
+    if not users.is_own(status.st_uid, folder, or_root=or_root):
+        raise PermissionError(errno.EPERM, f"{folder} belongs to user {status.st_uid}")

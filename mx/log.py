@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -31,7 +32,7 @@ class Event:
     fields: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{name}={_value(v)}" for name, v in self.fields.items())])
+        return " ".join([self.name, *map(_shown, self.fields, self.fields.values())])
 
 
 def event(
@@ -180,6 +181,9 @@ class _Json(logging.Formatter):
         return json_line(record.levelname.lower(), name, fields, record.created)
 
 
-def _value(value: object) -> str:
+def _shown(name: str, value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or " " in text else text
+    # What looks like two fields is quoted, and principals: a certificate may have anything there.
+    if name == "principal" or not text or re.search(r"[\s\"]", text):
+        text = json.dumps(text, ensure_ascii=False)
+    return f"{name}={text}"

@@ -12,7 +12,7 @@ from mx.core.locality import with_verified_place
 from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
-from mx.hardware import Topology
+from mx.discovery import Topology
 from mx.records import record
 from mx.target.paths import path_between, path_or_reason
 from mx.transport import Path, Transport, Unavailable

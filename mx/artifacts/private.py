@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from mx import users
 from mx.errors import ConfigError
 
 _MAX_LINKS = 40
@@ -64,7 +65,7 @@ def _checked_way(path: Path, *, to_file: bool = False) -> Path | None:
                 _check_owned(at, last=False)
             continue
         links += 1
-        if status.st_uid not in (0, os.geteuid()) or links > _MAX_LINKS:
+        if not users.is_own(status.st_uid, or_root=True) or links > _MAX_LINKS:
             raise ConfigError(f"{at} is a link of another user", hint="name another folder")
         target = Path(os.readlink(at))
         waiting += reversed(target.parts[1:] if target.is_absolute() else target.parts)
@@ -77,7 +78,7 @@ def _check_owned(folder: Path, *, last: bool) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{folder} is no folder", hint="name another folder")
-    if status.st_uid != os.geteuid() and (last or status.st_uid != 0):
+    if not users.is_own(status.st_uid, folder, or_root=not last):
         raise ConfigError(
             f"{folder} belongs to user {status.st_uid}, who could put something else there",
             hint="name one in a folder of this user",

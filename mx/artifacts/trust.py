@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from google.protobuf.message import DecodeError
 
-from mx import keyfile
+from mx import keyfile, users
 from mx.artifacts import document as documents
 from mx.artifacts.document import Document
 from mx.artifacts.private import check_way
@@ -253,7 +253,7 @@ def _read(path: Path) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"the trust file {path} is no file", hint=_EXAMPLE)
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        if not users.is_own(status.st_uid, fd, or_root=True) or status.st_mode & 0o022:
             raise ConfigError(
                 f"other users may write to the trust file {path}",
                 hint="it has to belong to this user or root, and no other user may write to it: "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mx.api.survey import Reach, SourceReach, TopologyReport
     from mx.core.planner import Plan
     from mx.core.topology import Gpu, GpuPeer, Nic, Place
-    from mx.hardware import Topology
+    from mx.discovery import Topology
     from mx.transport import Path
 
 #: With more devices than this the matrix names transports by letters, to stay readable.

@@ -22,12 +22,14 @@ from dataclasses import field
 
 from mx.errors import ConfigError, NotAllowedError
 from mx.records import record
-from mx.text import has_control
+from mx.text import has_control, shown
 
 #: The most rules of a policy, and the most characters of a pattern.
 MOST_RULES, MOST_CHARACTERS = 2_000, 512
 #: The most wildcards of a pattern: matching takes a time that grows with each.
 MOST_WILDCARDS = 8
+#: A SPIFFE id, as its standard has it.
+_SPIFFE = re.compile(r"spiffe://[a-z0-9._-]+(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)*")
 _OPAQUE = re.compile(r"(?![0-9a-f]{1,4}:)[a-z][a-z0-9+.-]*:(?!//)", re.IGNORECASE)
 #: What stands for `**`, and for `*` of a DNS name or an address.
 _ANY, _OF_LABEL = ".*?", "[^./:]+?"
@@ -75,15 +77,25 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
         addresses: Its IP addresses.
 
     Raises:
-        NotAllowedError: It has several URIs, no name at all, or one with control characters.
+        NotAllowedError: It has several URIs, no name at all, one with control characters or
+            beyond ASCII, or a SPIFFE id that is not well-formed, which no authority should sign.
     """
+    uris, said = tuple(uris), (*dns, *addresses)
+    # Beyond ASCII there are letters that are in lower case those of another name.
+    if any(has_control(each) or not each.isascii() for each in (*uris, *said)):
+        raise NotAllowedError("has a name that is no text of ASCII in its subjectAltName")
     uris = tuple(map(_plain_uri, uris))
-    hosts = tuple(dict.fromkeys(map(plain_host, [*dns, *addresses])))
+    hosts = tuple(dict.fromkeys(map(plain_host, said)))
     names = uris or hosts
     if len(uris) > 1:
         raise NotAllowedError(
             f"has {len(uris)} URIs in its subjectAltName, and one at most names a process",
             hint="give each process a certificate with one URI",
+        )
+    if any(each.startswith("spiffe:") and not _SPIFFE.fullmatch(each) for each in uris):
+        raise NotAllowedError(
+            f"has {shown(uris[0])} in its subjectAltName, which is no SPIFFE id",
+            hint="write spiffe://DOMAIN/PATH, each part of letters, digits, '-', '_' and '.'",
         )
     if not names or not names[0]:
         raise NotAllowedError(
@@ -92,8 +104,8 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
         )
     if any("/" in host or _is_opaque(host) for host in hosts):  # it would be taken for a URI
         raise NotAllowedError("has a host like a URI in its subjectAltName")
-    if any(has_control(name) or len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
-        raise NotAllowedError("has a name that is no text, or very long, in its subjectAltName")
+    if any(len(name) > MOST_CHARACTERS for name in (*names, *hosts)):
+        raise NotAllowedError("has a very long name in its subjectAltName")
     return Subject(names[0], names, hosts)
 
 
@@ -120,6 +132,23 @@ def plain_host(host: str) -> str:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         return host.lower().rstrip(".")
+
+
+def is_own_host(header: str, names: Iterable[str]) -> bool:
+    """Return True if a request's Host is an IP address, which no other site can come to mean, or
+    one of a server's own names.
+
+    Args:
+        header: The header's value.
+        names: The names, as certificates have them: `*.example.com`, too.
+    """
+    host, _, port = header.rpartition(":")
+    host = host if port.isdigit() else header
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return Subject("", (), tuple(map(plain_host, names))).is_at(host)
+    return True
 
 
 def _is_opaque(text: str) -> bool:

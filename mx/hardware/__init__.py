@@ -9,6 +9,5 @@ from __future__ import annotations
 from mx.hardware.gpus import read_gpus
 from mx.hardware.nics import read_nics
 from mx.hardware.numa import read_numa_nodes
-from mx.hardware.topology import Topology
 
-__all__ = ["Topology", "read_gpus", "read_nics", "read_numa_nodes"]
+__all__ = ["read_gpus", "read_nics", "read_numa_nodes"]

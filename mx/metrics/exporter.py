@@ -17,7 +17,6 @@ from mx.api.common import tls_of
 from mx.errors import ConfigError, install_hint
 from mx.log import event
 from mx.wire.address import require_protection
-from mx.wire.tls import check_server_files
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -70,8 +69,6 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
 
     tls = tls_of(settings)
     require_protection(settings.metrics, tls=tls, insecure=settings.insecure, verb="listen on")
-    if tls is not None:
-        check_server_files(tls)
     registry = prometheus.CollectorRegistry()
     prometheus.ProcessCollector(registry=registry)
     role = "peer" if coordinator is None else "coordinator"

@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mx import forks
+from mx.core.policy import is_own_host
 from mx.errors import LocalError, MxError
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
@@ -41,7 +42,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         kind, body, status = "text/plain; charset=utf-8", b"metrics are at /metrics\n", 404
-        if self.path.partition("?")[0] == "/metrics":
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not is_own_host(hosts[0], self.server.names):
+            body, status = b"this server has another name: scrape it by its address\n", 421
+        elif self.path.partition("?")[0] == "/metrics":
             try:
                 kind, body = self.server.render(self.headers.get("Accept", ""))
                 status = 200
@@ -76,6 +80,8 @@ class Listener(ThreadingHTTPServer):
 
         Raises:
             LocalError: The address can't be listened on.
+            ConfigError: A file is wrong.
+            NotAllowedError: The certificate is not for servers, or has expired.
         """
         self.render = render
         self._tls = tls
@@ -83,6 +89,10 @@ class Listener(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}  # the oldest first
         host, port = split_address(address)
+        named = check_server_files(tls).hosts if tls is not None else ()
+        #: What a request's Host may be besides an address: other sites' names can come to mean this
+        #: server (DNS rebinding).
+        self.names = ("localhost", host, socket.gethostname(), *named)
         try:
             (family, _, _, _, where), *_ = socket.getaddrinfo(
                 host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

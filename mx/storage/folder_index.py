@@ -18,6 +18,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from mx import users
 from mx.core.json_bounds import check_json
 from mx.errors import NotAllowedError
 from mx.storage.disk_file import Stamp
@@ -92,7 +93,7 @@ class FolderIndex:
     def _opened_folder(self, *, make: bool) -> int:
         if make and not self._folder.exists():
             above = next(each for each in self._folder.parents if each.exists())
-            if above.stat().st_uid != os.geteuid():
+            if not users.is_own(above.stat().st_uid, above):
                 raise NotAllowedError(
                     f"{above} is another user's", hint="name a folder of yours with XDG_STATE_HOME"
                 )
@@ -100,7 +101,7 @@ class FolderIndex:
         fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             status = os.fstat(fd)
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            if not users.is_own(status.st_uid, fd) or status.st_mode & 0o022:
                 raise NotAllowedError(
                     f"others may write to {self._folder}",
                     hint="make it yours alone (chmod 700), or name another XDG_STATE_HOME",
@@ -123,7 +124,7 @@ def _check_private(fd: int) -> None:
     status = os.fstat(fd)
     if (
         not stat.S_ISREG(status.st_mode)
-        or status.st_uid != os.geteuid()
+        or not users.is_own(status.st_uid, fd)
         or stat.S_IMODE(status.st_mode) & 0o077
         or status.st_nlink > 1
     ):

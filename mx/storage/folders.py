@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mx import users
 from mx.records import record
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -91,7 +92,7 @@ def resolve(path: str) -> ResolvedPath:
             with _closing(found):
                 status = os.fstat(found)
                 if stat.S_ISLNK(status.st_mode):
-                    if status.st_uid not in (0, os.geteuid()):
+                    if not users.is_own(status.st_uid, or_root=True):
                         raise ForeignLinkError("/" + "/".join([*folder, name]), status.st_uid)
                     links += 1
                     if links > _MOST_LINKS:
@@ -196,31 +197,33 @@ def empty(fd: int, *, ignore_errors: bool = False) -> None:
                 raise
 
 
-def is_private(status: os.stat_result, parent: int) -> bool:
-    """Return True if only this user may use the file or folder that `status` describes.
+def is_private(found: int, parent: int) -> bool:
+    """Return True if only this user may use a file or folder.
 
     Some file systems report another owner or mode than the one that was set (a squashed root,
     CIFS). In doubt a new file, held by its descriptor, shows what the file system reports.
 
     Args:
-        status: The status of the file or folder.
+        found: A descriptor of the file or folder.
         parent: A descriptor of the folder that holds it.
 
     Raises:
         OSError: The new file can't be created.
     """
-    owner, loose = os.geteuid(), stat.S_IMODE(status.st_mode) & 0o077
-    if status.st_uid == owner and not loose:
+    status = os.fstat(found)
+    ours, loose = users.is_own(status.st_uid, found), stat.S_IMODE(status.st_mode) & 0o077
+    if ours and not loose:
         return True
     name = f".mx-{secrets.token_hex(8)}"
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _FILE, 0o600, dir_fd=parent)
     try:
         own = os.fstat(fd)
+        alike = users.have_one_owner(status, own) and ours == users.is_own(own.st_uid, fd)
         if is_at(fd, name, parent):
             os.unlink(name, dir_fd=parent)
     finally:
         os.close(fd)
-    return status.st_uid == own.st_uid and (not loose or bool(stat.S_IMODE(own.st_mode) & 0o077))
+    return alike and (not loose or bool(stat.S_IMODE(own.st_mode) & 0o077))
 
 
 def others_may_replace(parent: int) -> bool:

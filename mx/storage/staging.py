@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from mx import forks
+from mx import forks, users
 from mx.core.types import Manifest
 from mx.errors import CapacityError, ConfigError, OutputError
 from mx.storage import folders
@@ -137,13 +137,13 @@ class Staging:
     def warn(self) -> None:
         """Log a warning if another user may rename the output, or a folder that it is in."""
         for folder in self.out.parents:
-            owner = os.stat(folder).st_uid
-            if owner not in (0, os.geteuid()):
+            status = os.stat(folder)
+            if not users.is_own(status.st_uid, folder, or_root=True):
                 log.warning(
                     "%s belongs to %s, who may rename or replace its files: name an `out` in a "
                     "folder of yours",
                     folder,
-                    _user(owner),
+                    _user(status.st_uid),
                 )
                 return
         if folders.others_may_replace(self._parent):
@@ -179,12 +179,12 @@ class Staging:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 return False
             raise
-        owner = os.fstat(self._fd).st_uid
+        own = os.fstat(self._fd)
         found: set[str] = set()
         for root, inner, names, fd in os.fwalk(".", topdown=False, dir_fd=self._files):
             for name in names:
                 status, file = os.lstat(name, dir_fd=fd), os.path.normpath(f"{root}/{name}")
-                alone = status.st_nlink == 1 and status.st_uid == owner
+                alone = status.st_nlink == 1 and users.have_one_owner(status, own)
                 if not stat.S_ISREG(status.st_mode) or not alone:
                     return False
                 if file not in sizes:
@@ -339,7 +339,7 @@ class Staging:
                     raise
                 self._not_ours(folders.find(self._name, self._parent))
             try:
-                if not folders.is_private(os.fstat(fd), self._parent):
+                if not folders.is_private(fd, self._parent):
                     self._not_ours(os.fstat(fd))
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -362,7 +362,7 @@ class Staging:
         """Raise the OutputError that says what is in the partial folder's place."""
         if status is None or not stat.S_ISDIR(status.st_mode):
             what = "is where the output is first written, and is not a folder"
-        elif status.st_uid != os.geteuid():
+        elif not users.is_own(status.st_uid, self.folder):
             what = f"belongs to {_user(status.st_uid)}, who may change its files"
         else:
             what = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"

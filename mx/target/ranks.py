@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from itertools import combinations
 
-from mx import forks
+from mx import forks, users
 from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import MOST_RANKS, LocalRanks, Shares, index_nbytes, index_of
 from mx.core.types import Manifest, ManifestRef
@@ -34,7 +34,6 @@ _ANSWER_S = 1.0
 _HELLO = struct.Struct("<4sHH")  # magic, rank, size
 _MAGIC = b"mxr1"
 _TAKEN = b"taken"
-_CREDENTIALS = struct.Struct("3i")
 
 
 class _Alone(Exception):
@@ -68,6 +67,8 @@ def meet(
         return None
     why: object
     try:
+        if ambiguity := users.ambiguity():
+            raise _Alone(ambiguity)
         with contextlib.ExitStack() as failing:  # closes what no exchange owns
             ring = Ring.create(index_of(grid, wanted), wanted.nbytes)
             failing.callback(ring.close)
@@ -111,12 +112,7 @@ def _fellows(
 def _address(ranks: LocalRanks, ref: ManifestRef) -> str:
     what = (ref.content, ranks.size, ranks.group)
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
-    return f"\0mx-ranks-{os.geteuid()}-{name}"
-
-
-def _is_own_user(sock: socket.socket) -> bool:
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+    return f"\0mx-ranks-{users.own()}-{name}"
 
 
 def _has_ended(sock: socket.socket) -> bool:
@@ -169,7 +165,7 @@ class _Meeting:
                 sock, _ = listener.accept()
             except TimeoutError:
                 continue
-            if not _is_own_user(sock):
+            if not users.is_own_peer(sock):
                 sock.close()  # before it is waited for, and without a word: it may come for ever
                 continue
             closing.enter_context(sock)
@@ -190,7 +186,7 @@ class _Meeting:
             with _socket() as other:
                 try:
                     other.connect(self._address)
-                    own = _is_own_user(other)
+                    own = users.is_own_peer(other)
                 except OSError:
                     own = False
             if own:
@@ -271,7 +267,7 @@ class _Meeting:
                 except (ConnectionRefusedError, BlockingIOError, TimeoutError):
                     time.sleep(_POLL_S)
                     continue
-                if not _is_own_user(sock):
+                if not users.is_own_peer(sock):
                     raise _Alone("another user listens in place of rank 0")
                 return sock
         except BaseException:

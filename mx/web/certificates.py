@@ -7,12 +7,10 @@ import math
 import ssl
 import time
 
-from cryptography import x509
-
 from mx.errors import MxError
 from mx.log import event
 from mx.transport import TlsFiles
-from mx.wire.address import WILDCARDS, read_tls
+from mx.wire.address import WILDCARDS
 from mx.wire.tls import check_server_files, state_of
 
 log = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ class Certificates:
         self.context.sni_callback = self._on_handshake  # called with and without a server's name
         self._newest = self.context
         #: The hosts that the certificate names.
-        self.names = _names(files)
+        self.names = check_server_files(files, self._host).hosts
 
     def _read(self) -> ssl.SSLContext:
         check_server_files(self._files, self._host)
@@ -70,10 +68,3 @@ class Certificates:
                     event(log, "web.certificates", level=logging.WARNING, text=error.message)
         if self._newest is not self.context:
             browser.context = self._newest
-
-
-def _names(files: TlsFiles) -> list[str]:
-    certificate = x509.load_pem_x509_certificate(read_tls(files)[0])
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    addresses = [str(each) for each in found.get_values_for_type(x509.IPAddress)]
-    return [*found.get_values_for_type(x509.DNSName), *addresses]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mx.core.policy import is_own_host
 from mx.errors import LocalError
 from mx.log import event
 from mx.records import record
@@ -98,7 +98,7 @@ class Application:
             hosts: The names that a request's Host may have besides addresses.
         """
         self._browsers = browsers
-        self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
+        self._hosts = hosts
         self._pages = _pages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +121,7 @@ class Application:
         if scope["method"] not in ("GET", "HEAD"):
             return _text(405, "this page can only be read", {"allow": "GET, HEAD"})
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._is_own(hosts[0]):
+        if len(hosts) != 1 or not is_own_host(hosts[0], self._hosts):
             return _text(421, "this server has another name: open it by its address")
         # Old browsers don't send it; they get the page by typing its address, too.
         site = headers.get("sec-fetch-site", "none")
@@ -133,18 +133,6 @@ class Application:
         ):
             return _text(404, "there is no such file")
         return None
-
-    def _is_own(self, host: str) -> bool:
-        """Return True for an IP address, which no other site can come to mean, and own names."""
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        name = name.lower().rstrip(".")
-        if name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name[1:-1] if name.startswith("[") else name)
-        except ValueError:
-            return False
-        return True
 
     def _page(self, path: str, headers: Headers) -> Response:
         data, kind, tag = self._pages[path]

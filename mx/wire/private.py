@@ -11,6 +11,7 @@ import os
 import stat
 from pathlib import Path
 
+from mx import users
 from mx.errors import NotAllowedError
 
 CACHE_SOCKET = "cache.sock"
@@ -21,10 +22,10 @@ _ANOTHER = "name a path in a folder of yours with `cache_socket`"
 
 def default_folder() -> Path:
     """Return the folder of this user's sockets. It need not exist."""
-    user = os.geteuid()
+    user = users.own()
     run = Path(f"/run/user/{user}")
     with contextlib.suppress(OSError):
-        if run.stat(follow_symlinks=False).st_uid == user:
+        if users.is_own(run.stat(follow_symlinks=False).st_uid, run):
             return run / "mx"
     return Path(f"/tmp/mx-{user}")
 
@@ -67,7 +68,7 @@ def check_folder(socket: Path) -> None:
         raise NotAllowedError(
             f"the folder {folder} can't be used: {error.strerror}", hint=_ANOTHER
         ) from error
-    private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    private = users.is_own(status.st_uid, folder) and not stat.S_IMODE(status.st_mode) & 0o077
     if not stat.S_ISDIR(status.st_mode) or not private:
         raise NotAllowedError(
             f"other users may use {folder}, or it is no folder: a cache's socket is not safe there",

@@ -14,12 +14,11 @@ import json
 import os
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from mx import forks
+from mx import forks, users
 from mx.core.json_bounds import check_json
 from mx.errors import MxError
 from mx.records import record
@@ -34,7 +33,6 @@ _MAX_SOURCES = 256
 #: How long one source may take to answer, and all of them. On a busy host a second is not enough,
 #: and who misses an answer reads the weights from the disk.
 _ANSWER_S, _ALL_S = 5.0, 10.0
-_CREDENTIALS = struct.Struct("3i")
 
 
 @record(frozen=True)
@@ -94,7 +92,7 @@ class FilesListing:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            if _is_own_user(writer.get_extra_info("socket")):
+            if users.is_own_peer(writer.get_extra_info("socket")):
                 models = [
                     [each.name, each.revision, each.identity, sorted(each.files)]
                     for each in self._models()
@@ -166,7 +164,7 @@ def _asked(path: Path) -> list[ListedModel]:
             return []
         except OSError:
             return []
-        if not _is_own_user(sock):
+        if not users.is_own_peer(sock):
             return []
         try:
             return _read(_received(sock))
@@ -208,9 +206,3 @@ def stamp_of(numbers: object) -> Stamp:
         raise ValueError("a stamp is five integers")
     device, inode, nbytes, mtime_ns, ctime_ns = numbers
     return device, inode, nbytes, mtime_ns, ctime_ns
-
-
-def _is_own_user(sock: socket.socket) -> bool:
-    """Return True if the process at the other end is this user's: the kernel says so."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())

@@ -346,7 +346,7 @@ def serve(lies: Mapping[str, Any]) -> None:
             each = replace(held, source_id=source_id(number), borrowed=True)
             loop.run(server.offer(each))
         if "uid" in lies:
-            server._place = replace(server._place, uid=uid)
+            server._place = replace(server._place, **{"uid": uid, **lies.get("place", {})})
         if "tickets" in lies:
             lease = loop.run(tickets_of(lies["tickets"], server))
         if lies.get("coordinator"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import re
 import socket
@@ -345,16 +346,70 @@ def test_what_is_no_request_for_metrics_gets_an_answer(address: str) -> None:
             return found
 
     assert says(b"POST /metrics HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 501 ")
-    assert says(b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 404 ")
+    host_header = b"Host: localhost\r\n"
+    assert says(b"GET / HTTP/1.1\r\n" + host_header + b"\r\n").startswith(b"HTTP/1.0 404 ")
     assert b"mx_" not in says(b"\r\n\r\n")
     assert b"mx_" not in says(b"GET /met")
-    head = says(b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    head = says(b"HEAD /metrics HTTP/1.1\r\n" + host_header + b"\r\n")
     assert head.startswith(b"HTTP/1.0 200 OK") and b"mx_" not in head
     open_metrics = b"Accept: application/openmetrics-text; version=1.0.0"
-    assert says(b"GET /metrics HTTP/1.1\r\n" + open_metrics + b"\r\n\r\n").endswith(b"# EOF\n")
+    open_metrics += b"\r\n" + host_header
+    assert says(b"GET /metrics HTTP/1.1\r\n" + open_metrics + b"\r\n").endswith(b"# EOF\n")
     with contextlib.suppress(ConnectionError):  # a request without an end
         assert b"mx_" not in says(b"GET /metrics HTTP/1.1\r\n" + b"x" * 100_000)
     assert answers(address)
+
+
+def status(address: str, hosts: list[str], context: ssl.SSLContext | None = None) -> int:
+    """Return how a request with these Host headers is answered."""
+    kind = http.client.HTTPConnection if context is None else http.client.HTTPSConnection
+    options: dict[str, Any] = {} if context is None else {"context": context}
+    with contextlib.closing(kind(address, timeout=30, **options)) as connection:
+        connection.putrequest("GET", "/metrics", skip_host=True)
+        for host in hosts:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize(
+    ("hosts", "answer"),
+    [
+        (["evil.example"], 421),
+        (["127.0.0.1.evil.example:7690"], 421),
+        (["127.0.0.1", "evil.example"], 421),
+        ([""], 421),
+        ([], 421),
+        (["localhost:1"], 200),
+        (["LOCALHOST."], 200),
+        (["[::1]:7690"], 200),
+        (["10.0.0.7"], 200),
+        ([socket.gethostname()], 200),
+    ],
+    ids=str,
+)
+def test_another_sites_name_reads_no_metrics(address: str, hosts: list[str], answer: int) -> None:
+    """Its owner can have it mean this process, and have a browser here open it."""
+    assert status(address, hosts) == answer
+
+
+def test_names_of_the_certificate_are_names_of_the_metrics(tmp_path: Path) -> None:
+    ours = Authority(tmp_path, "ours")
+    sans = "subjectAltName=IP:127.0.0.1,DNS:coordinator.example,DNS:*.pods.example"
+    server, client = ours.certificate("server", sans), ours.certificate("client")
+    given = config.load(
+        {
+            "metrics": "127.0.0.1:0", "tls_cert": server.certificate, "tls_key": server.key,
+            "tls_ca": server.authority,
+        }
+    )  # fmt: skip
+    with exporting(given) as address:
+        for host, answer in (
+            ("coordinator.example:7690", 200),
+            ("a.pods.example", 200),
+            ("evil.example", 421),
+        ):
+            assert status(address, [host], context_of(client)) == answer
 
 
 def test_a_busy_loop_is_not_waited_for_without_end(

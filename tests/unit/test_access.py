@@ -81,7 +81,7 @@ async def test_a_new_policy_ends_what_it_does_not_allow(
         with pytest.raises(PeerUntrustedError):
             access.require(Context("spiffe://a/b"), PULL, "llama-8b")
         access.require(Context("spiffe://a/c"), PULL, "llama-8b")
-        assert any("audit.refused principal=spiffe://a/b" in each for each in caplog.messages)
+        assert any('audit.refused principal="spiffe://a/b"' in each for each in caplog.messages)
     finally:
         for task in (watching, holding):
             task.cancel()
@@ -153,8 +153,8 @@ async def test_made_up_models_drive_no_other_refusal_out(
     await asyncio.gather(watching, return_exceptions=True)
     counts = {m.split("principal=")[1]: int(m.rsplit("=", 1)[1]) for m in caplog.messages[1:]}
     assert counts == {
-        f"spiffe://a/c held_back={10_000 - MOST_KINDS - 1}": 10_000 - MOST_KINDS - 1,
-        "spiffe://a/d error=NotAllowedError right=pull model=other held_back=2": 2,
+        f'"spiffe://a/c" held_back={10_000 - MOST_KINDS - 1}': 10_000 - MOST_KINDS - 1,
+        '"spiffe://a/d" error=NotAllowedError right=pull model=other held_back=2': 2,
     }
 
 

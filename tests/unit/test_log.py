@@ -35,6 +35,26 @@ def test_events_are_ordinary_records(caplog: pytest.LogCaptureFixture) -> None:
     assert record.msg.fields["model"] == "m"
 
 
+@pytest.mark.parametrize(
+    ("principal", "shown"),
+    [
+        ("spiffe://a/b", '"spiffe://a/b"'),
+        ('a" right="serve', r'"a\" right=\"serve"'),
+        ("10.0.0.1", '"10.0.0.1"'),
+    ],
+)
+def test_a_principal_is_quoted_whatever_it_is(principal: str, shown: str) -> None:
+    assert str(log.Event("audit.bound", {"principal": principal, "model": "m"})) == (
+        f"audit.bound principal={shown} model=m"
+    )
+
+
+@pytest.mark.parametrize("mark", [" ", "\u00a0", "\u3000", '"'])
+def test_no_value_looks_like_two_fields(mark: str) -> None:
+    said = str(log.Event("audit.bound", {"model": f"m{mark}pin=00"}))
+    assert said == f"audit.bound model={json.dumps(f'm{mark}pin=00', ensure_ascii=False)}"
+
+
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_lines(style: str) -> None:
     stream = io.StringIO()

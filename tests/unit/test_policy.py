@@ -55,6 +55,50 @@ def test_certificates_that_name_no_one_process(uris: list[str], dns: list[str]) 
         subject_of(uris, dns, [])
 
 
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "spiffe://e.com/ns/../sa/trainer",
+        "spiffe://e.com/ns/./sa",
+        "spiffe://e.com/..",
+        "spiffe://e.com/ns//sa",
+        "spiffe://e.com/ns/",
+        "spiffe://e.com/ns/%2e%2e",
+        "spiffe://e.com/ns/a b",
+        "spiffe://e.com/ns/a?b",
+        "spiffe://e.com/ns/a#b",
+        "spiffe://e.com/ns/a\\b",
+        "spiffe://root@e.com/ns/a",
+        "spiffe://root:x@e.com/ns/a",
+        "spiffe://e.com:443/ns/a",
+        "spiffe:///ns/a",
+        "spiffe://",
+        "spiffe:e.com/ns/a",
+        "SPIFFE:/e.com/ns/a",
+        "spiffe://e.com/ns/\u0430",
+        "https://e.com/\u212aa",
+    ],
+)
+def test_ids_that_are_not_well_formed_name_no_process(uri: str) -> None:
+    with pytest.raises(NotAllowedError, match="subjectAltName"):
+        subject_of([uri], ["a.example"], [])
+
+
+def test_no_name_becomes_another_one_in_lower_case() -> None:
+    """As that of KELVIN SIGN does."""
+    for uris, dns in ((["spiffe://\u212a8s.example/a"], []), ([], ["\u212a8s.example"])):
+        with pytest.raises(NotAllowedError, match="subjectAltName"):
+            subject_of(uris, dns, [])
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["spiffe://e.com", "spiffe://e_1.com/a", "spiffe://e.com/ns/A-b_c.d/...", "https://u@e/../a"],
+)
+def test_ids_that_are(uri: str) -> None:
+    assert subject_of([uri], [], []).name == uri
+
+
 def test_hosts_that_a_certificate_names() -> None:
     one = subject_of([], ["*.pods.example", "a.example"], ["10.0.0.1", "FD00:0::1"])
     for host in ("x.pods.example", "A.example.", "10.0.0.1", "[fd00::1]"):

@@ -26,8 +26,9 @@ from mx.cli import topo_tables
 from mx.core.paths import Path, rails
 from mx.core.planner import plan
 from mx.core.topology import Gpu, GpuPeer, Nic, NumaNode, Place
+from mx.discovery import Topology
 from mx.errors import ConfigError, PeerProtocolError
-from mx.hardware import Topology, netlink
+from mx.hardware import netlink
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
 from mx.target.paths import path_between

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mx import config, discovery
 from mx.api.common import tls_of, transports
-from mx.hardware import Topology
+from mx.discovery import Topology
 from mx.records import record
 from mx.transport import TlsFiles
 from mx.wire.address import is_local

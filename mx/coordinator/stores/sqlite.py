@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mx import users
 from mx.coordinator.stores.draft import Draft, Renewal
 from mx.coordinator.stores.encoding import VERSION, decode, encode
 from mx.coordinator.stores.kept import KeptStore
@@ -123,11 +124,12 @@ class SqliteStore(KeptStore):
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             found = os.fstat(descriptor)
+            own = users.is_own(found.st_uid, descriptor)
         finally:
             os.close(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"the state file {self._path} is not a file", hint=_ANOTHER)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if not own or found.st_mode & 0o077:
             raise ConfigError(
                 f"the state file {self._path} is open to other users",
                 hint=f"chmod 600 {self._path}, and own it",

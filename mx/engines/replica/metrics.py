@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mx import config
+from mx import config, users
 from mx.text import plain
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _values(labels: Mapping[str, str]) -> list[str]:
 
 def _require_private(folder: Path) -> None:
     found = folder.stat(follow_symlinks=False)
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    ours = stat.S_ISDIR(found.st_mode) and users.is_own(found.st_uid, folder)
     if not ours or found.st_mode & 0o077:
         raise OSError(f"{folder} is not this user's alone")
 

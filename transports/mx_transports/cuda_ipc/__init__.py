@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from mx.core.paths import Medium
 from mx.core.topology import Place
-from mx.cuda import driver as cuda
 from mx.cuda.device import Device
 from mx.errors import PathError, UnsuitedError
 from mx.transport import (
@@ -29,7 +28,7 @@ from mx.transport import (
 from mx.views import device_of
 from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES
 from mx_transports.toolkit.cuda.exposure import GpuExposure
-from mx_transports.toolkit.cuda.opening import CPU, Devices, links, may_share, open_session
+from mx_transports.toolkit.cuda.opening import CPU, Devices, links, may_share, open_session, probe
 
 MAGIC = b"mxcuda\0\2"
 #: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100 (1.6 TB/s),
@@ -48,7 +47,7 @@ class CudaIpcTransport:
         self._step_nbytes = step_nbytes
 
     def probe(self) -> Viable | Unavailable:
-        return cuda.presence()
+        return probe()
 
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path within one GPU, or between two of one host that may use NVLink."""

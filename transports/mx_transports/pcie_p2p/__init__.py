@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from mx.core.paths import Medium
 from mx.core.topology import Gpu, Place
-from mx.cuda import driver as cuda
 from mx.cuda.device import Device
 from mx.errors import PathError
 from mx.transport import (
@@ -33,6 +32,7 @@ from mx_transports.toolkit.cuda.opening import (
     links,
     may_share,
     open_session,
+    probe,
 )
 
 MAGIC = b"mxpcie\0\2"
@@ -58,7 +58,7 @@ class PciePeerTransport:
         self._staged_step_nbytes = staged_step_nbytes
 
     def probe(self) -> Viable | Unavailable:
-        return cuda.presence()
+        return probe()
 
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path between two devices of one host, at least one of them a GPU."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from mx import users
 from mx.core.topology import Place
 from mx.transport import (
     ExposedRegion,
@@ -51,6 +52,8 @@ class ShmTransport:
 
         if not kernel.can_read_processes():
             return Unavailable("shm needs a C library with process_vm_readv")
+        if why := users.ambiguity():
+            return Unavailable(why)
         return Viable("memfd, process_vm_readv")
 
     def reach(self, here: Place, there: Place) -> Path | None:

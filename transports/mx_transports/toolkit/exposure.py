@@ -2,8 +2,9 @@
 TLS only the principal that it was granted to.
 
 One thread holds all connections that have not proved themselves, without blocking on any: each
-has a short deadline, and there is a cap beyond which the oldest is dropped for the newest. What
-is let in gets a thread of its own, as it moves bytes; grants have a cap on those too.
+has a short deadline, and there is a cap beyond which one is dropped for the newest: the oldest of
+the address that has most (`listeners`). What is let in gets a thread of its own, as it moves bytes;
+grants have a cap on those too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import field
 
-from mx import forks
+from mx import forks, users
 from mx.errors import ClosedError, LocalError, MxError
 from mx.records import record
 from mx.transport import ExposeOptions
-from mx_transports.toolkit import framing, kernel, proof
-from mx_transports.toolkit.listeners import Listen
+from mx_transports.toolkit import framing, proof
+from mx_transports.toolkit.listeners import Listen, Unproved, dispensable, host_of
 from mx_transports.toolkit.stream import SocketStream
 
 PREAMBLE_DEADLINE_S = 2.0
@@ -61,16 +62,6 @@ class GrantState:
     revoked: bool = False
     connected: bool = False
     sent_nbytes: int = 0
-
-
-@record
-class _Unproved:
-    """A connection that has not presented a secret yet."""
-
-    sock: socket.socket
-    deadline: float
-    handshaking: bool
-    received: bytearray = field(default_factory=bytearray)
 
 
 class SocketExposure(ABC):
@@ -113,7 +104,7 @@ class SocketExposure(ABC):
         except OSError as error:
             self.listeners.close()
             raise LocalError(f"{name}: no socket for readers: {error.strerror}") from error
-        self._unproved: dict[socket.socket, _Unproved] = {}
+        self._unproved: dict[socket.socket, Unproved] = {}
         self._acceptor = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
 
     def start(self) -> None:
@@ -147,9 +138,7 @@ class SocketExposure(ABC):
     def admits(self, sock: socket.socket) -> bool:
         """Return True if a connection may present a secret: over a unix socket, if the process at
         the other end has the same user as this one."""
-        if sock.family != socket.AF_UNIX:
-            return True
-        return kernel.peer_credentials(sock)[1] == os.geteuid()
+        return sock.family != socket.AF_UNIX or users.is_own_peer(sock)
 
     def regenerate(self, generation: int) -> None:
         """Prepare for a generation that is about to be set; `lock` is held."""
@@ -284,13 +273,12 @@ class SocketExposure(ABC):
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, address = listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
             # Out of descriptors: free one, and do not spin on a listener that stays ready.
-            if self._unproved:
-                self._drop(next(iter(self._unproved.values())))
+            self._make_place(1)
             time.sleep(0.02)
             return
         if not self.admits(sock):
@@ -308,19 +296,27 @@ class SocketExposure(ABC):
                 sock.close()
                 return
         forks.own(sock)
-        if len(self._unproved) >= MAX_UNPROVED:
-            self._drop(next(iter(self._unproved.values())))
+        self._make_place(MAX_UNPROVED)
         deadline = time.monotonic() + PREAMBLE_DEADLINE_S
-        self._unproved[sock] = _Unproved(sock, deadline, tls is not None)
+        host = host_of(listener.family, address)
+        self._unproved[sock] = Unproved(sock, host, deadline, tls is not None)
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def _drop(self, unproved: _Unproved) -> None:
+    def _make_place(self, most: int) -> None:
+        """Drop a connection if there are `most` already."""
+        if len(self._unproved) >= most:
+            self._drop(dispensable(self._unproved.values()))
+
+    def _drop(self, unproved: Unproved) -> None:
         del self._unproved[unproved.sock]
         self._selector.unregister(unproved.sock)
         unproved.sock.close()
 
-    def _receive(self, unproved: _Unproved) -> None:
+    def _receive(self, unproved: Unproved) -> None:
         """Receive the bytes of a preamble that have arrived."""
+        if not unproved.begun:
+            unproved.begun = True
+            self._unproved[unproved.sock] = self._unproved.pop(unproved.sock)  # its share's newest
         try:
             if unproved.handshaking:
                 assert isinstance(unproved.sock, ssl.SSLSocket)
@@ -344,7 +340,7 @@ class SocketExposure(ABC):
         elif got == framing.PREAMBLE.size:
             self._admit(unproved)
 
-    def _admit(self, unproved: _Unproved) -> None:
+    def _admit(self, unproved: Unproved) -> None:
         magic, key, secret = framing.PREAMBLE.unpack(unproved.received)
         with self.lock:
             # Threads that have ended are dropped here; `_run` joins the others at the end.
@@ -384,7 +380,7 @@ class SocketExposure(ABC):
         stream.abort()
         return True
 
-    def _start_serving(self, unproved: _Unproved, grant: GrantState) -> bool:
+    def _start_serving(self, unproved: Unproved, grant: GrantState) -> bool:
         """Hand the connection to a thread of its own; `lock` is held. Return False if none can
         start."""
         try:

@@ -1,4 +1,4 @@
-"""process_vm_readv, preadv, memfd seals and credentials, with an error type for each failure."""
+"""process_vm_readv, preadv and memfd seals, with an error type for each failure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import socket
-import struct
 from array import array
 from collections.abc import Sequence
 
@@ -24,13 +22,6 @@ F_SEAL_FUTURE_WRITE = 0x10
 #: What makes memory safe to map: it can neither be cut off (SIGBUS) nor change, and no seal
 #: goes away again in any case.
 FULL_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return (pid, uid, gid) of the process that connected to a unix socket, or listened on it."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", data)
-    return pid, uid, gid
 
 
 def seals(descriptor: int) -> int:

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 
+from mx import users
 from mx.errors import LocalError, PeerProtocolError
 from mx.transport import ExposeOptions, Grant
 from mx_transports.toolkit import dial, framing, kernel
@@ -74,8 +75,8 @@ def connect(ticket: framing.Ticket, grant: Grant) -> Iterator[socket.socket]:
         try:
             sock.settimeout(grant.stall_timeout_s)
             sock.connect(b"\0" + name.encode())
-            at, uid, _ = kernel.peer_credentials(sock)
-            if (at, uid) != (pid, os.geteuid()):
+            at, uid = users.peer_credentials(sock)
+            if at != pid or not users.is_own(uid):
                 raise PeerProtocolError(
                     f"{grant.peer}: process {at} of uid {uid} listens in its place",
                     peer=grant.peer,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from mx import users
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, find_ordinal
 from mx.cuda.errors import CudaError
 from mx.errors import ConfigError, PathError
-from mx.transport import Grant
+from mx.transport import Grant, Unavailable, Viable
 from mx_transports.toolkit.cuda.maps import Maps
 from mx_transports.toolkit.cuda.remote import GpuTicket, RemoteMemory, translated
 from mx_transports.toolkit.cuda.session import GpuSession
@@ -23,6 +24,13 @@ def may_share(here: Place, there: Place) -> bool:
     """Return True if two processes can pass each other descriptors and handles: those of one user
     on one kernel, in one IPC namespace too (legacy handles name their exporter by pid)."""
     return same_user(here, there) and here.ipc_namespace == there.ipc_namespace
+
+
+def probe() -> Viable | Unavailable:
+    """Return whether CUDA is here, and other processes can be known as this user's."""
+    found = cuda.presence()
+    why = users.ambiguity() if isinstance(found, Viable) else ""
+    return Unavailable(why) if why else found
 
 
 def links(here: Place, there: Place) -> list[tuple[Gpu, GpuPeer]]:
