@@ -87,11 +87,15 @@ class Unavailable:
 
 @record(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of mutual TLS: this process's certificate and key, and the CA of its peers."""
+    """PEM files of mutual TLS: this process's certificate and key, the CA of its peers, and the
+    lists of certificates that this has revoked; "" for none. `connection_age_s` is the largest age
+    of a connection that others have made; 0.0 for none."""
 
     certificate: str
     key: str
     authority: str
+    revocations: str = ""
+    connection_age_s: float = 0.0
 
 
 @record(frozen=True, slots=True)

@@ -192,11 +192,17 @@ class Coordinator:
         self._listening = await listen(
             address,
             [
-                Service(coordinator, self._servicer, self._servicer.on_call),
+                Service(
+                    coordinator,
+                    self._servicer,
+                    self._servicer.on_call,
+                    self._access.refused_call,
+                ),
                 Service(
                     documents,
                     DocumentsServicer(self._servicer.documents),
                     lambda context, _: self._servicer.on_documents(context),
+                    self._access.refused_call,
                 ),
             ],
             tls=tls,

@@ -209,11 +209,13 @@ class SourceServer:
                     peer_pb2.DESCRIPTOR.services_by_name["Peer"],
                     servicer,
                     lambda context, _: servicer.on_call(context),
+                    servicer.on_refused,
                 ),
                 Service(
                     common_pb2.DESCRIPTOR.services_by_name["Documents"],
                     DocumentsServicer(servicer.documents),
                     lambda context, _: servicer.on_call(context),
+                    servicer.on_refused,
                 ),
             ],
             tls=self.options.tls,

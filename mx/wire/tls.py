@@ -77,7 +77,7 @@ def state_of(tls: TlsFiles) -> tuple[tuple[int, int, int], ...]:
     """Return a key that changes when a file is replaced: it makes `_check` cacheable, since a
     process dials many peers with the same files."""
     found = []
-    for path in (tls.certificate, tls.key, tls.authority):
+    for path in (tls.certificate, tls.key, tls.authority, *filter(None, (tls.revocations,))):
         with contextlib.suppress(OSError):
             status = os.stat(path)
             found.append((status.st_mtime_ns, status.st_size, status.st_ino))
@@ -88,6 +88,10 @@ def state_of(tls: TlsFiles) -> tuple[tuple[int, int, int], ...]:
 def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> Subject:
     del state
     read_tls(tls)
+    if tls.revocations:
+        from mx import revocations  # few name such a file
+
+        revocations.current(tls)
     accepting, dialling = _context(tls, server=True), _context(tls, server=False)
     checker = dialling if server else accepting
     checker.verify_mode = ssl.CERT_REQUIRED
