@@ -297,3 +297,7 @@ class ProgressBoard:
             for reported in self._reports.values()
             if reported.until_s > now and name in ("", reported.status.model.name)
         ]
+
+    def phases(self, now: float) -> Counter[str]:
+        """Return how many pulls run, or ended lately, by phase."""
+        return Counter(each.phase.value for each in self.pulls(now))
