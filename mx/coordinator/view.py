@@ -6,6 +6,7 @@ by nothing else: so what a caller may not see is in none of its answers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -101,7 +102,9 @@ class View:
 
         Raises:
             NotAllowedError: It does not see that one, or none.
+            ClosedError: Its connection is not trusted any more.
         """
+        self._access.check_connection(self._context)  # of a stream that has been open for long
         caller = self.require(rights, name or None, action="list")
         return lambda model: self._access.allows(caller, rights, model)
 
@@ -168,24 +171,22 @@ class View:
         try:
             check_owner(caller, listed)
         except NotAllowedError as error:
-            model = listed.record.model
-            self._access.refused(caller, error, Right.SERVE.value, model=str(model))
-            if not self._access.allows(caller, SEES, model.name):
+            self._access.refused(caller, error, Right.SERVE.value, source=source_id)
+            if not self._access.allows(caller, SEES, listed.record.model.name):
                 raise UnknownSourceError(f"source {source_id} is not registered here") from None
             raise
         return listed
 
     async def check_free(self, source_id: str) -> None:
         """Raise NotAllowedError if another principal has registered a source with this id."""
-        caller = self.caller
-        try:
-            check_owner(caller, await self._source(source_id))
-        except UnknownSourceError:
-            return
-        except NotAllowedError:
-            raise NotAllowedError(
-                f"source id {source_id} belongs to another source", hint="choose a new UUID"
-            ) from None
+        with contextlib.suppress(UnknownSourceError):
+            await self._source(source_id)
+            try:
+                await self.owned(source_id)
+            except UnknownSourceError:
+                raise NotAllowedError(
+                    f"source id {source_id} belongs to another source", hint="choose a new UUID"
+                ) from None
 
     async def _source(self, source_id: str) -> Listed:
         return await self._state.ask(lambda registry: registry.source(source_id))

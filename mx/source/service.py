@@ -60,7 +60,8 @@ class PeerServicer:
     def on_call(self, context: Any) -> None:
         """Refuse a caller that may pull no model. Raises PeerUntrustedError."""
         if self.access is not None:
-            self.access.require(context, _PULL, action="call")
+            caller = self.access.require(context, _PULL, granted=False)
+            self.access.granted(caller, "call")
 
     def on_refused(self, context: Any, error: MxError) -> None:
         """Write the audit line of a call that a budget refuses."""

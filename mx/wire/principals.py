@@ -189,7 +189,7 @@ class Access:
         """Raise ClosedError if a call's connection is not trusted any more: who has another
         certificate by now connects again."""
         if why := self._why_not(context):
-            raise ClosedError(f"this {self._what} ends this connection: it {why}")
+            raise ClosedError(why)
 
     def ends_soon(self, context: Any, began_s: float) -> bool:
         """Return True if a stream is about to end, since its connection does.
@@ -207,15 +207,14 @@ class Access:
         return found is not None and found.until_s - time.time() < _SOON_S
 
     def _why_not(self, context: Any) -> str:
-        """Return why a call's connection is not trusted any more, after "it"; "" if it is."""
+        """Return why a call's connection is not trusted any more; "" if it is."""
         found = self._validity(context)
         if found is None or time.time() < found.until_s:
             return ""
-        if found.revoked:
-            return "was made with a certificate that is revoked"
-        if found.until_s > -math.inf:
-            return "was made with a certificate that has expired"
-        return f"is of an authority that this {self._what} does not trust any more"
+        if found.until_s == -math.inf and not found.revoked:
+            return f"this {self._what} does not trust the authority of your certificate any more"
+        why = "is revoked" if found.revoked else "has expired"
+        return f"your certificate, that of this connection to this {self._what}, {why}"
 
     def _validity(self, context: Any) -> Validity | None:
         """Return until when a call's certificate is valid; None without one."""
@@ -241,10 +240,7 @@ class Access:
         not valid any more."""
         try:
             if why := self._why_not(context):
-                raise NotAllowedError(
-                    f"this {self._what} takes no more calls on this connection: it {why}",
-                    hint="check `tls_cert` here, and `tls_ca` and `tls_crl` there",
-                )
+                raise NotAllowedError(why, hint="check `tls_cert` here, and `tls_ca` there")
             return caller_of(context)
         except NotAllowedError as error:
             unknown = Caller(None, address_of_peer(context.peer()))
