@@ -45,6 +45,7 @@ _MOST_BYTES = 1 << 20
 _MOST_KNOWN = 4096
 #: How often what time changes is looked at; and how long before its end a stream is told.
 _LOOK_S, _SOON_S = 1.0, 30.0
+_CHECK = "check `tls_cert` here, and `tls_ca` there"
 #: What names and texts of callers are cut to, for logs and errors.
 _MOST_CHARACTERS = 200
 #: Any of these lets a principal see a model's sources.
@@ -240,7 +241,7 @@ class Access:
         not valid any more."""
         try:
             if why := self._why_not(context):
-                raise NotAllowedError(why, hint="check `tls_cert` here, and `tls_ca` there")
+                raise NotAllowedError(why, hint=_CHECK)
             return caller_of(context)
         except NotAllowedError as error:
             unknown = Caller(None, address_of_peer(context.peer()))
@@ -338,7 +339,6 @@ class Access:
 
         Raises:
             NotAllowedError: As `require`, and when the caller may not any more.
-            ClosedError: As `check_connection`.
         """
         caller = self.require(context, rights, model, **about)
         task, ended = asyncio.current_task(), False
@@ -357,8 +357,10 @@ class Access:
         except asyncio.CancelledError:
             if not ended or task.uncancel() > 0:
                 raise
-            self.check_connection(context)
+            why = self._why_not(context)  # what has another certificate has moved by now
             error = self._error(caller, rights[0], model)
+            if why:
+                error = self._kind(why, hint=_CHECK)
             self.refused(caller, error, rights[0].value, model=model or "", **about)
             raise error from None
         finally:

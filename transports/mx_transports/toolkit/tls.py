@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mx.core.policy import subject_shown
 from mx.errors import ConfigError, NotAllowedError
+from mx.revocations import is_revoked
 from mx.transport import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -66,11 +67,12 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
         return context
 
 
-def principal(sock: ssl.SSLSocket) -> str:
-    """Return the principal that the other end's certificate names; "" if it names none."""
+def principal(sock: ssl.SSLSocket, files: TlsFiles) -> str:
+    """Return the principal that the other end's certificate names; "" if it names none, or is
+    revoked."""
     try:
-        return subject_shown(sock.getpeercert() or {}).name
-    except NotAllowedError:
+        return "" if is_revoked(sock, files) else subject_shown(sock.getpeercert() or {}).name
+    except (NotAllowedError, ConfigError):
         return ""
 
 
