@@ -74,7 +74,7 @@ def current(tls: TlsFiles) -> Revocations:
 
 
 def _state(tls: TlsFiles) -> object:
-    found = []
+    found: list[tuple[int, int, int] | None] = []
     for path in (tls.revocations, tls.authority):
         try:
             status = os.stat(path)

@@ -58,13 +58,13 @@ class Views:
         """Return the most that a link may carry from the sources of a model on one host to another
         host; 0.0 if no source of it is listed there."""
         now = self.state.now()
-        until_s, link = self._links.get(name, (now, fastest_link))
-        if until_s <= now:
+        known = self._links.get(name)
+        if known is None or known[0] <= now:
             if len(self._links) >= _MOST_LINKS:
                 self._links.clear()
             link = functools.cache(functools.partial(fastest_link, self.state.listed(name)))
-            self._links[name] = now + _LINKS_S, link
-        return link(source_host, host)
+            known = self._links[name] = now + _LINKS_S, link
+        return known[1](source_host, host)
 
 
 class View:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mx import discovery, trace
 from mx.core.grants import Principal
@@ -40,6 +41,9 @@ from mx.wire.documents import DocumentsServicer
 from mx.wire.same_files import FilesListing, ListedModel
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, peer_pb2
+
+if TYPE_CHECKING:
+    from mx.wire.principals import Access
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +130,11 @@ class SourceServer:
             return ""
         port = split_address(self.options.advertise)[1] if self.options.advertise else 0
         return join_address(self._host, port or self._listening.port)
+
+    @property
+    def access(self) -> Access | None:
+        """Who may do what here; None without TLS."""
+        return self._servicer.access
 
     def stats(self) -> SourceStats:
         """Return the number of readers, and the state."""

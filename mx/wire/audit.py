@@ -70,11 +70,11 @@ class AuditLog:
                 _write(fields, count)
 
 
-def _write(fields: dict[str, str], count: int) -> None:
-    if not fields["error"]:
-        del fields["error"]
-    more: dict[str, Any] = {"count": count} if count > 1 else {}
-    event(audit, f"audit.{fields['result'] or OTHERS}", **fields, **more)
+def _write(texts: dict[str, str], count: int) -> None:
+    fields: dict[str, Any] = {key: text for key, text in texts.items() if text or key != "error"}
+    if count > 1:
+        fields["count"] = count
+    event(audit, f"audit.{texts['result'] or OTHERS}", **fields)
 
 
 class _Lines:
@@ -107,5 +107,5 @@ class _Lines:
 
 def _fields(who: tuple[str, str], cause: Hashable) -> dict[str, str]:
     kind = cause if isinstance(cause, tuple) else ("",) * len(_KIND)  # beyond the most kinds
-    who = kind[len(_KIND) :] or who
-    return dict(zip(("principal", "address", *_KIND), (*who, *kind), strict=True))
+    texts = (*(kind[len(_KIND) :] or who), *kind[: len(_KIND)])
+    return dict(zip(("principal", "address", *_KIND), texts, strict=True))

@@ -292,14 +292,29 @@ class Access:
         Raises:
             NotAllowedError: He may not; or the other error that this was made with.
         """
-        caller, action = self.caller(context), action or rights[0].value
+        caller = self.caller(context)
+        self.permit(caller, rights, model, action=action, granted=granted, **about)
+        return caller
+
+    def permit(
+        self,
+        caller: Caller,
+        rights: tuple[Right, ...],
+        model: str | None = None,
+        *,
+        action: str = "",
+        granted: bool = True,
+        **about: Any,
+    ) -> None:
+        """Return if a caller may do one of these things; the arguments are those of `require`, and
+        so are the errors."""
+        action, about = action or rights[0].value, {"model": model or "", **about}
         if not self.allows(caller, rights, model):
             error = self._error(caller, rights[0], model)
-            self.refused(caller, error, action, model=model or "", **about)
+            self.refused(caller, error, action, **about)
             raise error
         if granted:
-            self.granted(caller, action, model=model or "", **about)
-        return caller
+            self.granted(caller, action, **about)
 
     def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
         what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"

@@ -8,6 +8,9 @@ import asyncio
 import inspect
 import shutil
 import socket
+import ssl
+import urllib.error
+import urllib.request
 import uuid
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -23,6 +26,7 @@ from mx.wire.channel import Remote, Role, dial, translating
 from mx.wire.client import CoordinatorClient
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
+from tests.support.commands import free_port
 from tests.support.policy_site import Site, authority, registrable, site
 
 pytestmark = [
@@ -189,3 +193,36 @@ def test_handlers_ask_the_registry_by_their_view_alone() -> None:
                 assert asked in EVENTS.get(owner, {asked}), f"{module.__name__}: {owner}.{asked}"
             if isinstance(node, ast.Attribute) and node.attr in ("ask", "listed", "of_models"):
                 pytest.fail(f"{module.__name__}:{node.lineno} asks the state")
+
+
+def test_metrics_show_whom_a_policy_lets_observe_which_models(site: Site) -> None:
+    site.policy.write_text(POLICY)
+    metrics = f"127.0.0.1:{free_port()}"
+    site.coordinator("--policy", str(site.policy), "--metrics", metrics, "--lease-s", "300")
+    made, record, secret = registrable()
+    record = replace(record, model=replace(record.model, name=SECRET))
+
+    async def register() -> None:
+        client = CoordinatorClient(site.address, tls=site.files("stranger"))
+        try:
+            await client.register(Registration(record, secret), made)
+        finally:
+            await client.close()
+
+    asyncio.run(register())
+
+    def fetched(name: str) -> str:
+        files = site.files(name)
+        context = ssl.create_default_context(cafile=files.authority)
+        context.load_cert_chain(files.certificate, files.key)
+        with urllib.request.urlopen(f"https://{metrics}/metrics", context=context) as answer:
+            return str(answer.read().decode())
+
+    assert f'mx_coordinator_sources{{model="{SECRET}"}} 1.0' in fetched("stranger")
+    shown = fetched("source")
+    assert 'mx_coordinator_sources{model="other"} 1.0' in shown and "team-b" not in shown
+    with pytest.raises(urllib.error.HTTPError) as refused:  # it has no right at all
+        fetched("engine")
+    assert refused.value.code == 403
+    assert b"may not observe any model" in refused.value.read()
+    refused.value.close()
