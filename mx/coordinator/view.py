@@ -140,7 +140,7 @@ class View:
 
     async def layout_version(self, key: ModelKey, unlisted: int) -> int:
         """Return the layout version of the next source of a key; see `Registry.layout_version`."""
-        self.require((Right.SERVE,), key.name)
+        self.require((Right.SERVE,), key.name, action="layout")
         return await self._state.ask(lambda registry: registry.layout_version(key, unlisted))
 
     async def models(self, sees: Callable[[str], bool]) -> list[ModelStatus]:
@@ -203,7 +203,7 @@ class View:
 
     async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
         """Return the documents that the caller has to send; see `CoordinatorState.missing`."""
-        caller = self.require((Right.SERVE,), granted=False)
+        caller = self.require((Right.SERVE,), action="documents")
         return await self._state.missing(digests, caller.name, self.known())
 
     def documents(self, digests: Sequence[bytes]) -> Callable[[bytes], bytes | None]:

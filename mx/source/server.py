@@ -197,7 +197,9 @@ class SourceServer:
         from mx.wire.tls import check_server_files
 
         tls = self.options.tls
-        access = Access(self.options.policy, tls, what="source", error=PeerUntrustedError)
+        access = Access(
+            self.options.policy, tls, what="source", error=PeerUntrustedError, by_name=False
+        )
         assert tls is not None  # else that has raised
         subject = check_server_files(tls, self._host)
         self._servicer.access = access

@@ -120,6 +120,7 @@ class Access:
         *,
         what: str = "process",
         error: type[MxError] = NotAllowedError,
+        by_name: bool = True,
     ) -> None:
         """
         Args:
@@ -127,11 +128,14 @@ class Access:
             tls: The files of the process.
             what: What messages call the process.
             error: What a refusal raises.
+            by_name: Callers name the models that they ask for; else a refusal names no model that
+                its caller does not see.
 
         Raises:
             ConfigError: The policy can't be read, or there is no TLS.
         """
         self._path, self._what, self._kind = path, what, error
+        self._by_name = by_name
         self._policy: Policy | None = None
         self._data: bytes | None = None
         self._rights: dict[Subject, Rights] = {}
@@ -318,6 +322,8 @@ class Access:
 
     def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
         what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"
+        if model is not None and not self._by_name and not self.allows(caller, SEES, model):
+            what = "that model"
         return self._kind(
             f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
             "rule for it",

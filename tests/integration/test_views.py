@@ -14,20 +14,39 @@ import urllib.request
 import uuid
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mx import codec, discovery
 from mx.coordinator import listings, progress, service
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.registration import Registration
 from mx.core.types import ModelKey
-from mx.errors import NotAllowedError, UnknownModelError, UnknownSourceError
-from mx.wire.channel import Remote, Role, dial, translating
+from mx.errors import (
+    NotAllowedError,
+    PeerUntrustedError,
+    UnknownModelError,
+    UnknownSourceError,
+)
+from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.client import CoordinatorClient
+from mx.wire.lease import Lease
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.v1 import peer_pb2
 from tests.support.commands import free_port
-from tests.support.policy_site import Site, authority, registrable, site
+from tests.support.policy_site import (
+    MODEL,
+    OBSERVE,
+    PULL,
+    SERVE,
+    Site,
+    authority,
+    listed,
+    registrable,
+    site,
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -175,6 +194,38 @@ async def test_rates_are_of_pulls_that_the_coordinator_knows(site: Site) -> None
     finally:
         await source.close()
         await reader.close()
+
+
+async def test_a_source_names_no_model_that_its_caller_does_not_see(
+    site: Site, checkpoint: Path
+) -> None:
+    others = OBSERVE.replace('"observe"', '["serve", "pull"]')
+    site.policy.write_text(SERVE + PULL + others)
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    _, endpoint = await asyncio.to_thread(site.serve, checkpoint, "--policy", str(site.policy))
+    record = await listed(site, site.files("reader"))
+    files = site.files("stranger")
+    channel, who = dial(endpoint, tls=files), Remote(Role.SOURCE, endpoint, files)
+    peer = Stub(channel, peer_pb2.DESCRIPTOR.services_by_name["Peer"], who)
+    lease = Lease(channel, record, lambda: None, tls=files)
+    try:
+        with pytest.raises(PeerUntrustedError, match="may not pull that model") as opened:
+            await lease.open(discovery.here(), ["tcp"], 10.0)
+        _, another, _ = registrable()
+        hello = peer_pb2.Hello(source_id=record.source_id, own=codec.source_to_wire(another))
+        call = peer.Trade()
+        refused = pytest.raises(PeerUntrustedError, match="may not pull that model")
+        with refused as traded, translating(who):
+            await call.write(peer_pb2.SwarmMessage(hello=hello))
+            await call.read()
+            await call
+        cut(call)
+        with translating(who):
+            assert not (await peer.Describe(peer_pb2.DescribeRequest())).sources
+        assert MODEL not in str(opened.value) + str(traded.value)
+    finally:
+        await lease.close()
+        await channel.close(None)
 
 
 #: What handlers may ask of the state and the board: to record events, and to wait for changes.
