@@ -573,19 +573,12 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
 def _check_tls(settings: Settings) -> None:
     names = ("tls_cert", "tls_key", "tls_ca")
     missing = [name for name in names if not getattr(settings, name)]
-    if missing and len(missing) < len(names):
-        given = ", ".join(
-            f"{name} ({settings.origin(name)})" for name in names if name not in missing
-        )
+    found = [name for name in (*names, "tls_crl") if getattr(settings, name)]
+    if missing and found:
+        given = ", ".join(f"{name} ({settings.origin(name)})" for name in found)
         raise ConfigError(
             f"TLS needs three files; given: {given}; missing: {', '.join(missing)}",
             hint="give `tls_cert`, `tls_key` and `tls_ca`, or none of them",
-        )
-    if settings.tls_crl and missing:
-        raise ConfigError(
-            f"{settings.origin('tls_crl')}: tls_crl names certificates, and this process asks for "
-            "none",
-            hint="give `tls_cert`, `tls_key` and `tls_ca`, too",
         )
     for name in (*names, "tls_crl"):
         path = getattr(settings, name)

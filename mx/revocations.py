@@ -7,7 +7,6 @@ named holds further; also once that was to be replaced.
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import threading
 import time
@@ -53,7 +52,7 @@ def current(tls: TlsFiles) -> Revocations:
     if not tls.revocations:
         return _NONE
     with _lock:
-        state, known = _state(tls), _read.get(tls)
+        state, known = tls.state(), _read.get(tls)
         now, now_s = datetime.now(UTC), time.monotonic()
         if known is not None and known.state == state and now_s < known.until_s:
             return known.revoked
@@ -73,30 +72,19 @@ def current(tls: TlsFiles) -> Revocations:
         return found
 
 
-def _state(tls: TlsFiles) -> object:
-    found: list[tuple[int, int, int] | None] = []
-    for path in (tls.revocations, tls.authority):
-        try:
-            status = os.stat(path)
-            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        except OSError:
-            found.append(None)
-    return tuple(found)
-
-
 def _from_files(tls: TlsFiles, now: datetime) -> Revocations:
     try:
-        if os.stat(tls.revocations).st_size > _MOST_BYTES:
+        with open(tls.revocations, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
             raise ConfigError(f"it is larger than {_MOST_BYTES >> 20} MiB")
-        authorities = certificates_in(Path(tls.authority).read_bytes())
-        return read_revocations(Path(tls.revocations).read_bytes(), authorities, now)
+        return read_revocations(data, certificates_in(Path(tls.authority).read_bytes()), now)
     except OSError as error:
-        raise ConfigError(f"`tls_crl` {tls.revocations}: {error.strerror}") from None
+        why = error.strerror
     except ConfigError as error:
-        raise ConfigError(
-            f"`tls_crl` {tls.revocations}: {error.message}",
-            hint="docs/tls.md shows how lists of revoked certificates are made",
-        ) from None
+        why = error.message
+    hint = "docs/tls.md shows how lists of revoked certificates are made"
+    raise ConfigError(f"`tls_crl` {tls.revocations}: {why}", hint=hint)
 
 
 def is_revoked(sock: ssl.SSLSocket, tls: TlsFiles) -> bool:

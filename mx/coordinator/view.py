@@ -76,7 +76,7 @@ class View:
             views: Those of the coordinator.
             context: The call's servicer context.
         """
-        self._views, self._context = views, context
+        self.views, self._context = views, context
         self._state, self._access = views.state, views.access
 
     @property
@@ -131,7 +131,7 @@ class View:
             about = {"revision": found.model.revision, "pin": found.ref.pin.hex()}
         finally:
             self._access.granted(caller, Right.PULL.value, model=model, **about)
-        resolved = self._views.resolved
+        resolved = self.views.resolved
         resolved[caller.name, model] = None
         resolved.move_to_end((caller.name, model))
         if len(resolved) > _MOST_RESOLVED:
@@ -227,7 +227,7 @@ class View:
         """Return the host to which the rate of a pull of the caller's counts: its own; "" if it has
         not resolved the model here."""
         name = status.model.name
-        if (caller.name, name) not in self._views.resolved:
+        if (caller.name, name) not in self.views.resolved:
             return ""
         return measured_host(self._context, status.host)
 
@@ -236,31 +236,30 @@ class View:
         from all."""
         self.require((Right.OBSERVE, Right.PULL), action="list")
         sees = self._access.seeing(self.caller, SEES)
-        return self._views.board.rates.listed(self._state.now(), source_hosts, sees)
+        return self.views.board.rates.listed(self._state.now(), source_hosts, sees)
 
     def pulls(self, name: str) -> list[PullStatus]:
         """Return the pulls that the caller may observe of a model, or with "" of all."""
         sees = self.sees(name, (Right.OBSERVE,))
-        found = self._views.board.pulls(self._state.now(), name)
+        found = self.views.board.pulls(self._state.now(), name)
         return [each for each in found if sees(each.model.name)]
 
     def pull_watch(self, name: str) -> PullWatch:
         """Return a watch of these pulls."""
-        return PullWatch(self, self._views, name)
+        return PullWatch(self, name)
 
 
 class PullWatch:
     """What one caller is told of pulls that it may observe."""
 
-    def __init__(self, view: View, views: Views, name: str) -> None:
+    def __init__(self, view: View, name: str) -> None:
         """
         Args:
             view: The caller's.
-            views: Those of the coordinator.
             name: The model; "" for all.
         """
-        self._view, self._views, self._name = view, views, name
-        self._policy = views.access.version
+        self._view, self._name = view, name
+        self._policy = view.views.access.version
         self._sees = view.sees(name, (Right.OBSERVE,))
         #: The last change that was examined.
         self.seen = 0
@@ -273,8 +272,9 @@ class PullWatch:
             NotAllowedError: The caller may observe nothing of it any more.
             CapacityError: As `PullChanges.after`.
         """
-        board, version = self._views.board, self._views.access.version
-        board.tick(self._views.state.now())
+        views = self._view.views
+        board, version = views.board, views.access.version
+        board.tick(views.state.now())
         found = board.changes.after(self.seen, self._name)
         if self._policy == version:
             found = [each for each in found if self._sees(each.name)]

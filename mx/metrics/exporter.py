@@ -122,7 +122,7 @@ async def _observing(coordinator: Coordinator | None, caller: Caller) -> Callabl
     found = [each.access for each in server.running]
     held = [each for each in (getattr(coordinator, "access", None), *found) if each is not None]
     for access in held:
-        access.permit(caller, (Right.OBSERVE,), action="metrics")
+        access.require(caller, (Right.OBSERVE,), action="metrics")
     return lambda model: all(each.allows(caller, (Right.OBSERVE,), model) for each in held)
 
 
@@ -144,16 +144,16 @@ class Shown:
 
         for metric in self._registry.collect():
             shown = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            hidden: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
             for sample in metric.samples:
-                labels, value = dict(sample.labels), sample.value
-                if "model" in labels and not self._sees(labels["model"]):
-                    labels["model"] = OTHER
-                    alike = [
-                        e for e in shown.samples if (e.name, e.labels) == (sample.name, labels)
-                    ]
-                    shown.samples = [each for each in shown.samples if each not in alike]
-                    value += sum(each.value for each in alike)
-                shown.samples.append(sample._replace(labels=labels, value=value))
+                if "model" not in sample.labels or self._sees(sample.labels["model"]):
+                    shown.samples.append(sample)
+                    continue
+                labels = {**sample.labels, "model": OTHER}
+                key = sample.name, tuple(labels.items())
+                value = sample.value + (hidden[key].value if key in hidden else 0)
+                hidden[key] = sample._replace(labels=labels, value=value)
+            shown.samples += hidden.values()
             yield shown
 
 

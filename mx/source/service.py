@@ -14,7 +14,7 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import MxError, PeerProtocolError, PeerRefusedError
 from mx.log import event
 from mx.source.doubts import Doubts
-from mx.source.grants import Grants, ReaderGrant
+from mx.source.grants import Grants
 from mx.source.requests import answer, check_open, first_message, principal_of
 from mx.source.served import Served
 from mx.swarm.stream import PeerStream
@@ -144,9 +144,18 @@ class PeerServicer:
         name: str,
     ) -> None:
         reader = check_open(request).hostname
-        moved = self.grants.movable(request, name)
-        grant = moved or await self._new_grant(request, context, name, reader)
+        grant = moved = self.grants.movable(request, name)
         if grant is None:
+            stale = await self._looked_after(request) or self._stale(request)
+            if stale is not None:
+                await answer(context, peer_pb2.OpenEvent(stale=stale))
+                return
+            principal = principal_of(context, request.reader_id, name)
+            grant = self.grants.admit(self._find(request), principal, reader)
+        if grant is None:
+            # At debug level: a refused reader retries several times a second.
+            event(log, "reader.busy", level=logging.DEBUG, reader=reader)
+            await answer(context, self.grants.busy())
             return
         access, began_s = self.access, time.monotonic()
         try:
@@ -164,22 +173,6 @@ class PeerServicer:
             event(log, "reader.expired", grant=grant.id, reader=reader)
         finally:
             await grant.end(context)
-
-    async def _new_grant(
-        self, request: peer_pb2.OpenRequest, context: Any, name: str, reader: str
-    ) -> ReaderGrant | None:
-        """Return a grant to begin; None if the reader is refused, and knows it."""
-        stale = await self._looked_after(request) or self._stale(request)
-        if stale is not None:
-            await answer(context, peer_pb2.OpenEvent(stale=stale))
-            return None
-        served = self._find(request)
-        grant = self.grants.admit(served, principal_of(context, request.reader_id, name), reader)
-        if grant is None:
-            # At debug level: a refused reader retries several times a second.
-            event(log, "reader.busy", level=logging.DEBUG, reader=reader)
-            await answer(context, self.grants.busy())
-        return grant
 
     async def Trade(
         self, request_iterator: AsyncIterator[peer_pb2.SwarmMessage], context: Any

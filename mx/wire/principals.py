@@ -275,7 +275,7 @@ class Access:
 
     def require(
         self,
-        context: Any,
+        who: Any,
         rights: tuple[Right, ...],
         model: str | None = None,
         *,
@@ -286,7 +286,7 @@ class Access:
         """Return who makes a call, if he may do one of these things.
 
         Args:
-            context: The call's servicer context.
+            who: The call's servicer context, or the caller.
             rights: The rights, of which the first names what is refused.
             model: The model's name; None for any.
             action: What the audit line says that was asked for; "" for the first right.
@@ -296,22 +296,7 @@ class Access:
         Raises:
             NotAllowedError: He may not; or the other error that this was made with.
         """
-        caller = self.caller(context)
-        self.permit(caller, rights, model, action=action, granted=granted, **about)
-        return caller
-
-    def permit(
-        self,
-        caller: Caller,
-        rights: tuple[Right, ...],
-        model: str | None = None,
-        *,
-        action: str = "",
-        granted: bool = True,
-        **about: Any,
-    ) -> None:
-        """Return if a caller may do one of these things; the arguments are those of `require`, and
-        so are the errors."""
+        caller = who if isinstance(who, Caller) else self.caller(who)
         action, about = action or rights[0].value, {"model": model or "", **about}
         if not self.allows(caller, rights, model):
             error = self._error(caller, rights[0], model)
@@ -319,6 +304,7 @@ class Access:
             raise error
         if granted:
             self.granted(caller, action, **about)
+        return caller
 
     def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
         what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"

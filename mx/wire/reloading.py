@@ -22,7 +22,7 @@ from mx.log import event
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls
-from mx.wire.tls import check_client_files, check_server_files, state_of
+from mx.wire.tls import check_client_files, check_server_files
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def client_files(tls: TlsFiles) -> Pem:
         ConfigError: A file can't be read, and could not before.
         NotAllowedError: No server would accept the certificate, and none was before that one would.
     """
-    state, known, now_s = state_of(tls), _good.get(tls), time.monotonic()
+    state, known, now_s = tls.state(), _good.get(tls), time.monotonic()
     if known is not None and known.state == state and now_s < known.until_s:
         return known.pem
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import ssl
 import threading
 import time
@@ -45,7 +44,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     Raises:
         ConfigError: A file is missing, or is not what it should be.
     """
-    state = tuple(map(_state, (files.certificate, files.key, files.authority)))
+    state = files.state()
     with _lock:
         known, now_s, until_s = _made.get((files, server)), time.monotonic(), math.inf
         if known is not None and known[0] == state and now_s < known[2]:
@@ -74,14 +73,6 @@ def principal(sock: ssl.SSLSocket, files: TlsFiles) -> str:
         return "" if is_revoked(sock, files) else subject_shown(sock.getpeercert() or {}).name
     except (NotAllowedError, ConfigError):
         return ""
-
-
-def _state(path: str) -> object:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _require_begun(certificate: str) -> None:
