@@ -151,6 +151,18 @@ class Settings:
         "", values.text, "PEM file with the authority that signed the peers' certificates.",
         f"{_ASKING} coordinator", "FILE", group=CONNECTION,
     )
+    tls_crl: str = _setting(
+        "", values.text,
+        "PEM file with lists of the certificates that the authority has revoked; read again when "
+        "it changes.",
+        f"{_ASKING} coordinator", "FILE", group=CONNECTION, unset="none is",
+    )
+    connection_age_s: float = _setting(
+        0.0, values.seconds(0, 30 * 86400),
+        "With TLS, the largest age of a connection, after which clients connect again.",
+        "serve pull coordinator", "TIME", group=CONNECTION, flag="connection-age",
+        unset="until its certificate expires",
+    )
     policy: str = _setting(
         "", values.text, "TOML file that says which certificate may do what (docs/policy.md).",
         "serve pull coordinator", "FILE", group=CONNECTION,
@@ -561,15 +573,14 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
 def _check_tls(settings: Settings) -> None:
     names = ("tls_cert", "tls_key", "tls_ca")
     missing = [name for name in names if not getattr(settings, name)]
-    if missing and len(missing) < len(names):
-        given = ", ".join(
-            f"{name} ({settings.origin(name)})" for name in names if name not in missing
-        )
+    found = [name for name in (*names, "tls_crl") if getattr(settings, name)]
+    if missing and found:
+        given = ", ".join(f"{name} ({settings.origin(name)})" for name in found)
         raise ConfigError(
             f"TLS needs three files; given: {given}; missing: {', '.join(missing)}",
             hint="give `tls_cert`, `tls_key` and `tls_ca`, or none of them",
         )
-    for name in names:
+    for name in (*names, "tls_crl"):
         path = getattr(settings, name)
         if path and not os.access(path, os.R_OK):
             raise ConfigError(

@@ -22,6 +22,8 @@ from mx.text import plain, plain_lines
 
 #: Loggers of this project; others are shown from WARNING on, except at level "debug".
 _OURS = ("mx", "mx_transports")
+#: The logger of decisions about principals, whose lines are JSON in each format.
+AUDIT = "mx.audit"
 
 
 @record(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def set_up(
     """
     handler = _StandardError() if stream is None else logging.StreamHandler(stream)
     handler.set_name("mx")
-    handler.setFormatter(_Json(words) if style == "json" else TextFormatter(words))
+    handler.setFormatter(_Json(words) if style == "json" else _Text(words))
     root = logging.getLogger()
     for old in [each for each in root.handlers if each.get_name() == "mx"]:
         root.removeHandler(old)
@@ -179,6 +181,15 @@ class _Json(logging.Formatter):
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json_line(record.levelname.lower(), name, fields, record.created)
+
+
+class _Text(TextFormatter):
+    """As `TextFormatter`, but for the audit log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name == AUDIT:
+            return _Json(self._words).format(record)
+        return super().format(record)
 
 
 def _shown(name: str, value: object) -> str:

@@ -17,6 +17,7 @@ of the session is left. Destinations stay valid until then: that is the caller's
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -87,11 +88,27 @@ class Unavailable:
 
 @record(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of mutual TLS: this process's certificate and key, and the CA of its peers."""
+    """PEM files of mutual TLS: this process's certificate and key, the CA of its peers, and the
+    lists of certificates that this has revoked; "" for none. `connection_age_s` is the largest age
+    of a connection that others have made; 0.0 for none."""
 
     certificate: str
     key: str
     authority: str
+    revocations: str = ""
+    connection_age_s: float = 0.0
+
+    def state(self) -> tuple[object, ...]:
+        """Return what changes when a file is replaced: a process uses the same ones many times."""
+        return tuple(map(_state, (self.certificate, self.key, self.authority, self.revocations)))
+
+
+def _state(path: str) -> object:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @record(frozen=True, slots=True)

@@ -25,7 +25,8 @@ def tls_of(settings: config.Settings) -> TlsFiles | None:
     """Return the TLS files that the settings name; None if they name no certificate."""
     if not settings.tls_cert:
         return None
-    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
+    return TlsFiles(*files, settings.connection_age_s)
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:

@@ -176,10 +176,16 @@ def _estimate(facts: _Facts, at: _At, *, trusted: bool, attach: bool) -> Estimat
         host,
         facts.size,
         found,
-        measured=facts.rates.get(place.hostname, {}),
+        measured=_measured(facts, place),
         loads=loads,
         arriving_s=max(arriving, default=0.0),
     )
+
+
+def _measured(facts: _Facts, place: Place) -> dict[str, float]:
+    """Return the rates at a place, which coordinators know by its name or an address of it."""
+    hosts = (*place.addresses, place.hostname)
+    return {s: rate for host in hosts for s, rate in facts.rates.get(host, {}).items()}
 
 
 def _size(layout: Layout) -> Size:

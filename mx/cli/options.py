@@ -247,7 +247,8 @@ def tls_of(settings: Settings) -> TlsFiles | None:
         return None
     from mx.transport import TlsFiles
 
-    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
+    return TlsFiles(*files, settings.connection_age_s)
 
 
 _SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")

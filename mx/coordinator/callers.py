@@ -79,6 +79,20 @@ def own_host(context: Any, host: str) -> str:
     return next((each for each in (host, address) if _is_of(caller, each, address)), "")
 
 
+def measured_host(context: Any, host: str) -> str:
+    """Return the host to which what a caller measures counts: the name that it gives, if its
+    certificate has that; else this machine's, or the address of its connection.
+
+    Args:
+        context: The call's servicer context.
+        host: The name that the caller gives.
+    """
+    address, caller = host_of_peer(context.peer()), caller_of(context)
+    if caller.subject is not None and caller.subject.is_at(host):
+        return host
+    return socket.gethostname() if _is_on_this_machine(address) else address
+
+
 def own_port(context: Any, access: Access, model: str, endpoint: str, port: int) -> int:
     """Return the port at which a source takes requests: 0 for none, also if the caller may not name
     the host of its endpoint as its own, or the policy does not let it take requests.
@@ -97,11 +111,12 @@ def own_port(context: Any, access: Access, model: str, endpoint: str, port: int)
 
 
 def takes_requests(access: Access, caller: Caller, model: str) -> bool:
-    """Return True if a caller may take requests for a model; a refusal has its audit line."""
+    """Return True if a caller may take requests for a model; either has its audit line."""
     if access.allows(caller, (Right.TAKE_REQUESTS,), model):
+        access.granted(caller, Right.TAKE_REQUESTS.value, model=model)
         return True
     error = NotAllowedError(f"{caller.name} may not take requests for {model!r}")
-    access.refused(caller, error, right=Right.TAKE_REQUESTS.value, model=model)
+    access.refused(caller, error, Right.TAKE_REQUESTS.value, model=model)
     return False
 
 

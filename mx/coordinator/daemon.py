@@ -140,9 +140,9 @@ class Coordinator:
                 f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
             )
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
-        self._access = access or Access()
+        self.access = access or Access()
         self._servicer = CoordinatorServicer(
-            self._state, receipt_key=receipt_key, access=self._access
+            self._state, receipt_key=receipt_key, access=self.access
         )
         self._state.follow(log_changes)
         self._listening: Listening | None = None
@@ -181,8 +181,8 @@ class Coordinator:
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
-        self._watching = asyncio.create_task(self._access.watch(), name="mx-coordinator-policy")
-        self._access.say()
+        self._watching = asyncio.create_task(self.access.watch(), name="mx-coordinator-policy")
+        self.access.say()
         event(log, "coordinator.listening", address=self.address, tls=tls is not None)
         return self.address
 
@@ -192,16 +192,22 @@ class Coordinator:
         self._listening = await listen(
             address,
             [
-                Service(coordinator, self._servicer, self._servicer.on_call),
+                Service(
+                    coordinator,
+                    self._servicer,
+                    self._servicer.on_call,
+                    self.access.refused_call,
+                ),
                 Service(
                     documents,
                     DocumentsServicer(self._servicer.documents),
                     lambda context, _: self._servicer.on_documents(context),
+                    self.access.refused_call,
                 ),
             ],
             tls=tls,
             insecure=insecure,
-            access=self._access,
+            access=self.access,
         )
 
     async def _tick(self) -> None:

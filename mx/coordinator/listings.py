@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,11 +12,8 @@ from mx.coordinator.bounds import PrincipalLocks
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
-from mx.coordinator.state import CoordinatorState
-from mx.core.answers import Listed
-from mx.core.registry import Registry
-from mx.errors import UnknownSourceError
-from mx.wire.principals import SEES, Access, payer_of
+from mx.coordinator.view import Views
+from mx.wire.principals import payer_of
 from mx.wire.v1 import coordinator_pb2 as pb
 
 
@@ -24,34 +21,24 @@ class ListingServicer(PullsServicer):
     """The calls ListModels, ListBundles and ListSources, and those of pulls. What a caller may not
     see is left out."""
 
-    def __init__(self, state: CoordinatorState, access: Access) -> None:
+    def __init__(self, views: Views) -> None:
         """
         Args:
-            state: The state.
-            access: Who may do what.
+            views: What callers may see.
         """
-        super().__init__(state.now, self._registered_from, access)
-        self._state = state
-        state.store.share_pulls(self._board, self._pulls_have_changed)
+        super().__init__(views)
+        views.state.store.share_pulls(views.board, self._pulls_have_changed)
         self._messages = SourceMessages()
         self._turns = PrincipalLocks()
-
-    async def _registered_from(self, source_id: str) -> str | None:
-        try:
-            return (await self._source(source_id)).address
-        except UnknownSourceError:
-            return None
-
-    async def _source(self, source_id: str) -> Listed:
-        return await self._state.ask(lambda registry: registry.source(source_id))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> AsyncIterator[pb.ListModelsResponse]:
         del request
-        sees = self._seen_by(context)
+        view = self._view(context)
+        sees = view.sees()
         async with self._turn(context):
-            found = await self._state.ask(Registry.models)
+            found = await view.models(sees)
         models = (
             pb.Model(
                 model=codec.key_to_wire(model.model),
@@ -63,7 +50,6 @@ class ListingServicer(PullsServicer):
                 restored=model.restored,
             )
             for model in found
-            if sees(model.model.name)
         )
         async for page in self._listed(models, context):
             yield pb.ListModelsResponse(models=page)
@@ -71,9 +57,10 @@ class ListingServicer(PullsServicer):
     async def ListBundles(
         self, request: pb.ListBundlesRequest, context: Any
     ) -> AsyncIterator[pb.ListBundlesResponse]:
-        sees = self._seen_by(context, request.name)
+        view = self._view(context)
+        sees = view.sees(request.name)
         async with self._turn(context):
-            found = await self._state.ask(lambda registry: registry.bundles(request.name))
+            found = await view.bundles(request.name, sees)
         bundles = (
             pb.Bundle(
                 name=bundle.name,
@@ -85,7 +72,6 @@ class ListingServicer(PullsServicer):
                 named=bundle.named,
             )
             for bundle in found
-            if sees(bundle.name)
         )
         async for page in self._listed(bundles, context):
             yield pb.ListBundlesResponse(bundles=page)
@@ -93,15 +79,12 @@ class ListingServicer(PullsServicer):
     async def ListSources(
         self, request: pb.ListSourcesRequest, context: Any
     ) -> AsyncIterator[pb.ListSourcesResponse]:
-        now, sees = self._state.now(), self._seen_by(context, request.name)
+        now, view = self._now(), self._view(context)
+        sees = view.sees(request.name)
         async with self._turn(context):
             # Found before others run: they are kept only while their sources are listed.
-            found = await self._state.ask(lambda registry: registry.sources(request.name))
-            sources = [
-                (self._messages.source(listed.record), listed)
-                for listed in found
-                if sees(listed.record.model.name)
-            ]
+            found = await view.sources(request.name, sees)
+            sources = [(self._messages.source(listed.record), listed) for listed in found]
         statuses = (
             pb.SourceStatus(
                 source=source,
@@ -112,20 +95,7 @@ class ListingServicer(PullsServicer):
             for source, listed in sources
         )
         async for page in self._listed(statuses, context):
-            yield pb.ListSourcesResponse(sources=page, coordinator_epoch=self._state.epoch)
-
-    def _seen_by(self, context: Any, name: str = "") -> Callable[[str], bool]:
-        """Return what says which models a caller sees.
-
-        Args:
-            context: The call's servicer context.
-            name: The model that it asks about; "" for all.
-
-        Raises:
-            NotAllowedError: It does not see that one, or none.
-        """
-        caller = self._access.require(context, SEES, name or None)
-        return lambda model: self._access.allows(caller, SEES, model)
+            yield pb.ListSourcesResponse(sources=page, coordinator_epoch=view.epoch)
 
     async def _listed(self, messages: Iterable[Any], context: Any) -> AsyncIterator[list[Any]]:
         """Yield messages in pages, and let other calls in between: first those of others."""

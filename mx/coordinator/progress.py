@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import own_host, takes_requests
 from mx.coordinator.paging import pages_of
+from mx.coordinator.view import Views
 from mx.coordinator.watchers import INTERVAL_S
 from mx.core.policy import Right
-from mx.core.progress_board import MAX_PULLS, ProgressBoard
-from mx.errors import ClosedError, NotAllowedError, PeerProtocolError
-from mx.wire.principals import Access
+from mx.core.progress_board import MAX_PULLS
+from mx.errors import ClosedError, PeerProtocolError
+from mx.wire.principals import caller_of
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -37,21 +38,14 @@ class PullsServicer:
     """The calls Progress, ListPulls, WatchPulls and ListRates.
 
     Args:
-        now: The coordinator's clock, in seconds.
-        registered_from: Returns the principal that registered a listed source; None for others.
-        access: Who may do what.
+        views: What callers may see; and the pulls.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float],
-        registered_from: Callable[[str], Awaitable[str | None]],
-        access: Access,
-    ) -> None:
-        self._now = now
-        self._access = access
-        self._registered_from = registered_from
-        self._board = ProgressBoard()
+    def __init__(self, views: Views) -> None:
+        self._access = views.access
+        self._view = views.of
+        self._board = views.board
+        self._now = views.state.now
         self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_principal=2048)
         self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_principal=256)
         self._pulls_changed = asyncio.Event()
@@ -60,27 +54,32 @@ class PullsServicer:
     async def Progress(
         self, requests: AsyncIterator[pb.ProgressRequest], context: Any
     ) -> pb.ProgressResponse:
-        reporter = object()
+        reporter, caller, checked, measured = object(), caller_of(context), None, ""
+        moves = False  # to another connection, which reports it further
         with self._reporting.admitted(context):
             try:
                 while (request := await _next(requests)) is not None:
-                    status = pull_from_wire(request.pull)
-                    caller = self._access.require(context, (Right.PULL,), status.model.name)
-                    # Ids of sources are known to all: what reports as one is taken for it.
-                    registered_from = await self._registered_from(status.pull_id)
-                    if registered_from not in (None, caller.name):
-                        raise NotAllowedError(
-                            f"pull {status.pull_id} is the source of another principal"
-                        )
+                    status, view = pull_from_wire(request.pull), self._view(context)
+                    name = status.model.name
+                    if checked != (now := (self._access.version, status.pull_id, name)):
+                        moves = True
+                        self._access.check_connection(context)
+                        moves = False
+                        caller = view.require((Right.PULL,), name, action="report")
+                        # Ids of sources are known to all: what reports as one is taken for it.
+                        await view.check_free(status.pull_id)
+                        checked = now
+                    measured = measured or view.measured(caller, status)
+                    status = replace(status, measured_host=measured)
                     if status.requests_port:
-                        allowed = takes_requests(self._access, caller, status.model.name)
+                        allowed = takes_requests(self._access, caller, name)
                         host = own_host(context, status.requests_host) if allowed else ""
                         port = status.requests_port if host else 0
                         status = replace(status, requests_host=host, requests_port=port)
                     self._board.report(self._now(), reporter, status, caller.name)
                     self._pulls_have_changed()
             finally:
-                self._board.end(self._now(), reporter)
+                self._board.end(self._now(), reporter, moves=moves)
                 self._pulls_have_changed()
         return pb.ProgressResponse()
 
@@ -88,36 +87,18 @@ class PullsServicer:
         self, request: pb.WatchPullsRequest, context: Any
     ) -> AsyncIterator[pb.WatchPullsResponse]:
         with self._watching_pulls.admitted(context):
-            changes, seen, is_first = self._board.changes, 0, True
-            policy, sees = self._access.version, self._observed_by(context, request.name)
+            watch, is_first = self._view(context).pull_watch(request.name), True
             while not self._stopped.is_set():
-                self._board.tick(self._now())
-                found, hidden = changes.after(seen, request.name), list[str]()
-                if policy != self._access.version:  # who may observe nothing any more is refused
-                    policy, sees = self._access.version, self._observed_by(context, request.name)
-                    there = changes.after(0, request.name)
-                    hidden = [p.pull_id for p in there if p.status and not sees(p.name)]
-                    found = [*(each for each in found if not each.status), *there]
-                seen = changes.latest
-                found = [each for each in found if not each.status or sees(each.name)]
-                gone = hidden + [change.pull_id for change in found if change.status is None]
+                found, gone = watch.take()
                 # One page at a time: a watch that is read slowly holds no more messages.
-                pulls = (pull_to_wire(change.status) for change in found if change.status)
-                for page in pages_of(pulls, _WATCH_BYTES):
+                for page in pages_of(map(pull_to_wire, found), _WATCH_BYTES):
                     if page:
                         yield pb.WatchPullsResponse(pulls=page)
                 if gone or is_first:
                     yield pb.WatchPullsResponse(gone=gone, snapshot_end=is_first)
                 is_first = False
-                await self._until_changed(seen)
+                await self._until_changed(watch.seen)
         raise ClosedError("the coordinator is shutting down")
-
-    def _observed_by(self, context: Any, name: str) -> Callable[[str], bool]:
-        """Return what says of which models a caller may observe the pulls; "" for all, as far as
-        it may. Raises NotAllowedError."""
-        rights = (Right.OBSERVE,)
-        caller = self._access.require(context, rights, name or None)
-        return lambda model: self._access.allows(caller, rights, model)
 
     async def _until_changed(self, seen: int) -> None:
         """Wait until there are changes, the coordinator stops, or a pull may have fallen silent."""
@@ -135,7 +116,6 @@ class PullsServicer:
     async def ListRates(
         self, request: pb.ListRatesRequest, context: Any
     ) -> AsyncIterator[pb.ListRatesResponse]:
-        self._access.require(context, (Right.OBSERVE, Right.PULL))
         if len(request.source_hosts) > _MAX_SOURCE_HOSTS:
             raise PeerProtocolError(f"more than {_MAX_SOURCE_HOSTS} hosts")
         rates = [
@@ -145,21 +125,19 @@ class PullsServicer:
                 gb_per_s=rate.gb_per_s,
                 age_s=rate.age_s,
             )
-            for rate in self._board.rates.listed(self._now(), set(request.source_hosts))
+            for rate in self._view(context).rates(set(request.source_hosts))
         ]
         for page in pages_of(rates):
             yield pb.ListRatesResponse(rates=page)
 
     def pulls_by_phase(self) -> Counter[str]:
         """Return how many pulls run, or ended lately, by phase."""
-        return Counter(each.phase.value for each in self._board.pulls(self._now()))
+        return self._board.phases(self._now())
 
     async def ListPulls(
         self, request: pb.ListPullsRequest, context: Any
     ) -> AsyncIterator[pb.ListPullsResponse]:
-        sees = self._observed_by(context, request.name)
-        pulls = [p for p in self._board.pulls(self._now(), request.name) if sees(p.model.name)]
-        for page in pages_of(map(pull_to_wire, pulls)):
+        for page in pages_of(map(pull_to_wire, self._view(context).pulls(request.name))):
             yield pb.ListPullsResponse(pulls=page)
 
 

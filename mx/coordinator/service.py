@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mx import codec
 from mx.coordinator.bounds import StreamBounds
-from mx.coordinator.callers import check_owner, check_places, own_port
+from mx.coordinator.callers import check_places, own_port
 from mx.coordinator.decoding import Decoded
 from mx.coordinator.listings import ListingServicer
 from mx.coordinator.marks import Marks
@@ -22,6 +22,7 @@ from mx.coordinator.proofs import Proofs
 from mx.coordinator.reached import warn_of_unreached
 from mx.coordinator.state import CoordinatorState
 from mx.coordinator.uploads import Upload
+from mx.coordinator.view import View, Views
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
 from mx.core.answers import Listed, in_order, in_turn
@@ -30,7 +31,7 @@ from mx.core.ownership import Receipt
 from mx.core.policy import Right
 from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource, Registry
-from mx.core.types import SourceRecord, SourceRole
+from mx.core.types import SourceRole
 from mx.core.versions import HINT, Versions, own
 from mx.errors import (
     ClosedError,
@@ -42,7 +43,7 @@ from mx.errors import (
 )
 from mx.wire.address import host_of_peer
 from mx.wire.documents import pages
-from mx.wire.principals import Access, Caller, caller_of, write
+from mx.wire.principals import Access, caller_of
 from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -59,8 +60,6 @@ _MAX_RESOLVED = 256
 _MAX_MISSING = 4096
 #: A manifest up to this size is part of the answer to Resolve; each document is one page.
 _INLINE_BYTES = 1 << 20
-#: Who has one of these for a model need not prove that he has its documents.
-_HAS = (Right.SERVE, Right.PULL)
 
 
 class CoordinatorServicer(ListingServicer):
@@ -80,7 +79,8 @@ class CoordinatorServicer(ListingServicer):
             access: Who may do what; None: everybody everything.
         """
         access = access or Access()
-        super().__init__(state, access)
+        super().__init__(Views(state, access))
+        self._state = state
         self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch)
         self._marks = Marks(state.store, self._proofs, state.lease_s)
         self._decoded = Decoded()
@@ -131,24 +131,19 @@ class CoordinatorServicer(ListingServicer):
         Raises:
             NotAllowedError: It may not.
         """
-        self._access.require(context, (Right.PULL,))
+        self._view(context).require((Right.PULL,), granted=False)
 
     def documents(self, context: Any, digests: Sequence[bytes]) -> Callable[[bytes], bytes | None]:
         """Return what returns one of these documents if the caller may pull a model that it is
         of."""
-        sees = self._access.seeing(self._access.caller(context), (Right.PULL,))
-        if sees is None:
-            return self._state.document
-        found = self._state.of_models(digests, sees)
-        return lambda digest: self._state.document(digest) if digest in found else None
+        return self._view(context).documents(digests)
 
     # -- sources --------------------------------------------------------------------------------
 
     async def Layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutResponse:
         unlisted = self._layouts.named(self._state.now())
         key = codec.key_from_wire(request.model)
-        self._access.require(context, (Right.SERVE,), key.name)
-        version = await self._state.ask(lambda registry: registry.layout_version(key, unlisted))
+        version = await self._view(context).layout_version(key, unlisted)
         return pb.LayoutResponse(version=version)
 
     async def Register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
@@ -174,23 +169,28 @@ class CoordinatorServicer(ListingServicer):
                 hint=HINT,
             )
         model, pin = record.model, record.ref.pin.hex()
-        caller = self._access.require(context, (Right.SERVE,), model.name, pin=pin)
+        view = self._view(context)
+        caller = view.require((Right.SERVE,), model.name, granted=False, pin=pin)
         port = own_port(context, self._access, model.name, record.endpoint, record.requests_port)
         record = replace(record, requests_port=port)
         registration = replace(registration, record=record)
-        about = {"model": str(model), "pin": pin, "source": record.source_id}
+        about = {"model": model.name, "revision": model.revision, "pin": pin}
+        about["source"] = record.source_id
         try:
-            await self._may_register(context, caller, record)
-            answer = await self._registered(registration, first, requests, caller)
+            if caller.subject is not None:  # it may be another's, or name others' places
+                check_places(context, record)
+                await view.check_free(record.source_id)
+            answer = await self._registered(registration, first, requests, view)
         except MxError as error:
-            self._access.refused(caller, error, right=Right.SERVE.value, **about)
+            self._access.refused(caller, error, Right.SERVE.value, **about)
             raise
         listed = answer.record
-        about["model"] = str(listed.model)
+        about |= {"model": listed.model.name, "revision": listed.model.revision}
         done = "updated" if registration.intent.replaces else "bound"
         if listed.pin_only or record.role is SourceRole.RELAY:
             done = "listed"
-        write(done, caller, **about, endpoint=listed.endpoint)
+        about["endpoint"] = listed.endpoint
+        self._access.granted(caller, Right.SERVE.value, result=done, **about)
         await warn_of_unreached(listed.endpoint, host_of_peer(context.peer()))
         return pb.RegisterResponse(
             source_id=listed.source_id,
@@ -203,23 +203,15 @@ class CoordinatorServicer(ListingServicer):
             owner=answer.owner,
         )
 
-    async def _may_register(self, context: Any, caller: Caller, record: SourceRecord) -> None:
-        """Raise NotAllowedError for a source that is another's, or that names others' places."""
-        if caller.subject is not None:
-            check_places(context, record)
-            with contextlib.suppress(UnknownSourceError):
-                check_owner(caller, await self._source(record.source_id))
-
     async def _registered(
         self,
         registration: Registration,
         first: pb.RegisterRequest,
         requests: AsyncIterator[Any],
-        caller: Caller,
+        view: View,
     ) -> RegisteredSource:
-        record, address = registration.record, caller.name
-        known = self._access.seeing(caller, _HAS)
-        async with Upload(self._state, record, address, known) as upload:
+        record, address = registration.record, view.caller.name
+        async with Upload(self._state, record, address, view.known()) as upload:
             async for request in requests:
                 part = request.WhichOneof("part")
                 if part is None:  # what a later release sends besides
@@ -239,26 +231,25 @@ class CoordinatorServicer(ListingServicer):
         if len(request.digests) > _MAX_MISSING:
             raise PeerProtocolError(f"more than {_MAX_MISSING} digests")
         digests = [codec.digest_from_wire(digest, "digests") for digest in request.digests]
-        caller = self._access.require(context, (Right.SERVE,))
-        known = self._access.seeing(caller, _HAS)
-        missing = await self._state.missing(digests, caller.name, known)
+        missing = await self._view(context).missing(digests)
         return pb.MissingResponse(digests=missing, nonce=self._proofs.nonce())
 
     async def Heartbeat(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
     ) -> AsyncIterator[pb.HeartbeatResponse]:
-        caller, checked = caller_of(context), None
+        caller, checked, view = caller_of(context), None, self._view(context)
         told: Receipt | None = None
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
                 source_id = codec.source_id_from_wire(request.source_id)
                 await self._marks.heed(request.mark)
+                self._access.check_connection(context)
                 port = codec.port_from_wire(request.requests_port)
                 if caller.subject is not None and checked != (self._access.version, source_id):
-                    await self._still_allowed(caller, context, source_id, request.source_secret)
+                    await self._still_allowed(view, source_id, request.source_secret)
                     checked = self._access.version, source_id
                 if port:
-                    listed = (await self._source(source_id)).record
+                    listed = (await view.owned(source_id)).record
                     name, endpoint = listed.model.name, listed.endpoint
                     port = own_port(context, self._access, name, endpoint, port)
                 beat = partial(
@@ -277,32 +268,18 @@ class CoordinatorServicer(ListingServicer):
                     pin_only=record.pin_only,
                     mark=self._marks.current(),
                 )
-                receipt = self._state.receipt_of(source_id)
+                receipt = view.receipt_of(source_id)
                 if receipt != told:
                     told, response.receipt = receipt, self._proofs.receipt(receipt)
                 yield response
 
-    async def _owned(self, context: Any, source_id: str) -> Listed:
-        """Return a listed source, if its call comes from who registered it."""
-        caller, listed = caller_of(context), await self._source(source_id)
-        try:
-            check_owner(caller, listed)
-        except NotAllowedError as error:
-            self._access.refused(caller, error, source=source_id, model=str(listed.record.model))
-            raise
-        return listed
-
-    async def _still_allowed(
-        self, caller: Caller, context: Any, source_id: str, secret: bytes
-    ) -> None:
+    async def _still_allowed(self, view: View, source_id: str, secret: bytes) -> None:
         """Raise NotAllowedError unless a source's registrant may still serve its model; then it is
-        not listed any more. Raises ClosedError if the stream alone is not trusted any more."""
-        self._access.check_connection(context)
-        listed = await self._owned(context, source_id)
-        model = listed.record.model
+        not listed any more."""
+        listed = await view.owned(source_id)
+        model, pin = listed.record.model, listed.record.ref.pin.hex()
         try:
-            pin = listed.record.ref.pin.hex()
-            self._access.require(context, (Right.SERVE,), model.name, pin=pin, source=source_id)
+            view.require((Right.SERVE,), model.name, granted=False, pin=pin, source=source_id)
         except NotAllowedError:
             await self._state.event(
                 partial(
@@ -335,7 +312,7 @@ class CoordinatorServicer(ListingServicer):
         source_id = codec.source_id_from_wire(request.source_id)
         secret = codec.secret_from_wire(request.source_secret)
         held = codec.ranges_from_wire(request.held)
-        listed = await self._owned(context, source_id)
+        listed = await self._view(context).owned(source_id)
         codec.check_held(listed.record.table, held)
         await self._state.event(
             lambda registry, now: registry.advertise(
@@ -350,7 +327,7 @@ class CoordinatorServicer(ListingServicer):
         source_id = codec.source_id_from_wire(request.source_id)
         secret = codec.secret_from_wire(request.source_secret)
         with contextlib.suppress(UnknownSourceError):
-            await self._owned(context, source_id)
+            await self._view(context).owned(source_id)
         await self._state.event(
             lambda registry, now: registry.deregister(
                 now, source_id, secret, keeps_name=request.keeps_name
@@ -361,21 +338,14 @@ class CoordinatorServicer(ListingServicer):
     # -- questions --------------------------------------------------------------------------------
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
-        name = request.name.partition("@")[0]
-        caller = self._access.require(context, (Right.PULL,), name)
-        if request.serves:
-            self._access.require(context, (Right.SERVE,), name)
-        seen = self._proofs.read_seen(request.seen)
-        if seen is not None and seen.key.name == name:
-            recall = partial(Registry.recall, seen=seen, address=caller.name)
-            await self._state.event(recall)
-        found = await self._state.ask(
-            lambda registry: registry.resolve(
-                request.name,
-                request.revision,
-                request.variant,
-                allow_older=request.allow_older,
-            )
+        view = self._view(context)
+        found = await view.resolve(
+            request.name,
+            request.revision,
+            request.variant,
+            serves=request.serves,
+            allow_older=request.allow_older,
+            seen=self._proofs.read_seen(request.seen),
         )
         response = pb.ResolveResponse(
             model=codec.key_to_wire(found.model),
@@ -387,10 +357,8 @@ class CoordinatorServicer(ListingServicer):
         )
         response.sources.extend(self._sources_that_fit(found.sources))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:
-            for digest, _ in found.ref.documents:
-                data = self._state.document(digest)
-                if data is not None:
-                    response.documents.extend(pages(digest, data))
+            for digest, data in view.inlined(found).items():
+                response.documents.extend(pages(digest, data))
         return response
 
     def _sources_that_fit(self, sources: Sequence[Listed]) -> list[pb.Source]:
@@ -411,8 +379,8 @@ class CoordinatorServicer(ListingServicer):
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         with self._watching.admitted(context):
             await self._state.tick()
-            policy, sees = self._access.version, self._seen_by(context, request.name)
-            watcher = Watcher(self._log, request.name, request.revision, sees)
+            policy, view = self._access.version, self._view(context)
+            watcher = view.watcher(self._log, request.name, request.revision)
             watchers = self._watchers.setdefault(request.name, set())
             watchers.add(watcher)
             snapshot = True
@@ -420,7 +388,7 @@ class CoordinatorServicer(ListingServicer):
                 while not self._stopped.is_set():
                     watcher.woken.clear()
                     if policy != self._access.version:  # who sees nothing any more is refused
-                        policy, _ = self._access.version, self._seen_by(context, request.name)
+                        policy, _ = self._access.version, view.sees(request.name)
                         watcher.look_again()
                     while watcher.behind:
                         latest = self._log.latest

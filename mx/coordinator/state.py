@@ -172,6 +172,11 @@ class CoordinatorState:
                     found.update(here)
         return found
 
+    def listed(self, name: str) -> list[SourceRecord]:
+        """Return the listed sources of a model's name, as of the last event. Not a coroutine, since
+        reports of pulls ask it."""
+        return self._registry.of_name(name)
+
     def document(self, digest: bytes) -> bytes | None:
         """Return a held document, or None. Not a coroutine, since it is called for each page."""
         return self._documents.get(digest)

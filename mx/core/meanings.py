@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import islice
 
 from mx.core.answers import away
 from mx.core.binding import Binding
@@ -16,6 +17,9 @@ from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.core.variant import Difference, nearest
 from mx.errors import ConfigError, UnknownModelError
 from mx.records import record
+
+#: The most names that an error's hint is made from: those like the wanted one, and any.
+_MOST_ALIKE, _MOST_LOOKED = 200, 500
 
 
 @record(frozen=True, slots=True)
@@ -32,7 +36,13 @@ class Meaning:
     files: ManifestRef | None = None
 
 
-def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = "") -> Meaning:
+def meaning(
+    bindings: Bindings,
+    name: str,
+    revision: str = "",
+    variant: str = "",
+    sees: Callable[[str], bool] | None = None,
+) -> Meaning:
     """Return what a reference means.
 
     Args:
@@ -41,6 +51,7 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
         revision: "" for any revision if there is a pin; else for the newest that the owner has
             published of "main" and its updates (`NameState.means`).
         variant: "" for "checkpoint", or the only one that is listed.
+        sees: Says which other names an error may name; None: all.
 
     Raises:
         UnknownModelError: No binding fits, or NAME alone could mean several variants, or the
@@ -72,7 +83,10 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
             found = _published(state, found)
         if found:
             return Meaning(tuple(found), pinned=False)
-    raise _unknown(bindings, ModelKey(name, revision or MAIN, wanted), named, fits, pin)
+    key = ModelKey(name, revision or MAIN, wanted)
+    if not named:
+        raise UnknownModelError(f"no model {name!r} here", hint=_others(bindings, name, sees))
+    raise _unknown(key, named, fits, pin)
 
 
 def _only_variant(name: str, listed: Sequence[Binding]) -> str:
@@ -137,7 +151,6 @@ def _difference(differing: Difference) -> str:
 
 
 def _unknown(
-    bindings: Bindings,
     key: ModelKey,
     named: Sequence[Binding],
     fits: Sequence[Binding],
@@ -150,7 +163,7 @@ def _unknown(
             f"{key.name} is not {pin} here, but {held}",
             hint="check the pin, or ask a coordinator that has those weights",
         )
-    if named and not pin:
+    if not pin:
         message = f"no {key} here"
         in_revision = [b for b in named if b.bound and b.key.revision == key.revision]
         here = in_revision or [b for b in named if b.bound]
@@ -160,19 +173,26 @@ def _unknown(
             closest = next(b.key for b in here if b.key.variant == variant)
             message += f": {closest} is the nearest that is listed"
             return UnknownModelError(message, hint="; ".join(map(_difference, differing)))
-    if named:
-        others = ", ".join(
-            str(b.key) if b.bound else f"{b.key} by its pin only, @{b.ref.pin.hex()[:16]}"
-            for b in named[:5]
-        )
-        return UnknownModelError(f"no {key} here", hint=f"there is {others}")
+    others = ", ".join(
+        str(b.key) if b.bound else f"{b.key} by its pin only, @{b.ref.pin.hex()[:16]}"
+        for b in named[:5]
+    )
+    return UnknownModelError(f"no {key} here", hint=f"there is {others}")
+
+
+def _others(bindings: Bindings, name: str, sees: Callable[[str], bool] | None) -> str:
+    """Return which other names there are, made of those alone that the caller sees."""
     names = bindings.names
-    hint = f"there is {names[0]}" if names else "nothing is registered here yet"
-    if len(names) > 1:
-        more = " …" if len(names) > 5 else f" and {names[-1]}"
-        hint = f"listed are {', '.join(names[: min(5, len(names) - 1)])}{more}"
-    # Few names are compared: a comparison takes long, and any caller can ask for one.
-    alike = [each for each in names if each[:1].lower() == key.name[:1].lower()][:200]
-    if alike := get_close_matches(key.name, alike, 1):
-        hint = f"the nearest name that is listed is {alike[0]}"
-    return UnknownModelError(f"no model {key.name!r} here", hint=hint)
+    if sees is None and not names:
+        return "nothing is registered here yet"
+    # Few names are looked at: a comparison takes long, and any caller can ask for one.
+    alike = [each for each in names if each[:1].lower() == name[:1].lower()][:_MOST_ALIKE]
+    if alike := get_close_matches(name, filter(sees, alike) if sees else alike, 1):
+        return f"the nearest name that is listed is {alike[0]}"
+    shown = [*islice(filter(sees, names[:_MOST_LOOKED]) if sees else names, 6)]
+    if not shown:
+        return "nothing that you may see is registered here"
+    if len(shown) == 1:
+        return f"there is {shown[0]}"
+    more = " …" if len(shown) > 5 else f" and {shown.pop()}"
+    return f"listed are {', '.join(shown[:5])}{more}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from mx.core.pull_changes import PullChanges
@@ -106,8 +106,19 @@ class ProgressBoard:
     as long as the first one's report lasts.
     """
 
-    def __init__(self, limit: int = MAX_PULLS) -> None:
+    def __init__(
+        self,
+        limit: int = MAX_PULLS,
+        link_gb_per_s: Callable[[str, str, str], float] = lambda model, source_host, host: 0.0,
+    ) -> None:
+        """
+        Args:
+            limit: The most pulls that report here.
+            link_gb_per_s: Returns the most that a pull of a model can read from one host at
+                another; 0.0 for what is not to be recorded.
+        """
         self._limit = limit
+        self._link_gb_per_s = link_gb_per_s
         #: What watchers of pulls read.
         self.changes = PullChanges(2 * limit)
         #: What was measured by the pulls.
@@ -137,7 +148,9 @@ class ProgressBoard:
             raise NotAllowedError(f"this stream reports another pull than {pull_id}")
         known = self._reports.get(pull_id)
         here = known is not None and not known.coordinator
-        if known is not None and here and known.reporter is not reporter:
+        moved = known is not None and known.reporter not in self._reports_of
+        others = known is not None and not (moved and known.principal == principal)
+        if known is not None and here and known.reporter is not reporter and others:
             raise NotAllowedError(f"another stream reports pull {pull_id} already")
         if known is not None and not here and known.principal != principal:
             raise NotAllowedError(f"another principal reports pull {pull_id} elsewhere")
@@ -224,14 +237,18 @@ class ProgressBoard:
         passed_s = now - begun.from_s
         if passed_s >= (WINDOW_S if running else WINDOW_S / 4):
             nbytes = status.done_bytes - begun.from_bytes
-            self.rates.observe(now, begun.host, status.host, nbytes / passed_s / 1e9)
+            model, host = status.model.name, status.measured_host
+            if host:  # else the coordinator does not know the pull
+                most = self._link_gb_per_s(model, begun.host, host)
+                self.rates.observe(now, model, begun.host, host, min(nbytes / passed_s / 1e9, most))
             return window if running else None
         return begun if running else None
 
-    def end(self, now: float, reporter: object) -> None:
-        """Record that a reporter's stream has ended. A pull that was running has failed."""
+    def end(self, now: float, reporter: object, *, moves: bool = False) -> None:
+        """Record that a reporter's stream has ended. A pull that was running has failed; if it
+        `moves`, it has as long as between two reports to report by another stream."""
         reported = self._reports.get(self._reports_of.pop(reporter, ""))
-        if reported is None or reported.reporter is not reporter:
+        if reported is None or reported.reporter is not reporter or moves:
             return
         before = reported.status
         phase = PullPhase.FAILED if before.phase is PullPhase.RUNNING else before.phase
@@ -280,3 +297,7 @@ class ProgressBoard:
             for reported in self._reports.values()
             if reported.until_s > now and name in ("", reported.status.model.name)
         ]
+
+    def phases(self, now: float) -> Counter[str]:
+        """Return how many pulls run, or ended lately, by phase."""
+        return Counter(each.phase.value for each in self.pulls(now))

@@ -20,7 +20,8 @@ class PullStatus:
 
     `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that it reads from now.
     `seconds` is the time since it began, `gb_per_s` its recent rate. With `requests_port` its
-    process takes an engine's requests at that port of `requests_host`.
+    process takes an engine's requests at that port of `requests_host`. `measured_host` is what the
+    coordinator knows it by, where its rate is a measurement; "" where it is none.
     """
 
     pull_id: str
@@ -38,6 +39,7 @@ class PullStatus:
     gb_per_s: float = 0.0
     requests_port: int = 0
     requests_host: str = ""
+    measured_host: str = ""
 
     @property
     def requests(self) -> str:

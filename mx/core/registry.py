@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from blake3 import blake3
@@ -344,6 +344,12 @@ class Registry:
         """Return all sources, or those of one model name, in order of registration."""
         return [s for s in self._store.sources() if name in ("", s.record.model.name)]
 
+    def of_name(self, name: str) -> list[SourceRecord]:
+        """Return the records of one model name's listed sources."""
+        bindings = self._bindings.of(name).bindings()
+        found = (self._store.source(each) for binding in bindings for each in binding.sources)
+        return [listed.record for listed in found if listed is not None]
+
     def models(self) -> list[ModelStatus]:
         """Return every variant that is bound or contested, with or without sources."""
         found = []
@@ -375,7 +381,13 @@ class Registry:
         return [each for state in states for each in summaries(state, self._is_served)]
 
     def resolve(
-        self, name: str, revision: str = "", variant: str = "", *, allow_older: bool = False
+        self,
+        name: str,
+        revision: str = "",
+        variant: str = "",
+        sees: Callable[[str], bool] | None = None,
+        *,
+        allow_older: bool = False,
     ) -> Resolved:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it now.
 
@@ -386,6 +398,7 @@ class Registry:
             variant: "" for "checkpoint", or the only one that is listed.
             allow_older: Without a pin or a revision, answer with an older revision that can be had
                 whole if the newest cannot.
+            sees: Says of which names the caller may learn that they are bound; None: of all.
 
         Returns:
             The answer; it may have no sources, since draining ones are left out.
@@ -394,7 +407,7 @@ class Registry:
             UnknownModelError: No binding fits.
             ConfigError: The pin is malformed or ambiguous.
         """
-        meant = meaning(self._bindings, name, revision, variant)
+        meant = meaning(self._bindings, name, revision, variant, sees)
         if meant.pinned:
             answer = self._answer(meant.bindings, meant.files)
             newest = self._superseding(answer.model)

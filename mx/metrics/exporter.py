@@ -10,19 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mx import config, counters, runtime, trace
 from mx.api.common import tls_of
 from mx.errors import ConfigError, install_hint
 from mx.log import event
+from mx.metrics.labels import OTHER
 from mx.wire.address import require_protection
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from mx.coordinator.daemon import Coordinator
+    from mx.wire.principals import Caller
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 #: How long a scrape waits for the event loop. Prometheus gives up after 10 s by default.
@@ -75,9 +78,14 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
     about = {"version": mx.__version__, "python": platform.python_version(), "role": role}
     prometheus.Info("mx_build", "The version of mx.", registry=registry).info(about)
 
-    def render(accept: str) -> tuple[str, bytes]:
+    def render(accept: str, caller: Caller) -> tuple[str, bytes]:
         encode, kind = choose_encoder(accept)
-        return kind, encode(registry)
+        submit = runtime.submit if coordinator is None else on_loop
+        sees = submit(lambda: _observing(coordinator, caller)).result(BUSY_S)
+        return kind, encode(Shown(registry, sees))
+
+    def on_loop(work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(work(), loop)
 
     with contextlib.ExitStack() as stack:
         if coordinator is not None:
@@ -86,10 +94,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
             read = CoordinatorMetrics(settings.state.partition(":")[0]).read
             _ = coordinator.figures  # begins to count
             loop = asyncio.get_running_loop()
-            collector = MetricsCollector(
-                lambda: read(coordinator),
-                lambda work: asyncio.run_coroutine_threadsafe(work(), loop),
-            )
+            collector = MetricsCollector(lambda: read(coordinator), on_loop)
         else:
             from mx.metrics.transfers import TransferMetrics
 
@@ -103,6 +108,50 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
         listener.start()
         event(_log, "metrics.listening", address=listener.address, tls=tls is not None)
         yield listener.address
+
+
+async def _observing(coordinator: Coordinator | None, caller: Caller) -> Callable[[str], bool]:
+    """Return what says of which models a caller may see the metrics, on the loop, by the policies
+    of what runs here. Raises NotAllowedError if it is none."""
+    from mx.core.policy import Right
+    from mx.source import server
+
+    found = [each.access for each in server.running]
+    held = [each for each in (getattr(coordinator, "access", None), *found) if each is not None]
+    for access in held:
+        access.require(caller, (Right.OBSERVE,), action="metrics")
+    return lambda model: all(each.allows(caller, (Right.OBSERVE,), model) for each in held)
+
+
+class Shown:
+    """What one caller may see of a registry: models that it may not observe are one, `OTHER`."""
+
+    def __init__(self, registry: Any, sees: Callable[[str], bool]) -> None:
+        """
+        Args:
+            registry: The registry.
+            sees: Says of which models it may.
+        """
+        self._registry = registry
+        self._sees = sees
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield its metrics."""
+        from prometheus_client.metrics_core import Metric
+
+        for metric in self._registry.collect():
+            shown = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            hidden: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+            for sample in metric.samples:
+                if "model" not in sample.labels or self._sees(sample.labels["model"]):
+                    shown.samples.append(sample)
+                    continue
+                labels = {**sample.labels, "model": OTHER}
+                key = sample.name, tuple(labels.items())
+                value = sample.value + (hidden[key].value if key in hidden else 0)
+                hidden[key] = sample._replace(labels=labels, value=value)
+            shown.samples += hidden.values()
+            yield shown
 
 
 class MetricsCollector:

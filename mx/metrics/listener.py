@@ -17,10 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mx import forks
-from mx.core.policy import is_own_host
-from mx.errors import LocalError, MxError
+from mx.core.policy import is_own_host, subject_shown
+from mx.errors import LocalError, MxError, NotAllowedError
+from mx.revocations import is_revoked
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
+from mx.wire.principals import Caller
 from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
@@ -30,8 +32,9 @@ MOST_CONNECTIONS = 16
 #: How long a client may take for its handshake, for each part of its request, and for the answer.
 CLIENT_S = 10.0
 
-#: Returns the type of the content and the content for an Accept header. Raises TimeoutError.
-Render = Callable[[str], tuple[str, bytes]]
+#: Returns the type of the content and the content for an Accept header and a caller. Raises
+#: TimeoutError, and NotAllowedError for one that may not see it.
+Render = Callable[[str, Caller], tuple[str, bytes]]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -47,8 +50,11 @@ class _Handler(BaseHTTPRequestHandler):
             body, status = b"this server has another name: scrape it by its address\n", 421
         elif self.path.partition("?")[0] == "/metrics":
             try:
-                kind, body = self.server.render(self.headers.get("Accept", ""))
+                caller = self.server.caller(self.request, self.client_address[0])
+                kind, body = self.server.render(self.headers.get("Accept", ""), caller)
                 status = 200
+            except NotAllowedError as error:
+                body, status = f"{error.message}\n".encode(), 403
             except TimeoutError:
                 body, status = b"this process is too busy\n", 503
         self.send_response_only(status)
@@ -151,6 +157,18 @@ class Listener(ThreadingHTTPServer):
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
+
+    def caller(self, connection: Any, address: str) -> Caller:
+        """Return who has made a connection.
+
+        Raises:
+            NotAllowedError: His certificate is revoked, or names no process.
+        """
+        if self._tls is None:
+            return Caller(None, address)
+        if is_revoked(connection, self._tls):
+            raise NotAllowedError("your certificate is revoked")
+        return Caller(subject_shown(connection.getpeercert() or {}), address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what has ended a connection."""

@@ -60,6 +60,7 @@ class ReaderGrant:
         self._exposures: list[Exposure] = []  # those that were asked for a ticket
         self._transports: list[str] = []  # theirs
         self._writing: asyncio.Task[None] | None = None
+        self._context: Any = None  # of the stream that keeps it
         self._began_s = 0.0
 
     def sent(self) -> int:
@@ -82,6 +83,7 @@ class ReaderGrant:
             ClosedError: An exposure is closed.
             PeerProtocolError: The reader does not take the answer.
         """
+        self._context = context
         granted = self._hand_out(set(transports))
         await answer(context, peer_pb2.OpenEvent(granted=granted))
         self._began_s = self._grants.clock()
@@ -89,17 +91,52 @@ class ReaderGrant:
         event(log, "reader.granted", **self._who(), peer=context.peer(), readers=readers)
         self._writing = asyncio.create_task(self._write(context), name="mx-lease-events")
 
+    async def go_on(self, context: Any) -> None:
+        """Go on with it on this stream, in place of the one that has kept it: that ends nothing any
+        more. Whatever this raises, call `end`.
+
+        Args:
+            context: The call's servicer context.
+
+        Raises:
+            PeerProtocolError: The reader does not take the answer.
+        """
+        self._context = context
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        await answer(context, self._renewal(ends_soon=False))
+        self._writing = asyncio.create_task(self._write(context), name="mx-lease-events")
+        event(log, "reader.moved", level=logging.DEBUG, **self._who(), peer=context.peer())
+
+    def _renewal(self, *, ends_soon: bool) -> peer_pb2.OpenEvent:
+        renewed = peer_pb2.Renewed(
+            lease_s=self._grants.leases.lease_s,
+            generation=self.served.held.generation,
+            max_bytes_per_s=self._grants.limits.share(self.id),
+            ends_soon=ends_soon,
+        )
+        return peer_pb2.OpenEvent(renewed=renewed)
+
     def tell(self, event: peer_pb2.OpenEvent) -> None:
         """Send the reader an event, unless it does not read them."""
         with contextlib.suppress(asyncio.QueueFull):
             self.events.put_nowait(event)
 
-    async def keep(self, renewals: AsyncIterator[peer_pb2.OpenRequest], doubts: Doubts) -> None:
-        """Renew the lease until the reader returns it, or it has ended.
+    async def keep(
+        self,
+        context: Any,
+        renewals: AsyncIterator[peer_pb2.OpenRequest],
+        doubts: Doubts,
+        ends_soon: Callable[[], bool],
+    ) -> None:
+        """Renew the lease until the reader returns it, or it has ended, or goes on elsewhere.
 
         Args:
+            context: The call's servicer context.
             renewals: What the reader sends.
             doubts: Hashes again what the reader found wrong.
+            ends_soon: Returns whether the stream is about to end.
 
         Raises:
             TimeoutError: The reader does not renew it, or does not take the answers.
@@ -108,6 +145,8 @@ class ReaderGrant:
         while True:
             async with asyncio.timeout(leases.lease_s * 2):
                 renewal = await anext(renewals, None)
+                if context is not self._context:
+                    return
                 if renewal is None:
                     leases.close(self.id)  # the reader has returned it
                     return
@@ -120,12 +159,7 @@ class ReaderGrant:
                     continue
                 if not leases.renew(self.id, self._grants.clock()):
                     return
-                renewed = peer_pb2.Renewed(
-                    lease_s=leases.lease_s,
-                    generation=self.served.held.generation,
-                    max_bytes_per_s=limits.share(self.id),
-                )
-                await self.events.put(peer_pb2.OpenEvent(renewed=renewed))
+                await self.events.put(self._renewal(ends_soon=ends_soon()))
 
     def revoke(self) -> None:
         """Take back all that was handed out. Idempotent."""
@@ -134,8 +168,10 @@ class ReaderGrant:
         for exposure in self._exposures:
             exposure.revoke(self.id)
 
-    async def end(self) -> None:
-        """Revoke it, and send no more events."""
+    async def end(self, context: Any) -> None:
+        """Revoke it, and send no more events, unless another stream than this one keeps it."""
+        if context is not self._context:
+            return
         self.revoke()
         if self._writing is not None:
             seconds = round(self._grants.clock() - self._began_s, 3)
@@ -211,6 +247,18 @@ class Grants:
             return None
         self._end_idle(ending)
         return ReaderGrant(self, served, principal, reader)
+
+    def movable(self, request: peer_pb2.OpenRequest, name: str) -> ReaderGrant | None:
+        """Return the grant that a first message goes on with; None if it is to be a new one.
+
+        Args:
+            request: The message.
+            name: The principal that the certificate names; "" without one.
+        """
+        grant = self._open.get(request.grant_id)
+        if grant is None or not name or grant.principal.name != name:
+            return None
+        return grant if grant.source_id == request.source_id else None
 
     def busy(self) -> peer_pb2.OpenEvent:
         """Return what to tell a reader that is refused."""

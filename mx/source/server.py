@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mx import discovery, trace
 from mx.core.grants import Principal
@@ -40,6 +41,9 @@ from mx.wire.documents import DocumentsServicer
 from mx.wire.same_files import FilesListing, ListedModel
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, peer_pb2
+
+if TYPE_CHECKING:
+    from mx.wire.principals import Access
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +131,11 @@ class SourceServer:
         port = split_address(self.options.advertise)[1] if self.options.advertise else 0
         return join_address(self._host, port or self._listening.port)
 
+    @property
+    def access(self) -> Access | None:
+        """Who may do what here; None without TLS."""
+        return self._servicer.access
+
     def stats(self) -> SourceStats:
         """Return the number of readers, and the state."""
         registrar, servicer = self.registrar, self._servicer
@@ -188,7 +197,9 @@ class SourceServer:
         from mx.wire.tls import check_server_files
 
         tls = self.options.tls
-        access = Access(self.options.policy, tls, what="source", error=PeerUntrustedError)
+        access = Access(
+            self.options.policy, tls, what="source", error=PeerUntrustedError, by_name=False
+        )
         assert tls is not None  # else that has raised
         subject = check_server_files(tls, self._host)
         self._servicer.access = access
@@ -209,11 +220,13 @@ class SourceServer:
                     peer_pb2.DESCRIPTOR.services_by_name["Peer"],
                     servicer,
                     lambda context, _: servicer.on_call(context),
+                    servicer.on_refused,
                 ),
                 Service(
                     common_pb2.DESCRIPTOR.services_by_name["Documents"],
                     DocumentsServicer(servicer.documents),
                     lambda context, _: servicer.on_call(context),
+                    servicer.on_refused,
                 ),
             ],
             tls=self.options.tls,

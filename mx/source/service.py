@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,13 @@ class PeerServicer:
     def on_call(self, context: Any) -> None:
         """Refuse a caller that may pull no model. Raises PeerUntrustedError."""
         if self.access is not None:
-            self.access.require(context, _PULL)
+            caller = self.access.require(context, _PULL, granted=False)
+            self.access.granted(caller, "call")
+
+    def on_refused(self, context: Any, error: MxError) -> None:
+        """Write the audit line of a call that a budget refuses."""
+        if self.access is not None:
+            self.access.refused_call(context, error)
 
     def _may_pull(self, context: Any, name: str) -> bool:
         return self.access is None or self.access.allows(self.access.caller(context), _PULL, name)
@@ -71,8 +78,10 @@ class PeerServicer:
         if self.access is None or served is None:
             yield ""
             return
-        about = {"pin": served.held.manifest.ref.pin.hex(), "source": served.held.source_id}
-        with self.access.standing(context, _PULL, served.held.key.name, **about) as caller:
+        held = served.held
+        about = {"revision": held.key.revision, "pin": held.manifest.ref.pin.hex()}
+        about["source"] = held.source_id
+        with self.access.standing(context, _PULL, held.key.name, **about) as caller:
             yield caller.name
 
     # -- rpcs ---------------------------------------------------------------------------------
@@ -135,25 +144,35 @@ class PeerServicer:
         name: str,
     ) -> None:
         reader = check_open(request).hostname
-        stale = await self._looked_after(request) or self._stale(request)
-        if stale is not None:
-            await answer(context, peer_pb2.OpenEvent(stale=stale))
-            return
-        served = self._find(request)
-        principal = principal_of(context, request.reader_id, name)
-        grant = self.grants.admit(served, principal, reader)
+        grant = moved = self.grants.movable(request, name)
+        if grant is None:
+            stale = await self._looked_after(request) or self._stale(request)
+            if stale is not None:
+                await answer(context, peer_pb2.OpenEvent(stale=stale))
+                return
+            principal = principal_of(context, request.reader_id, name)
+            grant = self.grants.admit(self._find(request), principal, reader)
         if grant is None:
             # At debug level: a refused reader retries several times a second.
             event(log, "reader.busy", level=logging.DEBUG, reader=reader)
             await answer(context, self.grants.busy())
             return
+        access, began_s = self.access, time.monotonic()
         try:
-            await grant.begin(request.transports, context)
-            await grant.keep(renewals, self._doubts)
+            if moved is not None:
+                await grant.go_on(context)
+            else:
+                await grant.begin(request.transports, context)
+            await grant.keep(
+                context,
+                renewals,
+                self._doubts,
+                lambda: access is not None and access.ends_soon(context, began_s),
+            )
         except TimeoutError:
             event(log, "reader.expired", grant=grant.id, reader=reader)
         finally:
-            await grant.end()
+            await grant.end(context)
 
     async def Trade(
         self, request_iterator: AsyncIterator[peer_pb2.SwarmMessage], context: Any
@@ -166,15 +185,15 @@ class PeerServicer:
         if served is None or served.newer or self.state is not SourceState.SERVING:
             raise PeerRefusedError("this process serves no such source")
         record = codec.source_from_wire(first.hello.own)
-        if not record.ref.same_weights(served.held.manifest.ref):
-            raise PeerRefusedError(
-                f"{served.held.key} here is another model, or has another layout"
-            )
 
         async def hear() -> peer_pb2.SwarmMessage | None:
             return await anext(request_iterator, None)
 
         with self._pulling(context, served) as name:
+            if not record.ref.same_weights(served.held.manifest.ref):
+                raise PeerRefusedError(
+                    f"{served.held.key} here is another model, or has another layout"
+                )
             principal = principal_of(context, record.source_id, name)
             stream = PeerStream(record.endpoint, hear, context.write, address=principal.address)
             self.streams += 1

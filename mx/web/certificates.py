@@ -11,7 +11,7 @@ from mx.errors import MxError
 from mx.log import event
 from mx.transport import TlsFiles
 from mx.wire.address import WILDCARDS
-from mx.wire.tls import check_server_files, state_of
+from mx.wire.tls import check_server_files
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Certificates:
         """
         self._files = files
         self._host = "" if host in WILDCARDS else host
-        self._state = state_of(files)
+        self._state = files.state()
         self._until_s = math.inf  # until when they are not looked at again, unless they change
         self._refused: object = None  # what was said last of files that could not be used
         self.context = self._read()
@@ -56,7 +56,7 @@ class Certificates:
         self, browser: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
     ) -> None:
         del name, context
-        state, now_s = state_of(self._files), time.monotonic()
+        state, now_s = self._files.state(), time.monotonic()
         if state != self._state or now_s >= self._until_s:
             self._state, self._until_s = state, math.inf
             try:

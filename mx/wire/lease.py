@@ -35,7 +35,7 @@ from mx.errors import (
 from mx.records import record
 from mx.tasks import set_by
 from mx.transport import TlsFiles
-from mx.wire.channel import Remote, Role, cut, translate
+from mx.wire.channel import Remote, Role, cut, files_of, translate
 from mx.wire.pacing import Pacer
 from mx.wire.place import place_to_wire
 from mx.wire.rpc import Malformed, Stub
@@ -50,6 +50,8 @@ _MAX_RETRY_S = 30.0
 LAST_WORDS = (PeerBusyError, PeerUntrustedError, StaleGenerationError)
 #: How long to wait for the source's answer when a lease is given back.
 _GIVE_BACK_S = 1.0
+#: A lease that a source does not let move to another stream is moved again after this.
+_MOVE_AGAIN_S = 5.0
 
 
 @record(frozen=True, slots=True)
@@ -88,12 +90,14 @@ class Lease:
             reader_id: Names the pull; "" if it can't be part of a swarm.
             tls: The channel's files.
         """
+        self._opening = peer_pb2.OpenRequest()
         self._reader_id = reader_id
         self._source = source
         self.key = source.key
         self.peer = source.endpoint
         self._remote = Remote(Role.SOURCE, source.endpoint, tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+        self._channel: Any = channel
         self._stub: Stub | None = Stub(channel, service, self._remote)
         self._on_change = on_change
         self._wrong: list[int] = []  # chunks that the source has yet to be asked about
@@ -101,6 +105,9 @@ class Lease:
         self._hurry = asyncio.Event()  # to renew at once
         self._loop = asyncio.get_running_loop()
         self._call: Any = None
+        self._grant_id = ""
+        self._files: object = None  # that the stream's connection has shown
+        self._move_at_s = math.inf  # the stream ends soon: when to open another
         self._renewer: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._giving_back: asyncio.Task[None] | None = None
@@ -124,12 +131,11 @@ class Lease:
         Raises:
             SourceError: The source refuses, or does not answer.
         """
-        # Not kept: a closed pull that is still referred to must not keep gRPC's threads.
-        stub, self._stub = self._stub, None
-        assert stub is not None  # opened once
-        self._call = stub.Open()
+        assert self._stub is not None  # opened once
+        self._files = files_of(self._channel)
+        self._call = self._stub.Open()
         sent_at_s = time.monotonic()
-        request = peer_pb2.OpenRequest(
+        self._opening = request = peer_pb2.OpenRequest(
             source_id=self._source.source_id,
             identity=self._source.ref.identity,
             generation=self._source.generation,
@@ -156,6 +162,7 @@ class Lease:
             await self.close()
             raise
         granted = event.granted
+        self._grant_id = granted.grant_id
         self.coordinated = granted.coordinated
         self._valid_until_s = sent_at_s + self._lease_s
         self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
@@ -222,6 +229,8 @@ class Lease:
                         pass  # what a later release says besides
                     case "renewed":
                         lease_s = self._believed_s(event.renewed.lease_s)
+                        if event.renewed.ends_soon:
+                            self._move_at_s = min(self._move_at_s, time.monotonic())
                         if self._pacer is not None:
                             self._pacer.set_rate(event.renewed.max_bytes_per_s)
                         if self._renewed is not None and not self._renewed.done():
@@ -269,8 +278,41 @@ class Lease:
                     await self._call.write(request)
                     self._lease_s = await self._renewed
                 self._valid_until_s = sent_at_s + self._lease_s
+                if time.monotonic() >= self._move_at_s or files_of(self._channel) != self._files:
+                    await self._move()
         except MxError as error:
             self._lose(error)
+
+    async def _move(self) -> None:
+        """Go on with the lease on another stream, whose connection shows the certificate of now; a
+        source that refuses that goes on with this one for as long as it does."""
+        assert self._stub is not None
+        self._files, self._move_at_s = files_of(self._channel), math.inf
+        call, moved = self._stub.Open(), False
+        request = peer_pb2.OpenRequest(grant_id=self._grant_id)
+        request.MergeFrom(self._opening)
+        try:
+            async with asyncio.timeout(self._lease_s * 0.4):
+                await call.write(request)
+                event = await call.read()
+            moved = isinstance(event, peer_pb2.OpenEvent) and event.HasField("renewed")
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass
+        finally:
+            if not moved:
+                cut(call)
+        if not moved:
+            self._move_at_s = time.monotonic() + _MOVE_AGAIN_S
+            return
+        was, self._call = self._call, call
+        try:
+            if self._listener is not None:
+                self._listener.cancel()
+                await asyncio.gather(self._listener, return_exceptions=True)
+        finally:
+            cut(was)
+        if self._error is None:
+            self._listener = asyncio.create_task(self._listen(), name="mx-lease-events")
 
     def _renewal(self) -> peer_pb2.OpenRequest:
         wrong, self._wrong = self._wrong, []
@@ -367,6 +409,8 @@ class Lease:
         if self._renewer is not None:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
+        # A closed pull that is still referred to must not keep gRPC's threads.
+        self._stub = self._channel = None
         if self._call is None:
             self._read_nbytes = lambda: 0  # it may refer to connections, which refer to this
             return

@@ -2,35 +2,38 @@
 
 The principal of a call is what the client's certificate names (`mx.core.policy`); without TLS the
 address that the call comes from. A process reads its policy again when the file changes, and ends
-what is no longer allowed.
+what is no longer allowed, and connections whose certificate has expired, was revoked, or is of an
+authority that is not trusted any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
-from mx.errors import ClosedError, ConfigError, MxError, NotAllowedError
+from mx.errors import CapacityError, ClosedError, ConfigError, MxError, NotAllowedError
 from mx.log import event
 from mx.records import record
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import address_of_peer
-from mx.wire.refusals import INTERVAL_S, Refusals
+from mx.wire.audit import AuditLog
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
+    from mx.core.certificates import Revocations, Validity
+
 log = logging.getLogger(__name__)
-#: Who bound, updated and was refused what.
-audit = logging.getLogger("mx.audit")
 
 _DOING = {
     Right.SERVE: "serve",
@@ -40,6 +43,9 @@ _DOING = {
 }
 _MOST_BYTES = 1 << 20
 _MOST_KNOWN = 4096
+#: How often what time changes is looked at; and how long before its end a stream is told.
+_LOOK_S, _SOON_S = 1.0, 30.0
+_CHECK = "check `tls_cert` here, and `tls_ca` there"
 #: What names and texts of callers are cut to, for logs and errors.
 _MOST_CHARACTERS = 200
 #: Any of these lets a principal see a model's sources.
@@ -102,7 +108,9 @@ class Access:
     """Decides what the callers of a process may do. On the loop; any number of services share it.
 
     Attributes:
-        version: Changes with the policy, and where an authority is not trusted any more.
+        version: Changes with the policy, and where certificates that were shown are not valid any
+            more.
+        audit: The audit log.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Access:
         *,
         what: str = "process",
         error: type[MxError] = NotAllowedError,
+        by_name: bool = True,
     ) -> None:
         """
         Args:
@@ -119,18 +128,21 @@ class Access:
             tls: The files of the process.
             what: What messages call the process.
             error: What a refusal raises.
+            by_name: Callers name the models that they ask for; else a refusal names no model that
+                its caller does not see.
 
         Raises:
             ConfigError: The policy can't be read, or there is no TLS.
         """
         self._path, self._what, self._kind = path, what, error
+        self._by_name = by_name
         self._policy: Policy | None = None
         self._data: bytes | None = None
         self._rights: dict[Subject, Rights] = {}
         self.version = 0
         self._listeners: list[Callable[[], None]] = []
         self._standing: set[Callable[[], None]] = set()
-        self._refusals = Refusals()
+        self.audit = AuditLog()
         if path:
             if tls is None:
                 raise ConfigError(
@@ -139,75 +151,105 @@ class Access:
                 )
             self._data = _read(path)
             self._policy = _parsed(self._data, path)
-        self._authority = tls.authority if tls is not None else ""
-        #: The authorities that are trusted since one of before is not, whose members may have
-        #: connections; None: all connections were verified by those that still are.
-        self._trusted: frozenset[Certificate] | None = None
-        self._signed: dict[bytes, bool] = {}  # by the digest of what was shown
+        self._tls = tls
+        self._authorities: frozenset[Certificate] | None = None  # None before `trust`
+        self._revoked: Revocations | None = None
+        self._validities: dict[bytes, Validity] = {}  # by the digest of what was shown
+        self._looked_s = time.time()
+        if tls is not None and tls.revocations:
+            from mx import revocations
+
+            self._revoked = revocations.current(tls)
 
     def say(self) -> None:
         """Log what holds: the policy, or that there is none."""
         if self._policy is not None:
             event(log, "policy.read", policy=self._path, rules=len(self._policy.rules))
-        elif self._authority:
-            text = f"no `policy`: every certificate of `tls_ca` {self._authority} may do everything"
+            digest = hashlib.sha256(self._data or b"").hexdigest()
+            self.changed("policy", "read", policy=self._path, sha256=digest)
+        elif self._tls is not None:
+            ours = self._tls.authority
+            text = f"no `policy`: every certificate of `tls_ca` {ours} may do everything"
             event(log, "policy.none", text=f"{text} at this {self._what}")
 
     def trust(self, before: bytes, now: bytes) -> None:
-        """Take up another file of authorities: members of one that is gone from it can make no more
-        calls on connections that they have. What runs goes on, so that certificates can be
-        replaced under it.
+        """Take up other files: members of an authority that is gone make no more calls on
+        connections that they have, and their streams end.
 
         Args:
             before: The PEM of the authorities that connections were verified by.
             now: The PEM of those of now.
         """
-        from mx.wire.authority import certificates_in
+        from mx.core.certificates import certificates_in
 
-        found = certificates_in(now)
-        removed = certificates_in(before) - found
-        if removed or self._trusted is not None:
-            self._trusted = found
-            self._signed.clear()
+        is_first, self._authorities = self._authorities is None, certificates_in(now)
+        self._validities.clear()
+        removed = certificates_in(before) - self._authorities
+        if not is_first:
+            self.changed("certificates", "replaced", authorities_removed=len(removed))
         if removed:
             self._changed()
 
     def check_connection(self, context: Any) -> None:
-        """Raise ClosedError if a call's connection is of an authority that is not trusted any more:
-        who has a certificate of another one by now connects again."""
-        if not self._is_trusted(context):
-            raise ClosedError(
-                f"this {self._what} does not trust the authority of this connection any more"
-            )
+        """Raise ClosedError if a call's connection is not trusted any more: who has another
+        certificate by now connects again."""
+        if why := self._why_not(context):
+            raise ClosedError(why)
 
-    def _is_trusted(self, context: Any) -> bool:
-        if self._trusted is None:
+    def ends_soon(self, context: Any, began_s: float) -> bool:
+        """Return True if a stream is about to end, since its connection does.
+
+        Args:
+            context: The call's servicer context.
+            began_s: When it began, by the monotonic clock.
+        """
+        if self._tls is None:
+            return False
+        age_s = self._tls.connection_age_s
+        if age_s and time.monotonic() - began_s > age_s / 2:  # see `mx.wire.server`
             return True
-        from mx.wire.authority import is_signed
+        found = self._validity(context)
+        return found is not None and found.until_s - time.time() < _SOON_S
 
+    def _why_not(self, context: Any) -> str:
+        """Return why a call's connection is not trusted any more; "" if it is."""
+        found = self._validity(context)
+        if found is None or time.time() < found.until_s:
+            return ""
+        if found.until_s == -math.inf and not found.revoked:
+            return f"this {self._what} does not trust the authority of your certificate any more"
+        why = "is revoked" if found.revoked else "has expired"
+        return f"your certificate, that of this connection to this {self._what}, {why}"
+
+    def _validity(self, context: Any) -> Validity | None:
+        """Return until when a call's certificate is valid; None without one."""
+        if self._tls is None or self._authorities is None:
+            return None
         about = context.auth_context()
         shown = (*about.get("x509_pem_cert", ()), *about.get("x509_pem_cert_chain", ()))
+        if not shown:
+            return None
         digest = hashlib.sha256(b"".join(shown)).digest()
-        known = self._signed.get(digest)
+        known = self._validities.get(digest)
         if known is None:
-            if len(self._signed) >= _MOST_KNOWN:
-                self._signed.clear()
-            known = self._signed[digest] = is_signed(shown, self._trusted)
+            from mx.core.certificates import Revocations, validity
+
+            if len(self._validities) >= _MOST_KNOWN:
+                self._validities.clear()
+            known = validity(shown, self._authorities, self._revoked or Revocations())
+            self._validities[digest] = known
         return known
 
     def caller(self, context: Any) -> Caller:
         """Return who makes a call. Raises as `require` if its certificate names no process, or is
-        of an authority that is not trusted any more."""
+        not valid any more."""
         try:
-            if not self._is_trusted(context):
-                raise NotAllowedError(
-                    f"this {self._what} does not trust the authority of your certificate any more",
-                    hint="check `tls_ca` there, and `tls_cert` here",
-                )
+            if why := self._why_not(context):
+                raise NotAllowedError(why, hint=_CHECK)
             return caller_of(context)
         except NotAllowedError as error:
             unknown = Caller(None, address_of_peer(context.peer()))
-            self.refused(unknown, error)
+            self.refused(unknown, error, "call")
             raise self._kind(error.message, hint=error.hint) from None
 
     def allows(self, caller: Caller, rights: tuple[Right, ...], model: str | None = None) -> bool:
@@ -232,54 +274,75 @@ class Access:
         return lambda model: self.allows(caller, rights, model)
 
     def require(
-        self, context: Any, rights: tuple[Right, ...], model: str | None = None, **about: Any
+        self,
+        who: Any,
+        rights: tuple[Right, ...],
+        model: str | None = None,
+        *,
+        action: str = "",
+        granted: bool = True,
+        **about: Any,
     ) -> Caller:
         """Return who makes a call, if he may do one of these things.
 
         Args:
-            context: The call's servicer context.
+            who: The call's servicer context, or the caller.
             rights: The rights, of which the first names what is refused.
             model: The model's name; None for any.
-            about: What a refusal's audit line says besides.
+            action: What the audit line says that was asked for; "" for the first right.
+            granted: Write that line also if he may; else the caller does, with what it knows.
+            about: What the line says besides.
 
         Raises:
             NotAllowedError: He may not; or the other error that this was made with.
         """
-        caller = self.caller(context)
+        caller = who if isinstance(who, Caller) else self.caller(who)
+        action, about = action or rights[0].value, {"model": model or "", **about}
         if not self.allows(caller, rights, model):
             error = self._error(caller, rights[0], model)
-            self.refused(caller, error, right=rights[0].value, model=model or "", **about)
+            self.refused(caller, error, action, **about)
             raise error
+        if granted:
+            self.granted(caller, action, **about)
         return caller
 
     def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
         what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"
+        if model is not None and not self._by_name and not self.allows(caller, SEES, model):
+            what = "that model"
         return self._kind(
             f"{caller.name} may not {_DOING[right]} {what}: the policy of this {self._what} has no "
             "rule for it",
             hint=f"ask who runs it for a rule with may = {right.value!r} in its `policy`",
         )
 
-    def refused(self, caller: Caller, error: MxError, **about: Any) -> None:
-        """Write the audit line of a refusal, as far as `Refusals` lets it pass."""
-        kind = type(error).__name__
-        about = {key: str(value)[:_MOST_CHARACTERS] for key, value in about.items()}
-        alike = kind, about.get("right", ""), about.get("model", "")
-        held_back = self._refusals.passes(caller.name, alike)
-        if held_back is not None:
-            more = {"held_back": held_back} if held_back else {}
-            write("refused", caller, error=kind, text=error.message[:500], **about, **more)
+    def granted(
+        self, caller: Caller, action: str, *, result: str = "granted", **about: Any
+    ) -> None:
+        """Write the audit line of what a caller was let do."""
+        self.audit.write(caller.name, caller.address, action, result, **about)
 
-    def _say_left_out(self, now_s: float | None = None) -> None:
-        for fields in self._refusals.left_out(now_s):
-            event(audit, "audit.refused", **fields)
+    def refused(self, caller: Caller, error: MxError, action: str, **about: Any) -> None:
+        """Write the audit line of a refusal: of a right, or by a budget."""
+        about |= {"error": type(error).__name__, "text": error.message[:500]}
+        self.audit.write(caller.name, caller.address, action, "refused", **about)
+
+    def refused_call(self, context: Any, error: MxError) -> None:
+        """Write the audit line of a call that a budget refuses."""
+        if isinstance(error, CapacityError):
+            with contextlib.suppress(NotAllowedError):
+                self.refused(caller_of(context), error, "budget")
+
+    def changed(self, what: str, result: str, **about: Any) -> None:
+        """Write the audit line of a change of this process's policy or certificates."""
+        self.audit.write("", "", what, result, **about)
 
     @contextmanager
     def standing(
         self, context: Any, rights: tuple[Right, ...], model: str, **about: Any
     ) -> Iterator[Caller]:
         """As `require`, and for as long as the block runs: it is cancelled when a new policy ends
-        the right. For coroutines, not for generators.
+        the right, or the connection is not trusted any more. For coroutines, not for generators.
 
         Raises:
             NotAllowedError: As `require`, and when the caller may not any more.
@@ -290,7 +353,8 @@ class Access:
 
         def look() -> None:
             nonlocal ended
-            if not ended and not self.allows(caller, rights, model):
+            may = self.allows(caller, rights, model) and not self._why_not(context)
+            if not ended and not may:
                 ended = True
                 task.cancel()
 
@@ -300,8 +364,11 @@ class Access:
         except asyncio.CancelledError:
             if not ended or task.uncancel() > 0:
                 raise
+            why = self._why_not(context)  # what has another certificate has moved by now
             error = self._error(caller, rights[0], model)
-            self.refused(caller, error, right=rights[0].value, model=model or "", **about)
+            if why:
+                error = self._kind(why, hint=_CHECK)
+            self.refused(caller, error, rights[0].value, model=model or "", **about)
             raise error from None
         finally:
             self._standing.discard(look)
@@ -311,23 +378,45 @@ class Access:
         self._listeners.append(listener)
 
     async def watch(self) -> None:
-        """Read the policy again whenever its file changes, and write the audit lines of what was
-        left out; runs until cancelled. A bad policy is logged, and the one of before holds."""
+        """Read the policy again whenever its file changes, end what time ends, and write the audit
+        lines of what was left out; runs until cancelled. A bad policy is logged, and the one of
+        before holds."""
         from mx.wire.reloading import each_change
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._count(), name="mx-audit")
+                tasks.create_task(self._look(), name="mx-audit")
                 if self._path:
                     following = each_change([self._path], self._reread)
                     tasks.create_task(following, name="mx-policy-file")
         finally:
-            self._say_left_out(math.inf)
+            self.audit.flush(math.inf)
 
-    async def _count(self) -> None:
+    async def _look(self) -> None:
         while True:
-            await asyncio.sleep(INTERVAL_S / 10)
-            self._say_left_out()
+            await asyncio.sleep(_LOOK_S)
+            self.audit.flush()
+            if self._revoked is not None:
+                await self._reread_revocations()
+            before_s, self._looked_s = self._looked_s, time.time()
+            ends = (each.until_s for each in self._validities.values())
+            if any(before_s <= each < self._looked_s for each in ends):
+                self._changed()
+
+    async def _reread_revocations(self) -> None:
+        from mx import revocations
+
+        assert self._tls is not None
+        try:
+            found = await in_thread(revocations.current, self._tls)
+        except Exception:  # such as a thread that can't be started
+            log.exception("the revocations of before hold")
+            return
+        if found != self._revoked:
+            self._revoked = found
+            self._validities.clear()
+            self.changed("revocations", "read", revoked=len(found.serials))
+            self._changed()
 
     async def _reread(self, found: list[bytes | None]) -> None:
         (data,) = found
@@ -339,6 +428,7 @@ class Access:
             self._data = data
             text = f"the policy of before holds: {error}"
             event(log, "policy.bad", level=logging.WARNING, policy=self._path, text=text)
+            self.changed("policy", "bad", policy=self._path, text=text)
             return
         self._data, self._policy = data, policy
         self._rights.clear()
@@ -352,11 +442,6 @@ class Access:
                 call()
             except Exception:  # one that fails lets no other keep what it may not have
                 log.exception("the new policy could not be told to all that runs")
-
-
-def write(what: str, caller: Caller, **fields: Any) -> None:
-    """Write an audit line: what a principal has done."""
-    event(audit, f"audit.{what}", principal=caller.name, address=caller.address, **fields)
 
 
 def _read(path: str) -> bytes:

@@ -67,6 +67,7 @@ def pull_to_wire(status: PullStatus) -> pb.PullProgress:
         gb_per_s=status.gb_per_s,
         requests_port=status.requests_port,
         requests_host=status.requests_host,
+        measured_host=status.measured_host[:_MAX_HOST_CHARS],
     )
 
 
@@ -88,8 +89,9 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
         raise PeerProtocolError(f"a pull of {message.nbytes} bytes")
     if message.done_bytes > message.nbytes:
         raise PeerProtocolError(f"{message.done_bytes} of {message.nbytes} bytes are done")
-    if len(message.host) > _MAX_HOST_CHARS or not (message.host or "-").isprintable():
-        raise PeerProtocolError("the host's name is too long or not printable")
+    for host in (message.host, message.measured_host):
+        if len(host) > _MAX_HOST_CHARS or not (host or "-").isprintable():
+            raise PeerProtocolError("the host's name is too long or not printable")
     if len(message.sources) > MAX_SOURCES:
         raise PeerProtocolError(f"more than {MAX_SOURCES} sources")
     for source in message.sources:
@@ -113,6 +115,7 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
         gb_per_s=rate_from_wire(message.gb_per_s, "gb_per_s"),
         requests_port=port_from_wire(message.requests_port),
         requests_host=_requests_host(message.requests_host),
+        measured_host=message.measured_host,
     )
 
 

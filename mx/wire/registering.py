@@ -25,7 +25,7 @@ from mx.errors import (
 from mx.namekey import NameKey
 from mx.records import record
 from mx.wire import documents as wire_documents
-from mx.wire.channel import Remote, cut, translating
+from mx.wire.channel import Remote, cut, files_of, translating
 from mx.wire.coordinators import Coordinators, Link
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -258,9 +258,11 @@ class SourceCalls:
         beating: Callable[[pb.HeartbeatResponse], None],
         lost: set[Link],
     ) -> None:
-        """Send heartbeats until one fails, and raise that error. Adds the coordinator to `lost`."""
+        """Send heartbeats until one fails, and raise that error; return where another certificate
+        is to be shown from now on. Adds the coordinator to `lost`."""
         async with self._coordinators.using() as link:
             lost.add(link)
+            shown = files_of(link.channel)
             ended = f"the coordinator at {link.remote.address} ended the heartbeats"
             call = link.stub.Heartbeat()
             # The next answer is awaited all the time, so that the end of the stream is noticed at
@@ -296,6 +298,8 @@ class SourceCalls:
                     if answer.coordinator_epoch != self._epochs[record.source_id]:
                         raise UnknownSourceError("the coordinator restarted")
                     beating(answer)
+                    if files_of(link.channel) != shown:
+                        return
                     # This way round NaN is the least that is waited.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(max(0.3, answer.lease_s), 3600.0) / 3):

@@ -22,7 +22,7 @@ from mx.log import event
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls
-from mx.wire.tls import check_client_files, check_server_files, state_of
+from mx.wire.tls import check_client_files, check_server_files
 
 log = logging.getLogger(__name__)
 
@@ -107,25 +107,26 @@ class ServerFiles:
         self,
         tls: TlsFiles,
         host: str,
-        on_authority: Callable[[bytes, bytes], None] = lambda before, now: None,
+        on_replaced: Callable[[bytes, bytes], None] = lambda before, now: None,
     ) -> None:
         """
         Args:
             tls: The files.
             host: The host that clients dial; "" for any.
-            on_authority: Called with the authority's file of before and that of now, where new
-                connections are verified by another one.
+            on_replaced: Called with the authority's file of before and that of now: at once, and
+                each time that new connections are made with other files.
 
         Raises:
             ConfigError: A file can't be read.
             NotAllowedError: No client would accept the certificate.
         """
-        self._tls, self._host, self._on_authority = tls, host, on_authority
+        self._tls, self._host, self._on_replaced = tls, host, on_replaced
         self._pem = self._checked()
         self._shown = self._given = _shown(self._pem)
         #: The files that could not be used, if they are newer, and why.
         self._refused: tuple[object, str] | None = None
         self._task: asyncio.Task[None] | None = None
+        on_replaced(self._pem[2], self._pem[2])
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the server's credentials, which require certificates of clients."""
@@ -167,8 +168,7 @@ class ServerFiles:
         self._refused = None
         self._shown = _shown(self._pem)
         event(log, "certificates.replaced", certificate=self._tls.certificate)
-        if self._pem[2] != before[2]:
-            self._on_authority(before[2], self._pem[2])
+        self._on_replaced(before[2], self._pem[2])
 
     def _checked(self) -> Pem:
         check_server_files(self._tls, self._host)
@@ -201,7 +201,7 @@ def client_files(tls: TlsFiles) -> Pem:
         ConfigError: A file can't be read, and could not before.
         NotAllowedError: No server would accept the certificate, and none was before that one would.
     """
-    state, known, now_s = state_of(tls), _good.get(tls), time.monotonic()
+    state, known, now_s = tls.state(), _good.get(tls), time.monotonic()
     if known is not None and known.state == state and now_s < known.until_s:
         return known.pem
     try:
@@ -251,6 +251,11 @@ class ReloadingChannel:
         self._pem = client_files(tls)
         self._channels = [self._opened()]
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def files(self) -> Pem:
+        """What new calls show."""
+        return client_files(self._tls)
 
     def __getattr__(self, kind: str) -> Any:
         if kind not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):

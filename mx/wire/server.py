@@ -79,6 +79,10 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
 )
 
+#: The parts of the largest age of a connection at which clients are told to make another one (which
+#: gRPC varies by a tenth), and after which it is ended from then on.
+_AGE_PARTS = 0.45, 0.5
+
 #: A connection without a call is ended after this, whether or not it answers pings.
 IDLE_S = 30.0
 
@@ -99,12 +103,13 @@ class Service:
     The methods have the names of the proto and the form that grpc.aio expects (`request, context`;
     a streamed answer is yielded, or written to the context). An `MxError` that a method raises
     becomes the call's status. `on_call` gets the context of each call that is understood, and what
-    its caller speaks.
+    its caller speaks; `on_refused` that of each call that ends with an error.
     """
 
     descriptor: ServiceDescriptor
     servicer: object
     on_call: Callable[[Any, Versions], None] = lambda context, versions: None
+    on_refused: Callable[[Any, MxError], None] = lambda context, error: None
 
 
 @record(frozen=True, slots=True)
@@ -239,6 +244,10 @@ def _method_handler(
     def malformed() -> MxError:
         return PeerProtocolError(f"{method.full_name}: malformed {method.input_type.name}")
 
+    async def refuse(context: Any, error: MxError) -> None:
+        service.on_refused(context, error)
+        await _abort(context, error)
+
     async def incoming(requests: Any, context: Any) -> Any:
         try:
             if is_ours:
@@ -264,7 +273,7 @@ def _method_handler(
         except MxError as error:
             if streams_in:
                 await _drain(requests)
-            await _abort(context, error)
+            await refuse(context, error)
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
@@ -274,14 +283,14 @@ def _method_handler(
                 yield response
                 call.sent()
         except MxError as error:
-            await _abort(context, error)
+            await refuse(context, error)
 
     async def write(requests: Any, context: Any) -> None:
         try:
             calls.begin(context)
             await behaviour(await incoming(requests, context), context)
         except MxError as error:
-            await _abort(context, error)
+            await refuse(context, error)
 
     handler: Any = answer
     if streams_out:
@@ -398,8 +407,14 @@ async def listen(
 
         named = dialled or ("" if host in WILDCARDS else host)
         files = ServerFiles(tls, named, *((access.trust,) if access is not None else ()))
+    aged: list[tuple[str, int]] = []
+    if tls is not None and tls.connection_age_s:
+        names = ("grpc.max_connection_age_ms", "grpc.max_connection_age_grace_ms")
+        parts_ms = (int(part * tls.connection_age_s * 1000) for part in _AGE_PARTS)
+        aged = list(zip(names, parts_ms, strict=True))
     options = (
         *_SERVER_OPTIONS,
+        *aged,
         ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
         ("grpc.max_allowed_incoming_connections", most_connections()),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -60,7 +59,7 @@ def check_server_files(tls: TlsFiles, host: str = "") -> Subject:
             expired, is not signed by the authority, is not for servers, or names other hosts, or
             several processes.
     """
-    return _check(tls, state_of(tls), host, server=True)
+    return _check(tls, tls.state(), host, server=True)
 
 
 def check_client_files(tls: TlsFiles) -> Subject:
@@ -70,24 +69,17 @@ def check_client_files(tls: TlsFiles) -> Subject:
         ConfigError: As `check_server_files`.
         NotAllowedError: As `check_server_files`; the certificate must be for clients.
     """
-    return _check(tls, state_of(tls), "", server=False)
-
-
-def state_of(tls: TlsFiles) -> tuple[tuple[int, int, int], ...]:
-    """Return a key that changes when a file is replaced: it makes `_check` cacheable, since a
-    process dials many peers with the same files."""
-    found = []
-    for path in (tls.certificate, tls.key, tls.authority):
-        with contextlib.suppress(OSError):
-            status = os.stat(path)
-            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(found)
+    return _check(tls, tls.state(), "", server=False)
 
 
 @functools.lru_cache(maxsize=64)
 def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> Subject:
     del state
     read_tls(tls)
+    if tls.revocations:
+        from mx import revocations  # few name such a file
+
+        revocations.current(tls)
     accepting, dialling = _context(tls, server=True), _context(tls, server=False)
     checker = dialling if server else accepting
     checker.verify_mode = ssl.CERT_REQUIRED

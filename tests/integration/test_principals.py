@@ -4,6 +4,7 @@ certificates and policies are replaced under what runs."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import time
@@ -60,9 +61,13 @@ __all__ = ["authority", "site"]  # fixtures
 
 
 def until_audited(command: Command, what: str, *fields: str) -> None:
+    """Wait for an audit line, which is JSON also where other lines are not."""
+
     def audited() -> bool:
-        lines = [line for line in command.err.splitlines() if f" audit.{what} " in line]
-        return any(all(field in line for field in fields) for line in lines)
+        lines = (line for line in command.err.splitlines() if f'"audit.{what}"' in line)
+        found = [json.loads(line)["fields"] for line in lines if line.endswith("}")]
+        texts = [" ".join(f"{key}={value}" for key, value in each.items()) for each in found]
+        return any(all(field in text for field in fields) for text in texts)
 
     command.until(audited, f"audit line of what was {what}")
 
@@ -76,7 +81,7 @@ def test_the_coordinator_refuses_what_the_policy_does_not_allow(
     until_audited(coordinator, "bound", 'principal="spiffe://mx.test/ns/a/sa/source"', "pin=")
     said = site.refused("stranger", "pull", MODEL)
     assert f"spiffe://mx.test/ns/b/sa/other may not pull '{MODEL}'" in said
-    until_audited(coordinator, "refused", "sa/other", "right=pull", f"model={MODEL}")
+    until_audited(coordinator, "refused", "sa/other", "action=pull", f"model={MODEL}")
     said = site.refused("source", "serve", str(checkpoint), "--model", "other-1")
     assert "may not serve 'other-1'" in said
 
@@ -124,7 +129,7 @@ def test_a_source_refuses_whom_its_policy_does_not_let_pull(site: Site, checkpoi
     for more in ((), ("--from", f"peer={endpoint}")):
         said = site.refused("stranger", "pull", MODEL, *more)
         assert "spiffe://mx.test/ns/b/sa/other may not pull" in said
-    until_audited(source, "refused", "sa/other", "right=pull")
+    until_audited(source, "refused", "sa/other", "action=pull")
 
 
 def test_a_policy_needs_certificates_and_no_mistakes(site: Site, checkpoint: Path) -> None:
@@ -289,7 +294,7 @@ def test_a_new_policy_ends_what_it_does_not_allow(site: Site, checkpoint: Path) 
     assert pull.wait(60) == 5, pull.err
     assert "may not pull" in pull.err and "stopped after" in pull.err
     assert not (site.folder / "pulled" / "model.safetensors").exists()
-    until_audited(source, "refused", "sa/reader", "right=pull")
+    until_audited(source, "refused", "sa/reader", "action=pull")
 
     site.policy.write_text(PULL + OBSERVE)
     coordinator.until(lambda: "may not serve" in coordinator.err, "the end of the listing")
@@ -425,7 +430,7 @@ def test_requests_are_taken_by_whom_the_policy_lets(site: Site) -> None:
             await client.close()
 
     assert asyncio.run(listed_port()) == 0
-    until_audited(coordinator, "refused", "sa/engine", "right=take-requests")
+    until_audited(coordinator, "refused", "sa/engine", "action=take-requests")
     allowed = SERVE.replace('"serve"', '["serve", "take-requests"]')
     count = coordinator.err.count("policy.read")
     site.policy.write_text(allowed + PULL)

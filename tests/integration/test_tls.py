@@ -192,12 +192,20 @@ def test_the_recipe_works_as_pasted(checkpoint: Path, tmp_path: Path) -> None:
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {call} "$@"\n')
         program.chmod(stat.S_IRWXU)
-    certificates, trial = _blocks("sh")
+    certificates, trial, revoking = _blocks("sh")
+    revoking += "\nexport MX_PEER_TLS_CRL=$PWD/tls/crl.pem"  # all but the one that is revoked go on
     (python,) = _blocks("python")
     (tmp_path / "paste.py").write_text(python)
     # Its processes end with the shell, on whichever line it fails.
     script = "\n".join(
-        ["set -e", "trap 'kill $(jobs -p); wait' EXIT", certificates, trial, "python paste.py"]
+        [
+            "set -e",
+            "trap 'kill $(jobs -p); wait' EXIT",
+            certificates,
+            revoking,
+            trial,
+            "python paste.py",
+        ]
     )
     port = str(free_port())
     (tmp_path / "paste.py").write_text(python.replace("7600", port))

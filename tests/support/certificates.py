@@ -49,8 +49,9 @@ class Authority:
         )
         return TlsFiles(pem, key, authority)
 
-    def postpone(self, files: TlsFiles, by_s: float) -> None:
-        """Sign a certificate of this authority again, which begins so much later than now."""
+    def postpone(self, files: TlsFiles, by_s: float, for_s: float = 2 * 86400) -> None:
+        """Sign a certificate of this authority again, which begins so much later than now, and is
+        valid for so long."""
         path, begins = Path(files.certificate), datetime.now(UTC) + timedelta(seconds=by_s)
         before = x509.load_pem_x509_certificate(path.read_bytes())
         key = (self._folder / f"{self._name}.key").read_bytes()
@@ -61,13 +62,38 @@ class Authority:
             before.public_key(),
             x509.random_serial_number(),
             begins,
-            begins + timedelta(days=2),
+            begins + timedelta(seconds=for_s),
             list(before.extensions),
         ).sign(private, hashes.SHA256())
-        path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        _replace(path, made.public_bytes(serialization.Encoding.PEM))
+
+    def revoke(self, path: Path, *revoked: TlsFiles, for_s: float = 86400, delta: int = 0) -> None:
+        """Write a list of revoked certificates, which is valid for so long: a delta of another one
+        if `delta` is its number."""
+        own = x509.load_pem_x509_certificate((self._folder / f"{self._name}.pem").read_bytes())
+        key = (self._folder / f"{self._name}.key").read_bytes()
+        private: Any = serialization.load_pem_private_key(key, None)
+        now = datetime.now(UTC)
+        builder = x509.CertificateRevocationListBuilder(
+            own.subject, now - timedelta(days=1), now + timedelta(seconds=for_s)
+        )
+        for files in revoked:
+            shown = x509.load_pem_x509_certificate(Path(files.certificate).read_bytes())
+            entry = x509.RevokedCertificateBuilder(shown.serial_number, now).build()
+            builder = builder.add_revoked_certificate(entry)
+        if delta:
+            builder = builder.add_extension(x509.DeltaCRLIndicator(delta), critical=True)
+        made = builder.sign(private, hashes.SHA256())
+        _replace(path, made.public_bytes(serialization.Encoding.PEM))
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True)
+
+
+def _replace(path: Path, contents: bytes) -> None:
+    new = path.with_name(path.name + ".made")
+    new.write_bytes(contents)
+    new.rename(path)
 
 
 class Folder:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mx.core.policy import Policy, Right
 from mx.errors import ConfigError, NotAllowedError, PeerUntrustedError
+from mx.log import Event, set_up
 from mx.transport import TlsFiles
-from mx.wire import principals, refusals
+from mx.wire import audit, principals
+from mx.wire.audit import INTERVAL_S, MOST_KINDS, MOST_PRINCIPALS, AuditLog
 from mx.wire.principals import Access
-from mx.wire.refusals import INTERVAL_S, MOST_KINDS, MOST_PRINCIPALS, Refusals
 
 PULL = (Right.PULL,)
 TLS = TlsFiles("cert.pem", "key.pem", "ca.pem")
@@ -33,6 +38,12 @@ class Context:
 
     def auth_context(self) -> dict[str, tuple[bytes, ...]]:
         return {"x509_pem_cert": (b"",), "peer_uri": self._uris}
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the audit lines."""
+    found = [each.msg for each in caplog.records if each.name == "mx.audit"]
+    return [dict(each.fields) for each in found if isinstance(each, Event)]
 
 
 async def until(found: Callable[[], bool]) -> None:
@@ -81,7 +92,12 @@ async def test_a_new_policy_ends_what_it_does_not_allow(
         with pytest.raises(PeerUntrustedError):
             access.require(Context("spiffe://a/b"), PULL, "llama-8b")
         access.require(Context("spiffe://a/c"), PULL, "llama-8b")
-        assert any('audit.refused principal="spiffe://a/b"' in each for each in caplog.messages)
+        refused = [each for each in lines(caplog) if each["result"] == "refused"]
+        assert {"principal": "spiffe://a/b", "model": "llama-8b", "pin": "00"}.items() <= (
+            refused[0].items()
+        )
+        changes_of = [each["result"] for each in lines(caplog) if each["action"] == "policy"]
+        assert changes_of == [*["bad"] * 4, "read", "read"]
     finally:
         for task in (watching, holding):
             task.cancel()
@@ -124,7 +140,7 @@ def test_who_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(1000):  # a stranger fills no log
         with pytest.raises(NotAllowedError):
             access.require(Context("spiffe://a/d"), PULL, "llama-8b")
-    assert len(caplog.messages) == 1
+    assert len(caplog.messages) == 1 == len(lines(caplog))
     assert Access().allows(access.caller(Context("spiffe://a/c")), PULL, "any")
 
 
@@ -151,10 +167,10 @@ async def test_made_up_models_drive_no_other_refusal_out(
     assert len(caplog.messages) == 1
     watching.cancel()  # which says what the timer would have said
     await asyncio.gather(watching, return_exceptions=True)
-    counts = {m.split("principal=")[1]: int(m.rsplit("=", 1)[1]) for m in caplog.messages[1:]}
+    counts = {(each["principal"], each["model"]): each["count"] for each in lines(caplog)[1:]}
     assert counts == {
-        f'"spiffe://a/c" held_back={10_000 - MOST_KINDS - 1}': 10_000 - MOST_KINDS - 1,
-        '"spiffe://a/d" error=NotAllowedError right=pull model=other held_back=2': 2,
+        ("spiffe://a/c", ""): 10_000 - MOST_KINDS - 1,
+        ("spiffe://a/d", "other"): 2,
     }
 
 
@@ -162,8 +178,8 @@ async def test_what_was_left_out_is_said_in_a_while(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "mx.audit")
-    for module in (principals, refusals):
-        monkeypatch.setattr(module, "INTERVAL_S", 0.5)
+    monkeypatch.setattr(audit, "INTERVAL_S", 0.5)
+    monkeypatch.setattr(principals, "_LOOK_S", 0.05)
     path = tmp_path / "policy.toml"
     path.write_text(ALLOWS)
     access = Access(str(path), TLS)
@@ -171,23 +187,69 @@ async def test_what_was_left_out_is_said_in_a_while(
     try:
         for _ in range(3):
             _refused(access, "spiffe://a/d", "other")
-        await until(lambda: any("model=other held_back=" in m for m in caplog.messages))
+        await until(lambda: [each.get("count") for each in lines(caplog)] == [None, 2])
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
 
 
-def test_principals_are_bounded_and_forgotten() -> None:
-    found, kind = Refusals(), ("NotAllowedError", "pull", "m")
+def test_principals_are_bounded_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mx.audit")
+    log = AuditLog()
+
+    def refuse(principal: str, at_s: float) -> None:
+        log.write(principal, "::1", "pull", "refused", at_s, model="m", error="NotAllowedError")
+
     for number in range(3 * MOST_PRINCIPALS):
-        passed = found.passes(str(number), kind, 0.0)
-        assert passed == (0 if number <= MOST_PRINCIPALS + MOST_KINDS else None)
-    assert list(found.left_out(INTERVAL_S - 1)) == []
-    (others,) = found.left_out(INTERVAL_S)
-    assert others["held_back"] == 2 * MOST_PRINCIPALS - MOST_KINDS - 1
-    assert found.passes("late", kind, INTERVAL_S) == 0
-    assert found.passes("late", kind, INTERVAL_S) is None
-    assert found.passes("late", kind, 2 * INTERVAL_S) == 1  # before `left_out` has said so
+        refuse(str(number), 0.0)
+    assert len(lines(caplog)) == MOST_PRINCIPALS + MOST_KINDS + 1
+    log.flush(INTERVAL_S - 1)
+    assert len(lines(caplog)) == MOST_PRINCIPALS + MOST_KINDS + 1
+    caplog.clear()
+    log.flush(INTERVAL_S)
+    (others,) = lines(caplog)
+    assert others["principal"] == "others" and others["address"] == ""
+    assert others["count"] == 2 * MOST_PRINCIPALS - MOST_KINDS - 1
+    caplog.clear()
+    for at_s in (INTERVAL_S, INTERVAL_S, 2 * INTERVAL_S):  # before `flush` has said so
+        refuse("late", at_s)
+    assert [each.get("count") for each in lines(caplog)] == [None, 2]
+
+
+def test_what_is_granted_is_a_json_line_and_equal_ones_are_merged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "mx.audit")
+    access = Access()
+    for _ in range(1000):
+        access.require(Context("spiffe://a/b"), PULL, "llama", revision="main", pin="ab")
+    for number in range(1000):  # refusals that anybody can cause drive it out of no log
+        access.audit.write("x", "y", "pull", "refused", model=str(number))
+    access.require(Context("spiffe://a/b"), PULL, "llama", revision="main.2", pin="cd")
+    access.audit.flush(time.monotonic() + 2 * INTERVAL_S)
+    granted = [each for each in lines(caplog) if each["result"] == "granted"]
+    common = {
+        "principal": "spiffe://a/b",
+        "address": "10.0.0.1",
+        "action": "pull",
+        "model": "llama",
+        "result": "granted",
+    }
+    first, second = common | {"revision": "main", "pin": "ab"}, common | {"revision": "main.2"}
+    assert granted == [first, second | {"pin": "cd"}, first | {"count": 999}]
+
+    handlers, shown = logging.getLogger().handlers[:], StringIO()
+    try:
+        set_up("info", "text", shown)  # of the audit log alone the lines are JSON
+        access.granted(access.caller(Context("spiffe://a/c")), "pull", model="a\nb")
+        logging.getLogger("mx.other").info("as ever")
+    finally:
+        for each in [h for h in logging.getLogger().handlers if h not in handlers]:
+            logging.getLogger().removeHandler(each)
+    line, other = shown.getvalue().splitlines()
+    said = json.loads(line)
+    assert (said["event"], said["fields"]["model"]) == ("audit.granted", "a\nb")
+    assert "mx.other: as ever" in other
 
 
 def test_a_policy_needs_certificates(tmp_path: Path) -> None:

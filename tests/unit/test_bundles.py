@@ -106,9 +106,9 @@ def test_a_lone_variant_is_a_bundle_of_one() -> None:
     registry.deregister(1, new.source_id, ALICE)
     # What the name meant is away, and no older revision takes its place.
     assert [b.revision for b in registry.bundles() if b.named] == ["main.2"]
-    found = registry.resolve("llama")
-    assert found.model.revision == "main.2" and not found.sources
-    assert [each.revision for each in found.older] == ["main"]
+    meant = registry.resolve("llama")
+    assert meant.model.revision == "main.2" and not meant.sources
+    assert [each.revision for each in meant.older] == ["main"]
     assert registry.resolve("llama", allow_older=True).model.revision == "main"
     assert registry.take_meant() == []
 

@@ -22,8 +22,17 @@ from mx.core.planner import Plan, plan
 from mx.core.progress_board import ENDED_S, WINDOW_S, ProgressBoard
 from mx.core.pull_changes import PullChanges
 from mx.core.pull_status import PullPhase, PullStatus
-from mx.core.rates import FRESH_S, KEPT_S, MAX_PAIRS, Rates
-from mx.core.topology import Place
+from mx.core.rates import (
+    FRESH_S,
+    KEPT_S,
+    MAX_PAIRS,
+    MOST_GB_PER_S,
+    MOST_IN_HOST_GB_PER_S,
+    Rate,
+    Rates,
+    fastest_link,
+)
+from mx.core.topology import Nic, Place
 from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.errors import CapacityError
 from tests.support.records import make_record
@@ -130,17 +139,57 @@ def test_places_are_in_the_order_in_which_they_would_be_ready() -> None:
 
 def test_the_fastest_recent_rate_of_two_hosts_counts() -> None:
     rates = Rates()
-    rates.observe(0.0, "s", "t", 1.0)
-    rates.observe(1.0, "s", "t", 0.4)
-    rates.observe(2.0, "s", "other", 0.0)
+    rates.observe(0.0, "m", "s", "t", 1.0)
+    rates.observe(1.0, "m", "s", "t", 0.4)
+    rates.observe(2.0, "m", "s", "other", 0.0)
     assert [(each.gb_per_s, each.age_s) for each in rates.listed(5.0)] == [(1.0, 5.0)]
-    rates.observe(FRESH_S + 1, "s", "t", 0.5)
+    rates.observe(FRESH_S + 1, "m", "s", "t", 0.5)
     assert rates.listed(FRESH_S + 1, {"s"})[0].gb_per_s == 0.5
     assert rates.listed(FRESH_S + 1, {"x"}) == []
     assert rates.listed(FRESH_S + KEPT_S + 2) == []
     for n in range(MAX_PAIRS + 10):
-        rates.observe(1000.0, "s", str(n), 1.0)
+        rates.observe(1000.0, "m", "s", str(n), 1.0)
     assert len(rates.listed(1000.0)) == MAX_PAIRS
+
+
+def test_a_rate_belongs_to_its_model() -> None:
+    rates = Rates()
+    rates.observe(0.0, "ours", "s", "t", 1.0)
+    rates.observe(1.0, "theirs", "s", "t", 2.0)
+    rates.observe(1.0, "theirs", "s", "u", 2.0)
+    assert {each.host: each.gb_per_s for each in rates.listed(1.0)} == {"t": 2.0, "u": 2.0}
+    seen = rates.listed(1.0, sees=lambda model: model == "ours")
+    assert [(each.host, each.gb_per_s) for each in seen] == [("t", 1.0)]
+
+
+def test_no_rate_is_faster_than_the_link_or_of_a_pull_that_is_not_known() -> None:
+    nics = (Nic("eth0", "up", speed_mbit_per_s=10_000), Nic("eth1", "down", speed_mbit_per_s=10))
+    place = Place(hostname="a", addresses=("10.0.0.1",), nics=nics)
+    record = replace(source("a"), endpoint="10.0.0.1:7700", place=place)
+    unknown = replace(record, endpoint="10.0.0.2:7700", place=Place())
+    sources = (record, unknown)
+    assert fastest_link(sources, "10.0.0.1", "b") == 1.25
+    assert fastest_link(sources, "10.0.0.1", "a") == MOST_IN_HOST_GB_PER_S
+    assert fastest_link(sources, "10.0.0.2", "b") == MOST_GB_PER_S
+    assert fastest_link(sources, "10.0.0.3", "b") == 0.0
+
+    def board_of(**known: object) -> list[Rate]:
+        board, one = (
+            ProgressBoard(link_gb_per_s=lambda _, *hosts: fastest_link(sources, *hosts)),
+            object(),
+        )
+        for second in range(4):
+            done = 1 + second * 10**12
+            board.report(second, one, status(1, nbytes=10**14, done_bytes=done, **known))
+        return board.rates.listed(4.0)
+
+    assert [each.gb_per_s for each in board_of(measured_host="b")] == [1.25]
+    assert not board_of(measured_host="")
+    assert not board_of(measured_host="b", sources=("10.0.0.3:7700",))
+
+
+def measuring() -> ProgressBoard:
+    return ProgressBoard(link_gb_per_s=lambda model, source_host, host: MOST_GB_PER_S)
 
 
 def status(number: int, **more: object) -> PullStatus:
@@ -157,12 +206,13 @@ def status(number: int, **more: object) -> PullStatus:
         seconds=1.0,
         sources=("10.0.0.1:7700",),
         gb_per_s=0.5,
+        measured_host="h",
     )
     return replace(found, **more)  # type: ignore[arg-type]
 
 
 def test_a_board_measures_over_a_while_between_two_hosts_alone() -> None:
-    board, one, two = ProgressBoard(), object(), object()
+    board, one, two = measuring(), object(), object()
     nbytes = 10_000_000_000
     for second in range(4):  # 1 GB/s since its first report
         done = 1 + second * 1_000_000_000
@@ -179,7 +229,7 @@ def test_a_board_measures_over_a_while_between_two_hosts_alone() -> None:
 
 def test_a_short_pull_is_measured_at_its_end_unless_it_was_too_short() -> None:
     for seconds, found in ((0.1, []), (1.0, [9e-7])):
-        board, one = ProgressBoard(), object()
+        board, one = measuring(), object()
         board.report(0.0, one, status(1))
         ended = status(1, done_bytes=1000, phase=PullPhase.COMPLETE, sources=())
         board.report(seconds, one, ended)

@@ -121,3 +121,19 @@ def test_an_invalid_status_is_refused(change: dict[str, Any]) -> None:
         message.MergeFrom(pb.PullProgress(**{name: value}))
     with pytest.raises(PeerProtocolError):
         pull_from_wire(message)
+
+
+def test_a_pull_that_moves_to_another_connection_runs_on() -> None:
+    board, before, after = ProgressBoard(), object(), object()
+    board.report(0.0, before, STATUS, "us")
+    with pytest.raises(NotAllowedError):
+        board.report(0.1, after, STATUS, "us")
+    board.end(0.5, before, moves=True)
+    with pytest.raises(NotAllowedError):
+        board.report(0.6, object(), STATUS, "others")
+    assert [each.phase for each in board.pulls(2.0)] == [PullPhase.RUNNING]
+    board.report(2.0, after, STATUS, "us")
+    board.end(2.5, before)  # late, which ends nothing
+    assert [each.phase for each in board.pulls(6.0)] == [PullPhase.RUNNING]
+    board.end(6.5, after)
+    assert [each.phase for each in board.pulls(6.6)] == [PullPhase.FAILED]

@@ -20,6 +20,7 @@ def pull(number: int = 1, done_bytes: int = 0) -> PullStatus:
     return PullStatus(
         str(uuid.UUID(int=number)), ModelKey("llama", "main", "checkpoint"), "host-1", 7,
         PullPhase.RUNNING, 10, 0, 1 << 40, done_bytes, 1.5, ("10.0.0.9:7700",),
+        measured_host="10.0.0.8",
     )  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def told(number: int = 1, *, claim: int = 0, principal: str = WHO, done: int = 0
 
 
 def sharing(limit: int = 100) -> ProgressBoard:
-    board = ProgressBoard(limit)
+    board = ProgressBoard(limit, lambda model, source_host, host: 100.0)
     board.share()
     return board
 

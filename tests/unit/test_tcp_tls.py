@@ -138,3 +138,24 @@ def test_what_is_not_valid_yet_is_shown_once_it_is(
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=reader), source)
+
+
+def test_a_revoked_certificate_is_refused_at_both_ends(
+    bench: Bench, authority: Authority, tmp_path: Path
+) -> None:
+    served, reader = authority.certificate("source", HERE), member(authority, "reader", READER)
+    crl = tmp_path / "crl.pem"
+    authority.revoke(crl)
+    listing, checking = (
+        TlsFiles(each.certificate, each.key, each.authority, str(crl)) for each in (served, reader)
+    )
+    source = bench.source(64 * KIB, tls=listing)
+    grant_id, ticket = granted(source, READER)
+    reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=checking), source)
+    authority.revoke(crl, reader)
+    with pytest.raises(PeerRefusedError, match="another certificate"):
+        bench.open_ticket(grant_id, ticket, source.sizes, tls=reader)
+    authority.revoke(crl, served)
+    reads(bench, bench.open_ticket(grant_id, ticket, source.sizes, tls=reader), source)
+    with pytest.raises(PeerRefusedError, match="its certificate is revoked"):
+        bench.open_ticket(grant_id, ticket, source.sizes, tls=checking)

@@ -356,7 +356,7 @@ class ListBundlesResponse(_message.Message):
     def __init__(self, bundles: _Optional[_Iterable[_Union[Bundle, _Mapping]]] = ...) -> None: ...
 
 class PullProgress(_message.Message):
-    __slots__ = ("pull_id", "model", "host", "pid", "phase", "layers", "ready", "nbytes", "done_bytes", "seconds", "sources", "retries", "gb_per_s", "requests_port", "requests_host")
+    __slots__ = ("pull_id", "model", "host", "pid", "phase", "layers", "ready", "nbytes", "done_bytes", "seconds", "sources", "retries", "gb_per_s", "requests_port", "requests_host", "measured_host")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[PullProgress.Phase]
@@ -382,6 +382,7 @@ class PullProgress(_message.Message):
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_HOST_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_HOST_FIELD_NUMBER: _ClassVar[int]
     pull_id: str
     model: _common_pb2.ModelKey
     host: str
@@ -397,7 +398,8 @@ class PullProgress(_message.Message):
     gb_per_s: float
     requests_port: int
     requests_host: str
-    def __init__(self, pull_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[PullProgress.Phase, str]] = ..., layers: _Optional[int] = ..., ready: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., done_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., retries: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., requests_port: _Optional[int] = ..., requests_host: _Optional[str] = ...) -> None: ...
+    measured_host: str
+    def __init__(self, pull_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[PullProgress.Phase, str]] = ..., layers: _Optional[int] = ..., ready: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., done_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., retries: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., requests_port: _Optional[int] = ..., requests_host: _Optional[str] = ..., measured_host: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
     __slots__ = ("pull",)

@@ -26,7 +26,7 @@ from mx.wire.v1 import common_pb2 as mx_dot_wire_dot_v1_dot_common__pb2
 from mx.wire.v1 import coordinator_pb2 as mx_dot_wire_dot_v1_dot_coordinator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mx/wire/v1/peer.proto\x12\nmx.wire.v1\x1a\x17mx/wire/v1/common.proto\x1a\x1cmx/wire/v1/coordinator.proto\"\x1f\n\x0f\x44\x65scribeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x10\x44\x65scribeResponse\x12#\n\x07sources\x18\x01 \x03(\x0b\x32\x12.mx.wire.v1.Source\"\xc5\x01\n\x0bOpenRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\ntransports\x18\x04 \x03(\t\x12 \n\x05place\x18\n \x01(\x0b\x32\x11.mx.wire.v1.Place\x12\x11\n\treader_id\x18\x06 \x01(\t\x12\x12\n\nread_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cwrong_chunks\x18\t \x03(\rJ\x04\x08\x05\x10\x06J\x04\x08\x08\x10\t\"\xac\x02\n\tOpenEvent\x12&\n\x07granted\x18\x01 \x01(\x0b\x32\x13.mx.wire.v1.GrantedH\x00\x12&\n\x07renewed\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.RenewedH\x00\x12(\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x14.mx.wire.v1.DrainingH\x00\x12\"\n\x05stale\x18\x04 \x01(\x0b\x32\x11.mx.wire.v1.StaleH\x00\x12 \n\x04\x62usy\x18\x05 \x01(\x0b\x32\x10.mx.wire.v1.BusyH\x00\x12.\n\x0b\x63oordinated\x18\x06 \x01(\x0b\x32\x17.mx.wire.v1.CoordinatedH\x00\x12&\n\x07\x63hecked\x18\x07 \x01(\x0b\x32\x13.mx.wire.v1.CheckedH\x00\x42\x07\n\x05\x65vent\"\xaa\x01\n\x07Granted\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12#\n\x07tickets\x18\x04 \x03(\x0b\x32\x12.mx.wire.v1.Ticket\x12\x15\n\rregion_nbytes\x18\x05 \x03(\x04\x12\x13\n\x0b\x63oordinated\x18\x06 \x01(\x08\x12\x17\n\x0fmax_bytes_per_s\x18\x07 \x01(\x01\"+\n\x06Ticket\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"G\n\x07Renewed\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x17\n\x0fmax_bytes_per_s\x18\x03 \x01(\x01\"\x1d\n\x04\x42usy\x12\x15\n\rretry_after_s\x18\x01 \x01(\x01\"\r\n\x0b\x43oordinated\"\x1b\n\x08\x44raining\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\",\n\x05Stale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\"\x18\n\x07\x43hecked\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"d\n\x0cPagesRequest\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x12!\n\x06layers\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x0f\n\x07\x62\x61tches\x18\x04 \x01(\x08\"[\n\tLayerPage\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12!\n\x06layers\x18\x04 \x03(\x0b\x32\x11.mx.wire.v1.Range\"\xf5\x02\n\x0cSwarmMessage\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.mx.wire.v1.HelloH\x00\x12&\n\x07welcome\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.WelcomeH\x00\x12\x0e\n\x04have\x18\x03 \x01(\x0cH\x00\x12\x11\n\x07request\x18\x04 \x01(\rH\x00\x12\x0f\n\x05\x61llow\x18\x05 \x01(\rH\x00\x12\x10\n\x06reject\x18\x06 \x01(\rH\x00\x12\x12\n\x08\x66inished\x18\x07 \x01(\rH\x00\x12\x10\n\x06\x63\x61ncel\x18\x08 \x01(\rH\x00\x12\x11\n\x07unchoke\x18\t \x01(\x08H\x00\x12\x18\n\x0enot_interested\x18\n \x01(\x08H\x00\x12\x11\n\x07suggest\x18\x0b \x01(\rH\x00\x12\x11\n\x07\x64\x65\x63line\x18\x0c \x01(\rH\x00\x12\x15\n\x0b\x63oordinated\x18\r \x01(\x08H\x00\x12\"\n\x05peers\x18\x0e \x01(\x0b\x32\x11.mx.wire.v1.PeersH\x00\x12\x14\n\ninterested\x18\x0f \x01(\x08H\x00\x42\t\n\x07message\"I\n\x05Hello\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x1f\n\x03own\x18\x02 \x01(\x0b\x32\x12.mx.wire.v1.Source\x12\x0c\n\x04have\x18\x03 \x01(\x0c\"M\n\x07Welcome\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0c\n\x04have\x18\x02 \x01(\x0c\x12\r\n\x05seeds\x18\x03 \x01(\x08\x12\x13\n\x0b\x63oordinated\x18\x04 \x01(\x08\",\n\x05Peers\x12#\n\x07sources\x18\x01 \x03(\x0b\x32\x12.mx.wire.v1.Source2\x86\x02\n\x04Peer\x12\x45\n\x08\x44\x65scribe\x12\x1b.mx.wire.v1.DescribeRequest\x1a\x1c.mx.wire.v1.DescribeResponse\x12:\n\x04Open\x12\x17.mx.wire.v1.OpenRequest\x1a\x15.mx.wire.v1.OpenEvent(\x01\x30\x01\x12?\n\x05Trade\x12\x18.mx.wire.v1.SwarmMessage\x1a\x18.mx.wire.v1.SwarmMessage(\x01\x30\x01\x12:\n\x05Pages\x12\x18.mx.wire.v1.PagesRequest\x1a\x15.mx.wire.v1.LayerPage0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mx/wire/v1/peer.proto\x12\nmx.wire.v1\x1a\x17mx/wire/v1/common.proto\x1a\x1cmx/wire/v1/coordinator.proto\"\x1f\n\x0f\x44\x65scribeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x10\x44\x65scribeResponse\x12#\n\x07sources\x18\x01 \x03(\x0b\x32\x12.mx.wire.v1.Source\"\xd7\x01\n\x0bOpenRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\ntransports\x18\x04 \x03(\t\x12 \n\x05place\x18\n \x01(\x0b\x32\x11.mx.wire.v1.Place\x12\x11\n\treader_id\x18\x06 \x01(\t\x12\x12\n\nread_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cwrong_chunks\x18\t \x03(\r\x12\x10\n\x08grant_id\x18\x0b \x01(\tJ\x04\x08\x05\x10\x06J\x04\x08\x08\x10\t\"\xac\x02\n\tOpenEvent\x12&\n\x07granted\x18\x01 \x01(\x0b\x32\x13.mx.wire.v1.GrantedH\x00\x12&\n\x07renewed\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.RenewedH\x00\x12(\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x14.mx.wire.v1.DrainingH\x00\x12\"\n\x05stale\x18\x04 \x01(\x0b\x32\x11.mx.wire.v1.StaleH\x00\x12 \n\x04\x62usy\x18\x05 \x01(\x0b\x32\x10.mx.wire.v1.BusyH\x00\x12.\n\x0b\x63oordinated\x18\x06 \x01(\x0b\x32\x17.mx.wire.v1.CoordinatedH\x00\x12&\n\x07\x63hecked\x18\x07 \x01(\x0b\x32\x13.mx.wire.v1.CheckedH\x00\x42\x07\n\x05\x65vent\"\xaa\x01\n\x07Granted\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12#\n\x07tickets\x18\x04 \x03(\x0b\x32\x12.mx.wire.v1.Ticket\x12\x15\n\rregion_nbytes\x18\x05 \x03(\x04\x12\x13\n\x0b\x63oordinated\x18\x06 \x01(\x08\x12\x17\n\x0fmax_bytes_per_s\x18\x07 \x01(\x01\"+\n\x06Ticket\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"Z\n\x07Renewed\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x17\n\x0fmax_bytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tends_soon\x18\x04 \x01(\x08\"\x1d\n\x04\x42usy\x12\x15\n\rretry_after_s\x18\x01 \x01(\x01\"\r\n\x0b\x43oordinated\"\x1b\n\x08\x44raining\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\",\n\x05Stale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\"\x18\n\x07\x43hecked\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"d\n\x0cPagesRequest\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x12!\n\x06layers\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x0f\n\x07\x62\x61tches\x18\x04 \x01(\x08\"[\n\tLayerPage\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12!\n\x06layers\x18\x04 \x03(\x0b\x32\x11.mx.wire.v1.Range\"\xf5\x02\n\x0cSwarmMessage\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.mx.wire.v1.HelloH\x00\x12&\n\x07welcome\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.WelcomeH\x00\x12\x0e\n\x04have\x18\x03 \x01(\x0cH\x00\x12\x11\n\x07request\x18\x04 \x01(\rH\x00\x12\x0f\n\x05\x61llow\x18\x05 \x01(\rH\x00\x12\x10\n\x06reject\x18\x06 \x01(\rH\x00\x12\x12\n\x08\x66inished\x18\x07 \x01(\rH\x00\x12\x10\n\x06\x63\x61ncel\x18\x08 \x01(\rH\x00\x12\x11\n\x07unchoke\x18\t \x01(\x08H\x00\x12\x18\n\x0enot_interested\x18\n \x01(\x08H\x00\x12\x11\n\x07suggest\x18\x0b \x01(\rH\x00\x12\x11\n\x07\x64\x65\x63line\x18\x0c \x01(\rH\x00\x12\x15\n\x0b\x63oordinated\x18\r \x01(\x08H\x00\x12\"\n\x05peers\x18\x0e \x01(\x0b\x32\x11.mx.wire.v1.PeersH\x00\x12\x14\n\ninterested\x18\x0f \x01(\x08H\x00\x42\t\n\x07message\"I\n\x05Hello\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x1f\n\x03own\x18\x02 \x01(\x0b\x32\x12.mx.wire.v1.Source\x12\x0c\n\x04have\x18\x03 \x01(\x0c\"M\n\x07Welcome\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0c\n\x04have\x18\x02 \x01(\x0c\x12\r\n\x05seeds\x18\x03 \x01(\x08\x12\x13\n\x0b\x63oordinated\x18\x04 \x01(\x08\",\n\x05Peers\x12#\n\x07sources\x18\x01 \x03(\x0b\x32\x12.mx.wire.v1.Source2\x86\x02\n\x04Peer\x12\x45\n\x08\x44\x65scribe\x12\x1b.mx.wire.v1.DescribeRequest\x1a\x1c.mx.wire.v1.DescribeResponse\x12:\n\x04Open\x12\x17.mx.wire.v1.OpenRequest\x1a\x15.mx.wire.v1.OpenEvent(\x01\x30\x01\x12?\n\x05Trade\x12\x18.mx.wire.v1.SwarmMessage\x1a\x18.mx.wire.v1.SwarmMessage(\x01\x30\x01\x12:\n\x05Pages\x12\x18.mx.wire.v1.PagesRequest\x1a\x15.mx.wire.v1.LayerPage0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,37 +38,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBERESPONSE']._serialized_start=125
   _globals['_DESCRIBERESPONSE']._serialized_end=180
   _globals['_OPENREQUEST']._serialized_start=183
-  _globals['_OPENREQUEST']._serialized_end=380
-  _globals['_OPENEVENT']._serialized_start=383
-  _globals['_OPENEVENT']._serialized_end=683
-  _globals['_GRANTED']._serialized_start=686
-  _globals['_GRANTED']._serialized_end=856
-  _globals['_TICKET']._serialized_start=858
-  _globals['_TICKET']._serialized_end=901
-  _globals['_RENEWED']._serialized_start=903
-  _globals['_RENEWED']._serialized_end=974
-  _globals['_BUSY']._serialized_start=976
-  _globals['_BUSY']._serialized_end=1005
-  _globals['_COORDINATED']._serialized_start=1007
-  _globals['_COORDINATED']._serialized_end=1020
-  _globals['_DRAINING']._serialized_start=1022
-  _globals['_DRAINING']._serialized_end=1049
-  _globals['_STALE']._serialized_start=1051
-  _globals['_STALE']._serialized_end=1095
-  _globals['_CHECKED']._serialized_start=1097
-  _globals['_CHECKED']._serialized_end=1121
-  _globals['_PAGESREQUEST']._serialized_start=1123
-  _globals['_PAGESREQUEST']._serialized_end=1223
-  _globals['_LAYERPAGE']._serialized_start=1225
-  _globals['_LAYERPAGE']._serialized_end=1316
-  _globals['_SWARMMESSAGE']._serialized_start=1319
-  _globals['_SWARMMESSAGE']._serialized_end=1692
-  _globals['_HELLO']._serialized_start=1694
-  _globals['_HELLO']._serialized_end=1767
-  _globals['_WELCOME']._serialized_start=1769
-  _globals['_WELCOME']._serialized_end=1846
-  _globals['_PEERS']._serialized_start=1848
-  _globals['_PEERS']._serialized_end=1892
-  _globals['_PEER']._serialized_start=1895
-  _globals['_PEER']._serialized_end=2157
+  _globals['_OPENREQUEST']._serialized_end=398
+  _globals['_OPENEVENT']._serialized_start=401
+  _globals['_OPENEVENT']._serialized_end=701
+  _globals['_GRANTED']._serialized_start=704
+  _globals['_GRANTED']._serialized_end=874
+  _globals['_TICKET']._serialized_start=876
+  _globals['_TICKET']._serialized_end=919
+  _globals['_RENEWED']._serialized_start=921
+  _globals['_RENEWED']._serialized_end=1011
+  _globals['_BUSY']._serialized_start=1013
+  _globals['_BUSY']._serialized_end=1042
+  _globals['_COORDINATED']._serialized_start=1044
+  _globals['_COORDINATED']._serialized_end=1057
+  _globals['_DRAINING']._serialized_start=1059
+  _globals['_DRAINING']._serialized_end=1086
+  _globals['_STALE']._serialized_start=1088
+  _globals['_STALE']._serialized_end=1132
+  _globals['_CHECKED']._serialized_start=1134
+  _globals['_CHECKED']._serialized_end=1158
+  _globals['_PAGESREQUEST']._serialized_start=1160
+  _globals['_PAGESREQUEST']._serialized_end=1260
+  _globals['_LAYERPAGE']._serialized_start=1262
+  _globals['_LAYERPAGE']._serialized_end=1353
+  _globals['_SWARMMESSAGE']._serialized_start=1356
+  _globals['_SWARMMESSAGE']._serialized_end=1729
+  _globals['_HELLO']._serialized_start=1731
+  _globals['_HELLO']._serialized_end=1804
+  _globals['_WELCOME']._serialized_start=1806
+  _globals['_WELCOME']._serialized_end=1883
+  _globals['_PEERS']._serialized_start=1885
+  _globals['_PEERS']._serialized_end=1929
+  _globals['_PEER']._serialized_start=1932
+  _globals['_PEER']._serialized_end=2194
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes", "wrong_chunks")
+    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes", "wrong_chunks", "grant_id")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class OpenRequest(_message.Message):
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRONG_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     identity: bytes
     generation: int
@@ -37,7 +38,8 @@ class OpenRequest(_message.Message):
     reader_id: str
     read_bytes: int
     wrong_chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    grant_id: str
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_chunks: _Optional[_Iterable[int]] = ..., grant_id: _Optional[str] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
     __slots__ = ("granted", "renewed", "draining", "stale", "busy", "coordinated", "checked")
@@ -84,14 +86,16 @@ class Ticket(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Renewed(_message.Message):
-    __slots__ = ("lease_s", "generation", "max_bytes_per_s")
+    __slots__ = ("lease_s", "generation", "max_bytes_per_s", "ends_soon")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ENDS_SOON_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     generation: int
     max_bytes_per_s: float
-    def __init__(self, lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., max_bytes_per_s: _Optional[float] = ...) -> None: ...
+    ends_soon: bool
+    def __init__(self, lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., max_bytes_per_s: _Optional[float] = ..., ends_soon: bool = ...) -> None: ...
 
 class Busy(_message.Message):
     __slots__ = ("retry_after_s",)

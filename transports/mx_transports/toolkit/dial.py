@@ -165,7 +165,12 @@ def _connect(address: tuple[str, int], grant: Grant, tls: ssl.SSLContext | None)
             return sock
         # The address may be any of the source's own, and its certificate names the endpoint.
         host = grant.peer.rpartition(":")[0].strip("[]").rstrip(".")
-        return tls.wrap_socket(sock, server_hostname=host)
+        secure = sock = tls.wrap_socket(sock, server_hostname=host)
+        from mx.revocations import is_revoked
+
+        if grant.tls is not None and is_revoked(secure, grant.tls):
+            raise PeerRefusedError(f"{grant.peer}: its certificate is revoked", peer=grant.peer)
+        return secure
     except BaseException as error:
         if sock is not None:
             sock.close()

@@ -25,7 +25,7 @@ from dataclasses import field
 from mx import forks, users
 from mx.errors import ClosedError, LocalError, MxError
 from mx.records import record
-from mx.transport import ExposeOptions
+from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import framing, proof
 from mx_transports.toolkit.listeners import Listen, Unproved, dispensable, host_of
 from mx_transports.toolkit.stream import SocketStream
@@ -350,7 +350,7 @@ class SocketExposure(ABC):
             expected = grant.secret if grant else bytes(framing.SECRET_BYTES)
             if magic != self._magic or not hmac.compare_digest(expected, secret) or grant is None:
                 status = framing.REFUSED
-            elif not _is_of(unproved.sock, grant.principal):
+            elif not _is_of(unproved.sock, grant.principal, self.listeners.tls):
                 status = framing.NOT_YOURS
             elif len(grant.streams) >= MAX_CONNECTIONS_PER_GRANT or not self._has_place(grant):
                 status = framing.FULL
@@ -418,10 +418,10 @@ class SocketExposure(ABC):
                 stream.close()
 
 
-def _is_of(sock: socket.socket, reader: str) -> bool:
+def _is_of(sock: socket.socket, reader: str, tls: TlsFiles | None) -> bool:
     """Return True if a connection is the reader's by its certificate, or is one without TLS."""
-    if not reader or not isinstance(sock, ssl.SSLSocket):
+    if not reader or not isinstance(sock, ssl.SSLSocket) or tls is None:
         return True
     from mx_transports.toolkit.tls import principal
 
-    return principal(sock) == reader
+    return principal(sock, tls) == reader

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import ssl
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from mx.core.policy import subject_shown
 from mx.errors import ConfigError, NotAllowedError
+from mx.revocations import is_revoked
 from mx.transport import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     Raises:
         ConfigError: A file is missing, or is not what it should be.
     """
-    state = tuple(map(_state, (files.certificate, files.key, files.authority)))
+    state = files.state()
     with _lock:
         known, now_s, until_s = _made.get((files, server)), time.monotonic(), math.inf
         if known is not None and known[0] == state and now_s < known[2]:
@@ -66,20 +66,13 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
         return context
 
 
-def principal(sock: ssl.SSLSocket) -> str:
-    """Return the principal that the other end's certificate names; "" if it names none."""
+def principal(sock: ssl.SSLSocket, files: TlsFiles) -> str:
+    """Return the principal that the other end's certificate names; "" if it names none, or is
+    revoked."""
     try:
-        return subject_shown(sock.getpeercert() or {}).name
-    except NotAllowedError:
+        return "" if is_revoked(sock, files) else subject_shown(sock.getpeercert() or {}).name
+    except (NotAllowedError, ConfigError):
         return ""
-
-
-def _state(path: str) -> object:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _require_begun(certificate: str) -> None:
