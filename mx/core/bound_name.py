@@ -40,6 +40,8 @@ class BoundName:
     #: By root and variant the highest number of a revision that is bound no more, or was in an
     #: earlier life; by root and bundle that of one that was complete.
     _reached: dict[tuple[str, str], int] = field(default_factory=dict)
+    #: As there, those of updates that are still to come.
+    _awaited: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def get(self, key: ModelKey) -> Binding | None:
         """Return the binding of a revision and a variant, or None."""
@@ -80,7 +82,7 @@ class BoundName:
         published that before the receipt came."""
         root = receipt.base or self.root(receipt.key.revision)
         number = max(self.newest(replace(receipt.key, revision=root)) + 1, 2)
-        self._reach(root, receipt.key.variant, number)
+        self._awaited[root, receipt.key.variant] = number
 
     def missed(self, receipt: Receipt) -> bool:
         """Return True if a receipt knows of newer updates."""
@@ -120,7 +122,7 @@ class BoundName:
             if self.root(revision) == root
             and (bundle in entry.completed or bundle in entry.variants)
         ]
-        return max(*numbers, self.reached(root, bundle), -1)
+        return max(*numbers, self.reached(root, bundle), self._awaited.get((root, bundle), -1))
 
     def family(self, root: str, variant: str) -> dict[int, Binding]:
         """Return the bindings of a variant in `root` and its updates, by number."""

@@ -78,7 +78,7 @@ def test_the_coordinator_refuses_what_the_policy_does_not_allow(
     coordinator = site.coordinator("--policy", str(site.policy))
     _, endpoint = site.serve(checkpoint)
     site.pulls("reader")
-    until_audited(coordinator, "bound", 'principal="spiffe://mx.test/ns/a/sa/source"', "pin=")
+    until_audited(coordinator, "bound", "principal=spiffe://mx.test/ns/a/sa/source", "pin=")
     said = site.refused("stranger", "pull", MODEL)
     assert f"spiffe://mx.test/ns/b/sa/other may not pull '{MODEL}'" in said
     until_audited(coordinator, "refused", "sa/other", "action=pull", f"model={MODEL}")
