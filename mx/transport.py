@@ -96,7 +96,7 @@ class TlsFiles:
     key: str
     authority: str
     revocations: str = ""
-    connection_age_s: float = 0.0
+    connection_age_s: float = field(default=0.0, kw_only=True)
 
     def state(self) -> tuple[object, ...]:
         """Return what changes when a file is replaced: a process uses the same ones many times."""

@@ -26,7 +26,7 @@ def tls_of(settings: config.Settings) -> TlsFiles | None:
     if not settings.tls_cert:
         return None
     files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
-    return TlsFiles(*files, settings.connection_age_s)
+    return TlsFiles(*files, connection_age_s=settings.connection_age_s)
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:

@@ -248,7 +248,7 @@ def tls_of(settings: Settings) -> TlsFiles | None:
     from mx.transport import TlsFiles
 
     files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
-    return TlsFiles(*files, settings.connection_age_s)
+    return TlsFiles(*files, connection_age_s=settings.connection_age_s)
 
 
 _SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")

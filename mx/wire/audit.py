@@ -19,7 +19,7 @@ INTERVAL_S = 10.0
 #: The most kinds of a principal that are told apart within `INTERVAL_S`, and the most principals:
 #: of refusals, which anybody can cause, and of what was granted.
 MOST_KINDS, MOST_PRINCIPALS = 8, 256
-MOST_GRANTED_KINDS, MOST_GRANTED_PRINCIPALS = 64, 2048
+MOST_GRANTED_KINDS, MOST_GRANTED_PRINCIPALS = 32, 1024
 #: What stands for the principals beyond these.
 OTHERS = "others"
 #: The fields by which lines are equal, after those of who it was; each line has all of them.

@@ -79,6 +79,7 @@ def test_the_coordinator_refuses_what_the_policy_does_not_allow(
     _, endpoint = site.serve(checkpoint)
     site.pulls("reader")
     until_audited(coordinator, "bound", "principal=spiffe://mx.test/ns/a/sa/source", "pin=")
+    until_audited(coordinator, "read", "action=policy", "sha256=")
     said = site.refused("stranger", "pull", MODEL)
     assert f"spiffe://mx.test/ns/b/sa/other may not pull '{MODEL}'" in said
     until_audited(coordinator, "refused", "sa/other", "action=pull", f"model={MODEL}")
@@ -130,6 +131,8 @@ def test_a_source_refuses_whom_its_policy_does_not_let_pull(site: Site, checkpoi
         said = site.refused("stranger", "pull", MODEL, *more)
         assert "spiffe://mx.test/ns/b/sa/other may not pull" in said
     until_audited(source, "refused", "sa/other", "action=pull")
+    until_audited(source, "granted", "sa/reader", "action=pull", f"model={MODEL}", "revision=main")
+    until_audited(coordinator, "granted", "sa/reader", "action=pull", f"model={MODEL}", "pin=")
 
 
 def test_a_policy_needs_certificates_and_no_mistakes(site: Site, checkpoint: Path) -> None:

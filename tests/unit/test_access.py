@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ from typing import Any
 import pytest
 
 from mx.core.policy import Policy, Right
-from mx.errors import ConfigError, NotAllowedError, PeerUntrustedError
+from mx.errors import ClosedError, ConfigError, NotAllowedError, PeerUntrustedError
 from mx.log import Event, set_up
 from mx.transport import TlsFiles
 from mx.wire import audit, principals
 from mx.wire.audit import INTERVAL_S, MOST_KINDS, MOST_PRINCIPALS, AuditLog
 from mx.wire.principals import Access
+from tests.support.certificates import Authority
 
 PULL = (Right.PULL,)
 TLS = TlsFiles("cert.pem", "key.pem", "ca.pem")
@@ -298,3 +301,71 @@ async def test_what_fails_unexpectedly_does_not_end_the_watch(
     assert not fails
     assert sum("files.unread" in each for each in caplog.messages) == 1
     access.require(Context("spiffe://a/c"), PULL, "llama-8b")
+
+
+class Shown(Context):
+    """A call on a connection that has shown a certificate."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        super().__init__("spiffe://a/b")
+        self._pem = Path(files.certificate).read_bytes()
+
+    def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+        return super().auth_context() | {"x509_pem_cert": (self._pem,)}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@pytest.mark.parametrize("how", ["expired", "revoked", "authority"])
+async def test_a_stream_ends_with_its_connections_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    caplog.set_level(logging.INFO, "mx")
+    monkeypatch.setattr(principals, "_LOOK_S", 0.05)
+    ours, later = Authority(tmp_path, "ours"), Authority(tmp_path, "later")
+    own, member, other = (ours.certificate(name) for name in ("own", "member", "other"))
+    crl = tmp_path / "crl.pem"
+    ours.revoke(crl)
+    access = Access("", replace(own, revocations=str(crl)), error=PeerUntrustedError)
+    before = Path(own.authority).read_bytes()
+    access.trust(before, before)
+    if how == "expired":
+        ours.postpone(member, -5, for_s=7)
+    call, stays, ended = Shown(member), Shown(other), list[Exception]()
+    told: list[bool] = []
+
+    async def hold() -> None:
+        try:
+            with access.standing(call, PULL, "llama"):
+                told.append(access.ends_soon(call, time.monotonic()))
+                await asyncio.sleep(3600)
+        except PeerUntrustedError as error:
+            ended.append(error)
+
+    tasks = [asyncio.create_task(access.watch()), asyncio.create_task(hold())]
+    try:
+        await until(lambda: bool(told))
+        assert told == [how == "expired"]
+        access.check_connection(stays)
+        if how == "revoked":
+            ours.revoke(crl, member)
+        elif how == "authority":
+            access.trust(before, (tmp_path / "later.pem").read_bytes())
+        await until(lambda: bool(ended))
+        said = {"expired": "has expired", "revoked": "is revoked", "authority": "not trust"}[how]
+        assert said in str(ended[0]) and access.version == 1
+        with pytest.raises(ClosedError, match=said):
+            access.check_connection(call)
+        with pytest.raises(PeerUntrustedError, match=said):
+            access.require(call, PULL, "llama")
+        changes = {(each["action"], each["result"]) for each in lines(caplog)}
+        assert {"revoked": ("revocations", "read"), "authority": ("certificates", "replaced")}.get(
+            how, ("pull", "refused")
+        ) in changes
+        if how == "authority":
+            access.check_connection(Shown(later.certificate("new")))
+        else:
+            access.check_connection(stays)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509 import Certificate
 
 from mx.core.certificates import (
-    Certificate,
     Revocations,
     certificates_in,
     read_revocations,
