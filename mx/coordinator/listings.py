@@ -30,7 +30,7 @@ class ListingServicer(PullsServicer):
             state: The state.
             access: Who may do what.
         """
-        super().__init__(state.now, self._registered_from, access)
+        super().__init__(state.now, self._registered_from, access, state.limits)
         self._state = state
         state.store.share_pulls(self._board, self._pulls_have_changed)
         self._messages = SourceMessages()

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import own_host, takes_requests
 from mx.coordinator.paging import pages_of
 from mx.coordinator.watchers import INTERVAL_S
+from mx.core.budget import Budget, Limits
 from mx.core.policy import Right
 from mx.core.progress_board import MAX_PULLS, ProgressBoard
 from mx.errors import ClosedError, NotAllowedError, PeerProtocolError
-from mx.wire.principals import Access
+from mx.wire.principals import Access, payer_of
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -40,6 +40,7 @@ class PullsServicer:
         now: The coordinator's clock, in seconds.
         registered_from: Returns the principal that registered a listed source; None for others.
         access: Who may do what.
+        limits: What clients may have.
     """
 
     def __init__(
@@ -47,13 +48,18 @@ class PullsServicer:
         now: Callable[[], float],
         registered_from: Callable[[str], Awaitable[str | None]],
         access: Access,
+        limits: Limits,
     ) -> None:
         self._now = now
         self._access = access
         self._registered_from = registered_from
         self._board = ProgressBoard()
-        self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_principal=2048)
-        self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_principal=256)
+        self._reporting = Budget(
+            min(limits.pulls, MAX_PULLS), "the coordinator has {} pulls that report"
+        )
+        self._watching_pulls = Budget(
+            limits.pull_watches, "the coordinator has {} watches of pulls"
+        )
         self._pulls_changed = asyncio.Event()
         self._stopped = asyncio.Event()
 
@@ -61,7 +67,7 @@ class PullsServicer:
         self, requests: AsyncIterator[pb.ProgressRequest], context: Any
     ) -> pb.ProgressResponse:
         reporter = object()
-        with self._reporting.admitted(context):
+        with self._reporting.held(payer_of(context)):
             try:
                 while (request := await _next(requests)) is not None:
                     status = pull_from_wire(request.pull)
@@ -87,7 +93,7 @@ class PullsServicer:
     async def WatchPulls(
         self, request: pb.WatchPullsRequest, context: Any
     ) -> AsyncIterator[pb.WatchPullsResponse]:
-        with self._watching_pulls.admitted(context):
+        with self._watching_pulls.held(payer_of(context)):
             changes, seen, is_first = self._board.changes, 0, True
             policy, sees = self._access.version, self._observed_by(context, request.name)
             while not self._stopped.is_set():
