@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import config_values as values
+from mx.core.budget import MEMORY_BYTES, REQUEST_BYTES
 from mx.errors import ConfigError
 from mx.records import record
 
@@ -240,6 +241,18 @@ class Settings:
         0, values.rate,
         "What is served at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per second.",
         _SERVE_PULL, "RATE", unset="no limit",
+    )
+    control_memory: int = _setting(
+        MEMORY_BYTES, values.sizes("64MiB", "1024GiB"),
+        "The memory that clients may take of this process by calls and registrations, like 512MB; "
+        "docs/bounds.md has the limits that follow.",
+        f"{_SERVE_PULL} coordinator", "SIZE", unset="1GiB",
+    )
+    max_request: int = _setting(
+        REQUEST_BYTES, values.sizes("65KiB", "4MiB"),
+        "The largest message that this process takes from a client. Releases before this one may "
+        "send more: 1100kB while a fleet has some.",
+        f"{_SERVE_PULL} coordinator", "SIZE", unset="65KiB",
     )
     drain_grace_s: float = _setting(
         10.0, values.seconds(0, 3600), "How long running reads may take to finish.",

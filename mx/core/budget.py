@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from mx.core.store import CountedKind, Store
 from mx.errors import CapacityError
 from mx.records import record
 from mx.units import GIB, KIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from mx.core.store import CountedKind, Store
 
 #: For so many principals units are reserved.
 PRINCIPALS = 64
@@ -152,9 +155,13 @@ class Budget:
         if held + more > shares.most:
             what = self._what.format(self._show(shares.most))
             return f"{what} of {principal}, its limit for one principal"
-        beyond = held + more - max(held, shares.reserved)
-        if beyond > 0 and beyond > shares.left(self._total, self._within_shares()):
-            return f"{self._what.format(self._show(self._total))}, its limit"
+        total = self.total
+        if total + more > shares.common:  # else no count by principal is needed
+            within = self._within_shares()
+            left = shares.left(total, within)
+            within += min(held + more, shares.reserved) - min(held, shares.reserved)
+            if shares.left(total + more, within) < min(left, 0):
+                return f"{self._what.format(self._show(total))}, its limit"
         return ""
 
     def _within_shares(self) -> int:

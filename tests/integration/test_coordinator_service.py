@@ -250,7 +250,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
 
 
 async def test_limits_are_said() -> None:
-    limits = Limits(models=1, sources=3, documents_nbytes=2 * 1000)
+    limits = Limits(models=1, sources=3, documents_nbytes=4 * 1000)
     small = CoordinatorState(new_store(), limits=limits)
     async with coordinator(small) as client:
         await register(client)

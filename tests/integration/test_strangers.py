@@ -45,7 +45,7 @@ SERVICE = "/mx.wire.v1.Coordinator/"
 STRANGER = "127.0.0.2"
 LOAD = ROOT / "benchmarks" / "crowd_load.py"
 
-#: A coordinator with room for 8 MiB of documents: 4 for one address.
+#: A coordinator with room for 16 MiB of documents.
 _SMALL = """
 import asyncio, signal, sys
 from mx.coordinator.daemon import Coordinator
@@ -53,7 +53,7 @@ from mx.coordinator.state import CoordinatorState
 from mx.core.budget import Limits
 
 async def main():
-    coordinator = Coordinator(state=CoordinatorState(limits=Limits(documents_nbytes=8 << 20)))
+    coordinator = Coordinator(state=CoordinatorState(limits=Limits(documents_nbytes=16 << 20)))
     print(await coordinator.start("127.0.0.1:0"), file=sys.stderr, flush=True)
     await asyncio.Event().wait()
 
