@@ -63,7 +63,7 @@ class Limits:
 
 
 @record(frozen=True, slots=True)
-class Shares:
+class BudgetShares:
     """How many units there are, and what is whose."""
 
     units: int
@@ -103,7 +103,7 @@ class Budget:
             what: What a refusal says is held: "this process has {} running calls".
             show: Formats a number of units for that.
         """
-        self.shares = Shares(units)
+        self.shares = BudgetShares(units)
         self._what = what
         self._show = show
         self._total = self._within = 0

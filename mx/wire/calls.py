@@ -32,7 +32,7 @@ _MOST_FAULTS = 16
 
 
 @record(slots=True)
-class _Connection:
+class _BusyConnection:
     """One that has running calls. `completed` says that a request of them was complete, and
     `faults` counts those that ended for what they are."""
 
@@ -71,7 +71,7 @@ class Calls:
         #: Called when there are `faulty` connections.
         self.on_faulty: Callable[[], None] = lambda: None
         self._incomplete: dict[str, dict[ServerCall, None]] = {}  # by principal, in order
-        self._of_peer: dict[str, _Connection] = {}
+        self._of_peer: dict[str, _BusyConnection] = {}
 
     @property
     def peers(self) -> frozenset[str]:
@@ -85,7 +85,7 @@ class Calls:
             CapacityError: There are too many, in all or from its principal.
         """
         peer = context.peer()
-        connection = self._of_peer.get(peer) or _Connection(_payer_of(context))
+        connection = self._of_peer.get(peer) or _BusyConnection(_payer_of(context))
         call = ServerCall(self, peer, connection.principal)
         self.running.check(call.principal)
         if not connection.calls:

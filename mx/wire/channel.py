@@ -106,7 +106,7 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
 def _released(channel: Any) -> Any:
     """Return a channel whose connection goes with its last call.
 
-    That of grpc.aio 1.83 gives each call a callback that refers to the call, for a set which forgets
+    That of grpc.aio 1.83 gives each call a callback that refers to the call, for a set that forgets
     calls by itself: a closed connection would stay open until garbage is collected.
     """
     calls = getattr(channel, "_active_calls", None)

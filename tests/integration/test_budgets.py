@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mx.core.budget import Limits, Shares
+from mx.core.budget import BudgetShares, Limits
 from mx.errors import CoordinatorError
 from mx.transport import TlsFiles
 from mx.wire.client import CoordinatorClient
@@ -187,7 +187,7 @@ async def test_a_fifth_tenant_registers_while_four_take_all_names(
     site: Site, authority: Authority
 ) -> None:
     limits = Limits.of(64 * MIB)
-    shares = Shares(limits.models)
+    shares = BudgetShares(limits.models)
     files = tenants(site, authority, 5)
     site.coordinator("--policy", str(site.policy), "--control-memory", "64MiB")
     found = []

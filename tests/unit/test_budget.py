@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.budget import MEMORY_BYTES, PRINCIPALS, Budget, Limits, Shares, StoredBudget
+from mx.core.budget import MEMORY_BYTES, PRINCIPALS, Budget, BudgetShares, Limits, StoredBudget
 from mx.core.memory_store import MemoryStore
 from mx.core.store import CountedKind
 from mx.errors import CapacityError
@@ -61,7 +61,7 @@ def test_limits_follow_from_the_memory() -> None:
     st.lists(st.tuples(st.integers(0, 80), st.integers(-40, 60)), max_size=200),
 )
 def test_units_add_up_and_a_share_is_always_there(units: int, steps: list[tuple[int, int]]) -> None:
-    budget, shares = Budget(units, "{}"), Shares(units)
+    budget, shares = Budget(units, "{}"), BudgetShares(units)
     store = MemoryStore(lambda: 0.0)
     stored = StoredBudget(units, "{}", store, CountedKind.SOURCES)
     held: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.answers import in_turn
-from mx.core.budget import Limits, Shares
+from mx.core.budget import BudgetShares, Limits
 from mx.core.changes import ChangeKind
 from mx.core.registry import RegisteredSource
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
@@ -37,7 +37,7 @@ IDS = [f"00000000-0000-4000-8000-00000000000{i}" for i in range(5)]
 WEIGHTS = {text: make_documents(text) for text in "ABC"}
 LIMITS = Limits(models=9, sources=7)
 #: All come from one address.
-MOST_MODELS, MOST_SOURCES = Shares(LIMITS.models).most, Shares(LIMITS.sources).most
+MOST_MODELS, MOST_SOURCES = BudgetShares(LIMITS.models).most, BudgetShares(LIMITS.sources).most
 
 ids = st.sampled_from(IDS)
 owns = st.sampled_from([True, True, True, True, False])
