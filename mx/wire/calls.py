@@ -29,16 +29,15 @@ _COMPLETE_S = 0.5
 #: A connection that has had so many incomplete messages, or that goes on for so many calls though
 #: it may do nothing here, is ended.
 _MOST_FAULTS = 16
+_MOST_REMEMBERED = 4096
 
 
 @record(slots=True)
 class _BusyConnection:
-    """One that has running calls. `completed` says that a request of them was complete, and
-    `faults` counts those that ended for what they are."""
+    """One that has running calls. `completed` says that a request of them was complete."""
 
     principal: str
     calls: int = 0
-    faults: int = 0
     completed: bool = False
 
 
@@ -66,6 +65,7 @@ class Calls:
         )
         #: The calls with an answer that has not been taken, in the order in which they were sent.
         self.unread: dict[ServerCall, None] = {}
+        self._faults: dict[str, int] = {}  # by connection, the latest last
         self._faulty: set[str] = set()
         self._flooding: set[str] = set()
         #: Called when there are `faulty` connections.
@@ -120,6 +120,8 @@ class Calls:
 
     def greedy(self) -> frozenset[str]:
         """Return the connections that have very many calls, of principals that have too."""
+        if self.running.total <= _MANY_CALLS:
+            return frozenset()
         return frozenset(
             peer
             for peer, each in self._of_peer.items()
@@ -140,11 +142,13 @@ class Calls:
 
     def fault(self, peer: str) -> None:
         """Record that a call was ended for what it is."""
-        connection = self._of_peer.get(peer)
-        if connection is not None:
-            connection.faults += 1
-            if connection.faults >= _MOST_FAULTS:
-                self._end_soon(peer)
+        count = self._faults.pop(peer, 0) + 1
+        if count >= _MOST_FAULTS:
+            self._end_soon(peer)
+            return
+        self._faults[peer] = count
+        if len(self._faults) > _MOST_REMEMBERED:
+            del self._faults[next(iter(self._faults))]
 
     def _blame(self, call: ServerCall) -> None:
         """End the connections that have the most of a principal's incomplete requests, of which it

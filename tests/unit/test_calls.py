@@ -125,3 +125,13 @@ def test_a_flood_of_incomplete_requests_ends_the_connections_that_have_many_of_t
             running.begin(Call("10.0.0.1", 0 if number > 5 else 1))
     assert running.faulty() == {"ipv4:10.0.0.1:0"}
     assert running.flooding() == (frozenset({"10.0.0.1"}), frozenset({honest.peer()}))
+
+
+def test_faults_are_remembered_from_call_to_call() -> None:
+    running = Calls()
+    for _ in range(16):
+        assert running.faulty() == frozenset()
+        one = Call("10.0.0.1")
+        running.begin(one).refused()
+        one.end()
+    assert running.faulty() == {one.peer()}
