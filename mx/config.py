@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mx import config_values as values
-from mx.core.budget import MEMORY_BYTES, REQUEST_BYTES
 from mx.errors import ConfigError
 from mx.records import record
 
@@ -243,13 +242,13 @@ class Settings:
         _SERVE_PULL, "RATE", unset="no limit",
     )
     control_memory: int = _setting(
-        MEMORY_BYTES, values.sizes("64MiB", "1024GiB"),
+        0, values.sizes("64MiB", "1024GiB"),
         "The memory that clients may take of this process by calls and registrations, like 512MB; "
         "docs/bounds.md has the limits that follow.",
         f"{_SERVE_PULL} coordinator", "SIZE", unset="1GiB",
     )
     max_request: int = _setting(
-        REQUEST_BYTES, values.sizes("65KiB", "4MiB"),
+        0, values.sizes("65KiB", "4MiB"),
         "The largest message that this process takes from a client. Releases before this one may "
         "send more: 1100kB while a fleet has some.",
         f"{_SERVE_PULL} coordinator", "SIZE", unset="65KiB",

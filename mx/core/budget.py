@@ -52,14 +52,15 @@ class Limits:
     nonces: int = 65_536
 
     @classmethod
-    def of(cls, memory_nbytes: int, request_nbytes: int = REQUEST_BYTES) -> Limits:
-        """Return the limits of a process that has so much memory for what clients cause."""
-        default = cls()
+    def of(cls, memory_nbytes: int, request_nbytes: int = 0) -> Limits:
+        """Return the limits of a process that has so much memory for what clients cause, and takes
+        requests of so many bytes; 0 for the defaults."""
+        default, memory_nbytes = cls(), memory_nbytes or MEMORY_BYTES
         scaled = {
             name: max(1, getattr(default, name) * memory_nbytes // MEMORY_BYTES)
             for name in cls.__slots__
         }
-        return cls(**scaled | {"request_nbytes": request_nbytes})
+        return cls(**scaled | {"request_nbytes": request_nbytes or REQUEST_BYTES})
 
 
 @record(frozen=True, slots=True)

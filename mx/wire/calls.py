@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,8 @@ _COMPLETE_S = 0.5
 #: it may do nothing here, is ended.
 _MOST_FAULTS = 16
 _MOST_REMEMBERED = 4096
+#: So long gRPC may go on to tell of a connection's calls once it is ended.
+_ENDING_S = 5.0
 
 
 @record(slots=True)
@@ -67,6 +70,7 @@ class Calls:
         self.unread: dict[ServerCall, None] = {}
         self._faults: dict[str, int] = {}  # by connection, the latest last
         self._faulty: set[str] = set()
+        self._ended: dict[str, float] = {}  # when they were last `faulty`
         self._flooding: set[str] = set()
         #: Called when there are `faulty` connections.
         self.on_faulty: Callable[[], None] = lambda: None
@@ -83,8 +87,11 @@ class Calls:
 
         Raises:
             CapacityError: There are too many, in all or from its principal.
+            CancelledError: Its connection is being ended: calls of it are still told.
         """
         peer = context.peer()
+        if self.clock() - self._ended.get(peer, -math.inf) < _ENDING_S:
+            raise asyncio.CancelledError  # its status could not be sent
         connection = self._of_peer.get(peer) or _BusyConnection(_payer_of(context))
         call = ServerCall(self, peer, connection.principal)
         self.running.check(call.principal)
@@ -132,6 +139,10 @@ class Calls:
     def faulty(self) -> frozenset[str]:
         """Return the connections that go on with calls that are ended for what they are."""
         found, self._faulty = frozenset(self._faulty), set()
+        for peer in found:
+            self._ended[peer] = self.clock()
+        while len(self._ended) > _MOST_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
         return found
 
     def flooding(self) -> tuple[frozenset[str], frozenset[str]]:

@@ -103,7 +103,7 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
     return channel  # type: ignore[no-any-return]
 
 
-def _released(channel: Any) -> Any:
+def _released(channel: grpc.aio.Channel) -> grpc.aio.Channel:
     """Return a channel whose connection goes with its last call.
 
     That of grpc.aio 1.83 gives each call a callback that refers to the call, for a set that forgets
@@ -111,7 +111,7 @@ def _released(channel: Any) -> Any:
     """
     calls = getattr(channel, "_active_calls", None)
     if calls is not None and hasattr(channel, "_register_call"):
-        channel._register_call = calls.add
+        vars(channel)["_register_call"] = calls.add
     return channel
 
 
