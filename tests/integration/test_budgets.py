@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from mx.core.budget import BudgetShares, Limits
-from mx.errors import CoordinatorError
+from mx.errors import CoordinatorError, MxError
 from mx.transport import TlsFiles
+from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
 from tests.support.certificates import Authority
 from tests.support.clients import client_of
@@ -82,7 +83,9 @@ def half_sent(
 
 
 async def cost_of(
-    pid: int, attacks: list[contextlib.AbstractContextManager[Callable[[], int]]], honest: object
+    pid: int,
+    attacks: Sequence[contextlib.AbstractContextManager[Callable[[], int]]],
+    honest: Callable[[], Awaitable[object]],
 ) -> int:
     """Return by how much a process's memory grows at most while clients attack it, and honest
     calls are answered."""
@@ -93,7 +96,6 @@ async def cost_of(
         for _ in range(6):  # three seconds
             for calls in running:
                 await asyncio.to_thread(calls)
-            assert callable(honest)
             await honest()
         assert all(calls() >= 250 for calls in running)
     return memory(pid, "VmHWM") - before
@@ -199,3 +201,22 @@ async def test_a_fifth_tenant_registers_while_four_take_all_names(
     assert counts == [shares.most, shares.most, *[shares.reserved] * 3]
     assert "its limit for one principal" in found[0][1] and found[3][1].endswith("its limit")
     assert found[4] == (shares.reserved, "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "pieces", "taken"),
+    [((), 64, True), ((), 1024, False), (("--max-request", "1100kB"), 1024, True)],
+    ids=["pieces", "pages", "pages by setting"],
+)
+async def test_pages_of_the_release_before_are_taken_where_a_setting_allows_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, setting: tuple[str, ...], pieces: int, taken: bool
+) -> None:
+    documents = make_documents("large", nbytes=1_500_000)
+    monkeypatch.setattr(wire_documents, "PIECE_BYTES", pieces << 10)
+    address, _ = start_coordinator(run, *setting)
+    refused = pytest.raises(MxError, match="larger than max")
+    async with client_of(address, timeout_s=60.0) as client:
+        with contextlib.nullcontext() if taken else refused:
+            record = make_record(documents)
+            await register_at(client, record, by_digest(documents), source_secret=SECRET)
+        assert len(await client.list_sources()) == taken

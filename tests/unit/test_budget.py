@@ -70,8 +70,8 @@ def test_units_add_up_and_a_share_is_always_there(units: int, steps: list[tuple[
         more = max(more, -held[principal])
         assert budget.fits(principal, more) == stored.fits(principal, more)
         if more <= 0 or budget.fits(principal, more):
-            for each in (budget, stored):
-                each.take(principal, more)
+            for counted in (budget, stored):
+                counted.take(principal, more)
             held[principal] += more
         assert budget.total == stored.total == held.total() <= units
         assert max(held.values(), default=0) <= shares.most
