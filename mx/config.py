@@ -253,6 +253,18 @@ class Settings:
         "What is served at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per second.",
         _SERVE_PULL, "RATE", unset="no limit",
     )
+    control_memory: int = _setting(
+        0, values.sizes("64MiB", "1024GiB"),
+        "The memory that clients may take of this process by calls and registrations, like 512MB; "
+        "docs/bounds.md has the limits that follow.",
+        f"{_SERVE_PULL} coordinator", "SIZE", unset="1GiB",
+    )
+    max_request: int = _setting(
+        0, values.sizes("65KiB", "4MiB"),
+        "The largest message that this process takes from a client. Releases before this one may "
+        "send more: 1100kB while a fleet has some.",
+        f"{_SERVE_PULL} coordinator", "SIZE", unset="65KiB",
+    )
     drain_grace_s: float = _setting(
         10.0, values.seconds(0, 3600), "How long running reads may take to finish.",
         "serve", "TIME",

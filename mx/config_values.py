@@ -64,6 +64,16 @@ def count(low: int, high: int) -> Callable[[object], int]:
 #: Reads a number of bytes, or 0.
 size = _parsed("a size, like 64GB or 512MiB", (str, int), parse_bytes)
 
+
+def sizes(low: str, high: str) -> Callable[[object], int]:
+    """Return a reader of a number of bytes within these bounds, or 0."""
+    least, most = parse_bytes(low), parse_bytes(high)
+    right = f"a size from {low} to {high}, or 0 for the default"
+    return _parsed(
+        right, (str, int), parse_bytes, lambda found: found == 0 or least <= found <= most
+    )
+
+
 #: Reads bytes per second, or 0.
 rate = _parsed(
     "a rate of at least 1MB/s, like 500MB/s or 2Gbit/s, or 0 for none",

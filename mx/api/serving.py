@@ -24,6 +24,7 @@ from mx.api.holding import hold, lend, taken_in
 from mx.api.source import Source
 from mx.codec import check_model_key
 from mx.core import layout_rules
+from mx.core.budget import Limits
 from mx.core.limits import Bounds
 from mx.core.reference import parse_reference
 from mx.core.types import ModelKey
@@ -91,6 +92,7 @@ def source_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         bounds=Bounds(settings.max_readers, settings.max_bandwidth),
+        limits=Limits.of(settings.control_memory, settings.max_request),
         name_key=name_key,
     )
 
@@ -146,7 +148,10 @@ async def join_or_embed(
     key = await runtime.in_thread(receipt_key_of, settings.receipt_key, named, address)
     tls = tls_of(settings)
     access = Access(settings.policy, tls, what="coordinator")
-    coordinator = Coordinator(lease_s=settings.lease_s, receipt_key=key, access=access)
+    limits = Limits.of(settings.control_memory, settings.max_request)
+    coordinator = Coordinator(
+        lease_s=settings.lease_s, receipt_key=key, access=access, limits=limits
+    )
     try:
         await coordinator.start(address, tls=tls, insecure=settings.insecure)
     except BaseException as error:

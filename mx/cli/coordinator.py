@@ -7,6 +7,7 @@ import typer
 from mx.cli import notify, options, outcome
 from mx.cli.commands import Command
 from mx.coordinator import daemon
+from mx.core.budget import Limits
 
 app = typer.Typer(
     name="mx-coordinator",
@@ -53,6 +54,7 @@ def coordinator(
             state=settings.state,
             policy=settings.policy,
             lease_s=settings.lease_s,
+            limits=Limits.of(settings.control_memory, settings.max_request),
             receipt_key=settings.receipt_key,
             receipt_key_named=options.named(settings, "receipt_key"),
         ),

@@ -22,6 +22,7 @@ from mx.coordinator.events import log_changes
 from mx.coordinator.figures import Figures
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import CoordinatorState, open_state
+from mx.core.budget import Limits
 from mx.errors import ConfigError
 from mx.log import event
 from mx.records import record
@@ -54,6 +55,8 @@ class CoordinatorOptions:
     #: The file that says who may do what; "" for none.
     policy: str = ""
     lease_s: float = 5.0
+    #: What clients may have.
+    limits: Limits = Limits()
     #: The file with the key of its receipts; "" for a key that ends with it.
     receipt_key: str = ""
     #: Where the user has named that file, "" if it is the default one.
@@ -123,14 +126,16 @@ class Coordinator:
         state: str | CoordinatorState = "memory",
         receipt_key: bytes | None = None,
         access: Access | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """
         Args:
             lease_s: How long a source stays listed after a heartbeat, in seconds.
-            state: As in `open_state`, or the state, which `stop` closes.
+            state: As in `open_state`, or the state, which `stop` closes and whose limits hold.
             receipt_key: By which a later life of this coordinator knows its bindings again
                 (`receipt_key_of`); None: none does.
             access: Who may do what; None: everybody everything.
+            limits: What clients may have.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -139,7 +144,9 @@ class Coordinator:
             raise ConfigError(
                 f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
             )
-        self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
+        if isinstance(state, str):
+            state = open_state(state, lease_s=lease_s, limits=limits)
+        self._state = state
         self.access = access or Access()
         self._servicer = CoordinatorServicer(
             self._state, receipt_key=receipt_key, access=self.access
@@ -208,6 +215,7 @@ class Coordinator:
             tls=tls,
             insecure=insecure,
             access=self.access,
+            limits=self._state.limits,
         )
 
     async def _tick(self) -> None:
@@ -256,7 +264,11 @@ async def _serve(
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     access = Access(options.policy, options.tls, what="coordinator")
     coordinator = Coordinator(
-        lease_s=options.lease_s, state=options.state, receipt_key=key, access=access
+        lease_s=options.lease_s,
+        state=options.state,
+        receipt_key=key,
+        access=access,
+        limits=options.limits,
     )
     try:
         await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)

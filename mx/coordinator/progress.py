@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import own_host, takes_requests
 from mx.coordinator.paging import pages_of
 from mx.coordinator.view import Views
 from mx.coordinator.watchers import INTERVAL_S
+from mx.core.budget import Budget
 from mx.core.policy import Right
 from mx.core.progress_board import MAX_PULLS
 from mx.errors import ClosedError, PeerProtocolError
-from mx.wire.principals import caller_of
+from mx.wire.principals import caller_of, payer_of
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -46,8 +46,13 @@ class PullsServicer:
         self._view = views.of
         self._board = views.board
         self._now = views.state.now
-        self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_principal=2048)
-        self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_principal=256)
+        limits = views.state.limits
+        self._reporting = Budget(
+            min(limits.pulls, MAX_PULLS), "the coordinator has {} pulls that report"
+        )
+        self._watching_pulls = Budget(
+            limits.pull_watches, "the coordinator has {} watches of pulls"
+        )
         self._pulls_changed = asyncio.Event()
         self._stopped = asyncio.Event()
 
@@ -56,7 +61,7 @@ class PullsServicer:
     ) -> pb.ProgressResponse:
         reporter, caller, checked, measured = object(), caller_of(context), None, ""
         moves = False  # to another connection, which reports it further
-        with self._reporting.admitted(context):
+        with self._reporting.held(caller.name):
             try:
                 while (request := await _next(requests)) is not None:
                     status, view = pull_from_wire(request.pull), self._view(context)
@@ -86,7 +91,7 @@ class PullsServicer:
     async def WatchPulls(
         self, request: pb.WatchPullsRequest, context: Any
     ) -> AsyncIterator[pb.WatchPullsResponse]:
-        with self._watching_pulls.admitted(context):
+        with self._watching_pulls.held(payer_of(context)):
             watch, is_first = self._view(context).pull_watch(request.name), True
             while not self._stopped.is_set():
                 found, gone = watch.take()

@@ -17,16 +17,16 @@ from dataclasses import replace
 
 from blake3 import blake3
 
+from mx.core.budget import Budget, Limits
 from mx.core.marks import Mark
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
 from mx.core.registration import Registration
-from mx.errors import CapacityError, ConfigError, NotAllowedError, UnknownSourceError
+from mx.errors import ConfigError, NotAllowedError, UnknownSourceError
 from mx.publickey import is_signed
 from mx.wire.v1 import coordinator_pb2 as pb
 
 #: How long a nonce is good: longer than the upload of a large manifest takes.
 NONCE_S = 120.0
-_MAX_USED = 100_000
 _LIFE_BYTES = 16
 _HEAD = struct.Struct(">d16s")
 #: No receipt begins so: after its life comes JSON.
@@ -37,25 +37,39 @@ _SEEN = b"mx note of what a reader has seen, version 1: "
 class Nonces:
     """The nonces of one life of a coordinator."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """
+        Args:
+            most: The most that may have been used lately.
+        """
         self._key = secrets.token_bytes(32)
-        self._used: OrderedDict[bytes, float] = OrderedDict()  # and until when it would be good
+        self._budget = Budget(
+            most, f"the coordinator has had {{}} registrations within {NONCE_S:g} s"
+        )
+        #: Until when each would be good, and who used it.
+        self._used: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
     def issue(self, now: float) -> bytes:
         """Return a nonce that is good from now on."""
         head = _HEAD.pack(now, secrets.token_bytes(16))
         return head + blake3(head, key=self._key).digest()
 
-    def use(self, now: float, nonce: bytes) -> None:
+    def use(self, now: float, nonce: bytes, principal: str) -> None:
         """Use up a nonce.
+
+        Args:
+            now: The time.
+            nonce: The nonce.
+            principal: Who uses it.
 
         Raises:
             UnknownSourceError: It is of another life of the coordinator, or too old.
             NotAllowedError: It was used before.
-            CapacityError: Too many were used lately.
+            CapacityError: Too many were used lately, in all or by the principal.
         """
-        while self._used and next(iter(self._used.values())) <= now:
-            self._used.popitem(last=False)
+        while self._used and next(iter(self._used.values()))[0] <= now:
+            _, (_, used_by) = self._used.popitem(last=False)
+            self._budget.take(used_by, -1)
         head, mac = nonce[: _HEAD.size], nonce[_HEAD.size :]
         if not hmac.compare_digest(blake3(head, key=self._key).digest(), mac):
             raise UnknownSourceError("the coordinator restarted while the source registered")
@@ -64,17 +78,20 @@ class Nonces:
             raise NotAllowedError("this registration was sent before")
         if not issued_s <= now < issued_s + NONCE_S:
             raise UnknownSourceError(f"the registration took more than {NONCE_S:g} s")
-        if len(self._used) >= _MAX_USED:
-            raise CapacityError(f"more than {_MAX_USED} registrations within {NONCE_S:g} s")
+        self._budget.add(principal)
         # By the time of use, so that the first is the first that ends.
-        self._used[nonce] = now + NONCE_S
+        self._used[nonce] = now + NONCE_S, principal
 
 
 class Proofs:
     """Checks what a source says of itself when it registers, and makes receipts."""
 
     def __init__(
-        self, receipt_key: bytes | None, now: Callable[[], float], epoch: Callable[[], str]
+        self,
+        receipt_key: bytes | None,
+        now: Callable[[], float],
+        epoch: Callable[[], str],
+        most_nonces: int = Limits().nonces,
     ) -> None:
         """
         Args:
@@ -82,9 +99,10 @@ class Proofs:
                 marks end with it.
             now: Returns the time on a clock that never goes back.
             epoch: Returns the epoch of the state: that is the life which receipts are of.
+            most_nonces: The most registrations with a proof within `NONCE_S`.
         """
         self._receipt_key = receipt_key or secrets.token_bytes(32)
-        self._nonces = Nonces()
+        self._nonces = Nonces(most_nonces)
         self._now = now
         self._epoch = epoch
 
@@ -92,12 +110,13 @@ class Proofs:
         """Return a nonce for one registration."""
         return self._nonces.issue(self._now())
 
-    def check(self, registration: Registration, source: pb.Source) -> None:
+    def check(self, registration: Registration, source: pb.Source, principal: str) -> None:
         """Check that a source holds the key of the commitment that it registers with, if any.
 
         Args:
             registration: What it asks for.
             source: Its message, which has the proof.
+            principal: Who registers it.
 
         Raises:
             NotAllowedError: It does not, or updates a name without one.
@@ -127,7 +146,7 @@ class Proofs:
             raise NotAllowedError(
                 f"the source does not hold the key of its commitment for {key.name}"
             )
-        self._nonces.use(self._now(), source.nonce)
+        self._nonces.use(self._now(), source.nonce, principal)
 
     def receipt(self, bound: Receipt | None) -> bytes:
         """Return the receipt of a binding, b"" for none."""

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from mx import codec
-from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import check_places, own_port
 from mx.coordinator.decoding import Decoded
 from mx.coordinator.listings import ListingServicer
@@ -26,6 +25,7 @@ from mx.coordinator.view import View, Views
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
 from mx.core.answers import Listed, in_order, in_turn
+from mx.core.budget import Budget
 from mx.core.changes import ChangeKind, Tail
 from mx.core.ownership import Receipt
 from mx.core.policy import Right
@@ -43,7 +43,7 @@ from mx.errors import (
 )
 from mx.wire.address import host_of_peer
 from mx.wire.documents import pages
-from mx.wire.principals import Access, caller_of
+from mx.wire.principals import Access, caller_of, payer_of
 from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -81,7 +81,8 @@ class CoordinatorServicer(ListingServicer):
         access = access or Access()
         super().__init__(Views(state, access))
         self._state = state
-        self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch)
+        nonces = state.limits.nonces
+        self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch, nonces)
         self._marks = Marks(state.store, self._proofs, state.lease_s)
         self._decoded = Decoded()
         self._rng = random.Random()
@@ -89,10 +90,10 @@ class CoordinatorServicer(ListingServicer):
         self._names = MeantLog()
         self._layouts = layout_rules.InUse(state.now())
         self._watchers: dict[str, set[Watcher]] = {}
-        # A thousand sources may be behind one address, but no address may take the whole limit.
-        self._registering = StreamBounds("registrations", in_all=4096, per_principal=2048)
-        self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_principal=4096)
-        self._watching = StreamBounds("watches", in_all=4096, per_principal=1024)
+        limits = state.limits
+        self._registering = Budget(limits.registrations, "the coordinator has {} registrations")
+        self._beating = Budget(limits.heartbeats, "the coordinator has {} heartbeat streams")
+        self._watching = Budget(limits.watches, "the coordinator has {} watches")
         #: The times until which heartbeats are waited for.
         self._silences: set[asyncio.Timeout] = set()
         state.follow(self._on_changes)
@@ -109,17 +110,17 @@ class CoordinatorServicer(ListingServicer):
     def streams(self) -> dict[str, int]:
         """Return how many streams are open, by kind."""
         return {
-            "registration": self._registering.count,
-            "heartbeat": self._beating.count,
-            "watch": self._watching.count,
-            "pull": self._reporting.count,
-            "pull watch": self._watching_pulls.count,
+            "registration": self._registering.total,
+            "heartbeat": self._beating.total,
+            "watch": self._watching.total,
+            "pull": self._reporting.total,
+            "pull watch": self._watching_pulls.total,
         }
 
     def on_call(self, context: Any, versions: Versions) -> None:
-        """Refuse a caller whose certificate names no process, and note the layout version of one
-        that does not plan the newest."""
-        self._access.caller(context)
+        """Refuse a caller whose certificate names no process, or one that may do nothing, and note
+        the layout version of one that does not plan the newest."""
+        self._access.require_some(context)
         newest = versions.layout.high
         if newest < layout_rules.newest():
             self._layouts.began(newest)
@@ -147,7 +148,7 @@ class CoordinatorServicer(ListingServicer):
         return pb.LayoutResponse(version=version)
 
     async def Register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
-        with self._registering.admitted(context):
+        with self._registering.held(payer_of(context)):
             try:
                 async with asyncio.timeout(REGISTER_TIMEOUT_S):
                     return await self._register(requests, context)
@@ -221,7 +222,7 @@ class CoordinatorServicer(ListingServicer):
                 await upload.add(request.page)
             await upload.finish(self._decoded)
         await self._marks.heed(first.mark, address)
-        self._proofs.check(registration, first.source)
+        self._proofs.check(registration, first.source, address)
         receipt = self._proofs.read(registration.intent.receipt)
         return await self._state.register(
             registration, upload.documents, receipt=receipt, address=address
@@ -239,7 +240,7 @@ class CoordinatorServicer(ListingServicer):
     ) -> AsyncIterator[pb.HeartbeatResponse]:
         caller, checked, view = caller_of(context), None, self._view(context)
         told: Receipt | None = None
-        with self._beating.admitted(context):
+        with self._beating.held(caller.name):
             async for request in self._until_stopped(requests):
                 source_id = codec.source_id_from_wire(request.source_id)
                 await self._marks.heed(request.mark)
@@ -377,7 +378,7 @@ class CoordinatorServicer(ListingServicer):
         return [self._messages.source(each.record) for each in in_order(taken)]
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
-        with self._watching.admitted(context):
+        with self._watching.held(payer_of(context)):
             await self._state.tick()
             policy, view = self._access.version, self._view(context)
             watcher = view.watcher(self._log, request.name, request.revision)

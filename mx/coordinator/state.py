@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from mx.core.budget import Limits
 from mx.core.changes import ChangeKind, Tail
 from mx.core.documents import Documents
 from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
-from mx.core.registry import Limits, RegisteredSource, Registry
+from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import Store
 from mx.core.types import SourceRecord
 from mx.errors import ConfigError, MxError, PeerProtocolError
-from mx.units import MIB
 
 _T = TypeVar("_T")
 
@@ -44,28 +44,27 @@ class CoordinatorState:
         lease_s: float = 5.0,
         grace_s: float = 60.0,
         limits: Limits | None = None,
-        document_limit_nbytes: int = 512 * MIB,
     ) -> None:
         """
         Args:
             store: Where the state is; None for a new one in memory.
             lease_s: How long a source stays listed after a heartbeat.
             grace_s: How long bindings and documents outlive their last source.
-            limits: The most models and sources.
-            document_limit_nbytes: The most bytes of documents.
+            limits: What clients may have of everything.
         """
         self._store = store or MemoryStore(time.monotonic)
         self.lease_s = lease_s
         self.now = self._store.clock
+        self.limits = limits or Limits()
         self._registry = Registry(
             self._store,
             lease_s=lease_s,
             first_lease_s=_FIRST_LEASES * lease_s,
             binding_grace_s=grace_s,
-            limits=limits,
+            limits=self.limits,
         )
         self._documents = Documents(
-            self._store, limit_nbytes=document_limit_nbytes, grace_s=grace_s
+            self._store, limit_nbytes=self.limits.documents_nbytes, grace_s=grace_s
         )
         self._listeners: list[Listener] = []
         #: By source, the address that pays for its documents: the one that it first came from.
@@ -303,12 +302,15 @@ def not_sent(digest: bytes) -> PeerProtocolError:
     )
 
 
-def open_state(spec: str, *, lease_s: float = 5.0) -> CoordinatorState:
+def open_state(
+    spec: str, *, lease_s: float = 5.0, limits: Limits | None = None
+) -> CoordinatorState:
     """Return the state that `state` names. It begins with `CoordinatorState.open`.
 
     Args:
         spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
         lease_s: How long a source stays listed after a heartbeat.
+        limits: What clients may have of everything.
 
     Raises:
         ConfigError: It is none of these, or a library is missing.
@@ -329,4 +331,4 @@ def open_state(spec: str, *, lease_s: float = 5.0) -> CoordinatorState:
             f"`state={kind}` is not a kind of state",
             hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
         )
-    return CoordinatorState(store, lease_s=lease_s)
+    return CoordinatorState(store, lease_s=lease_s, limits=limits)

@@ -78,7 +78,7 @@ def admit(
         if binding is None and not listed:
             raise refusal
     if binding is None or _restores_layout(binding, ref, found, claim):
-        bindings.quota.check(address)
+        bindings.budget.check(address)
     elif binding.ref.layout != ref.layout:
         raise BindingError(
             f"{key} is listed in layout {binding.ref.layout_version}, and these are the same "

@@ -43,8 +43,8 @@ from contextlib import contextmanager
 from mx.core.answers import Listed
 from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
+from mx.core.budget import Budget
 from mx.core.changes import Answered, Meant
-from mx.core.counts import Quota
 from mx.core.name_state import Kept, NameState
 from mx.core.ownership import Receipt
 from mx.core.store import CountedKind, Store
@@ -68,15 +68,15 @@ class Admission:
 class Bindings:
     """All bindings in a store. Not thread-safe. `now` never goes back."""
 
-    def __init__(self, store: Store, *, grace_s: float, quota: Quota) -> None:
+    def __init__(self, store: Store, *, grace_s: float, budget: Budget) -> None:
         """
         Args:
             store: Where they are.
             grace_s: How long a binding outlives its last source.
-            quota: Bounds the bindings.
+            budget: Bounds the bindings.
         """
         self.grace_s = grace_s
-        self.quota = quota
+        self.budget = budget
         #: While the state is in doubt nothing that contests a name gets it.
         self.in_doubt = False
         self._store = store
@@ -351,12 +351,12 @@ class Bindings:
         self, state: NameState, key: ModelKey, ref: ManifestRef, address: str, *, bound: bool
     ) -> Binding:
         state.numbers += 1
-        self.quota.add(address)
+        self.budget.take(address)
         self._store.append(Answered(ref, held=True))
         return Binding(key, ref, state.numbers, address, bound)
 
     def _end(self, binding: Binding) -> None:
-        self.quota.remove(binding.address)
+        self.budget.take(binding.address, -1)
         self._store.append(Answered(binding.ref, held=False))
 
     def _leave(
@@ -420,7 +420,7 @@ class Bindings:
     def _keep_few(self) -> None:
         """Free names that are kept, if they are more than models may be: of the address that has
         the most the one that would be free first."""
-        while self._store.counted(CountedKind.KEPT_NAMES, "")[0] > self.quota.limit:
+        while self._store.counted(CountedKind.KEPT_NAMES, "")[0] > self.budget.shares.units:
             kept = [(s.name, s.kept) for s in self._store.names() if s.kept is not None]
             counts = Counter(each.address for _, each in kept)
             most = max(counts, key=counts.__getitem__)

@@ -6,12 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+from mx.core.budget import Limits, of_bytes
 from mx.core.store import Store
-from mx.errors import CapacityError
-from mx.units import MIB, format_bytes
-
-#: One address may fill this part of the limit: a quarter.
-_ADDRESSES = 4
 
 
 class Documents:
@@ -21,13 +17,17 @@ class Documents:
     `release`).
 
     A document is dropped `grace_s` after the last binding or source that names it is gone.
-    `limit_nbytes` bounds the documents and the reservations together, and a quarter of it those of
-    one address. An address pays for what it reserves and for the documents that it has put; once
-    none of its sources holds a document any more, another address whose sources do pays for it.
+    A budget bounds the documents and the reservations together. An address pays for what it
+    reserves and for the documents that it has put; once none of its sources holds a document any
+    more, another address whose sources do pays for it.
     """
 
     def __init__(
-        self, store: Store, *, limit_nbytes: int = 512 * MIB, grace_s: float = 60.0
+        self,
+        store: Store,
+        *,
+        limit_nbytes: int = Limits().documents_nbytes,
+        grace_s: float = 60.0,
     ) -> None:
         """
         Args:
@@ -35,11 +35,9 @@ class Documents:
             limit_nbytes: The most bytes of documents and reservations together.
             grace_s: How long a document outlives its last holder.
         """
-        self.limit_nbytes = limit_nbytes
         self.grace_s = grace_s
-        self.used_nbytes = 0
         self._store = store
-        self._used_by: Counter[str] = Counter()
+        self._budget = of_bytes(limit_nbytes, "the coordinator holds {} of documents")
         self._nbytes: dict[bytes, int] = {}
         self._payers: dict[bytes, str] = {}
         # Of each document that is held, the number of holders by address; "" for bindings.
@@ -65,7 +63,7 @@ class Documents:
         for digest, nbytes in documents:
             if digest not in self._nbytes:
                 self._nbytes[digest], self._payers[digest] = nbytes, address
-                self._charge(nbytes, address)
+                self._budget.take(address, nbytes)
 
     def __len__(self) -> int:
         return len(self._nbytes)
@@ -74,9 +72,14 @@ class Documents:
         """Return the document, or None if it is not here."""
         return self._store.document(digest)
 
+    @property
+    def used_nbytes(self) -> int:
+        """The bytes of documents and reservations together."""
+        return self._budget.total
+
     def used_by(self, address: str) -> int:
         """Return the bytes of documents and reservations that an address pays for."""
-        return self._used_by[address]
+        return self._budget.of(address)
 
     def keep(self, now: float, digest: bytes, address: str = "") -> bool:
         """Return True if the document is here.
@@ -98,24 +101,13 @@ class Documents:
             address: Who uploads.
 
         Raises:
-            CapacityError: The store would exceed `limit_nbytes`, or the share of this address.
+            CapacityError: The documents would exceed the limit, or what one address may have.
         """
-        if self.used_nbytes + nbytes > self.limit_nbytes:
-            raise CapacityError(
-                f"the coordinator holds {format_bytes(self.used_nbytes)} of documents, and "
-                f"{format_bytes(nbytes)} more would exceed its limit"
-            )
-        if not self._has_share(nbytes, address):
-            raise CapacityError(
-                f"the coordinator holds {format_bytes(self._used_by[address])} of documents from "
-                f"{address or 'this address'}, and {format_bytes(nbytes)} more would exceed its "
-                "limit for one address"
-            )
-        self._charge(nbytes, address)
+        self._budget.add(address, nbytes)
 
     def unreserve(self, nbytes: int, address: str = "") -> None:
         """Return space that `reserve` reserved."""
-        self._charge(-nbytes, address)
+        self._budget.take(address, -nbytes)
 
     def put(self, now: float, digest: bytes, data: bytes, address: str = "") -> None:
         """Store a document whose digest the caller has verified.
@@ -188,25 +180,17 @@ class Documents:
     def _drop(self, digest: bytes) -> None:
         del self._drop_at[digest]
         self._store.drop_document(digest)
-        self._charge(-self._nbytes.pop(digest), self._payers.pop(digest))
-
-    def _charge(self, nbytes: int, address: str) -> None:
-        self.used_nbytes += nbytes
-        self._used_by[address] += nbytes
-        if not self._used_by[address]:
-            del self._used_by[address]
-
-    def _has_share(self, nbytes: int, address: str) -> bool:
-        return self._used_by[address] + nbytes <= self.limit_nbytes // _ADDRESSES
+        self._budget.take(self._payers.pop(digest), -self._nbytes.pop(digest))
 
     def _pays_for(self, digest: bytes, address: str) -> bool:
         """Let an address pay for a document. Return False if its share is too small for that."""
         if self._payers[digest] != address:
-            nbytes = self._nbytes[digest]
-            if not self._has_share(nbytes, address):
+            nbytes, before = self._nbytes[digest], self._payers[digest]
+            self._budget.take(before, -nbytes)
+            fits = self._budget.fits(address, nbytes)
+            self._budget.take(address if fits else before, nbytes)
+            if not fits:
                 return False
-            self._charge(-nbytes, self._payers[digest])
-            self._charge(nbytes, address)
             self._payers[digest] = address
         return True
 

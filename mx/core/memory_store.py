@@ -154,6 +154,9 @@ class MemoryStore(Store):
     def counted(self, kind: CountedKind, address: str) -> tuple[int, int]:
         return self._totals[kind], self._counts[kind][address]
 
+    def counted_within(self, kind: CountedKind, most: int) -> int:
+        return sum(min(count, most) for count in self._counts[kind].values())
+
     def count(self, kind: CountedKind, address: str, by: int) -> None:
         self._totals[kind] += by
         counts = self._counts[kind]

@@ -22,9 +22,9 @@ from mx.core.admission import RegistrationClaim, admit
 from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved, in_order
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
+from mx.core.budget import Limits, StoredBudget
 from mx.core.bundles import summaries
 from mx.core.changes import Change, ChangeKind
-from mx.core.counts import Quota
 from mx.core.meanings import meaning
 from mx.core.ownership import Receipt
 from mx.core.registration import Registration
@@ -36,20 +36,6 @@ from mx.records import record
 
 #: Why a source is gone that will be back.
 _FOR_NOW = "withdrawn for now"
-
-
-@record(frozen=True, slots=True)
-class Limits:
-    """The bounds beyond which a registration is refused with CapacityError.
-
-    One principal, without certificates an address, may use only a part of the total: enough for a
-    thousand sources.
-    """
-
-    models: int = 4096
-    sources: int = 10_000
-    models_per_principal: int = 1024
-    sources_per_principal: int = 4096
 
 
 @record(frozen=True, slots=True)
@@ -92,21 +78,13 @@ class Registry:
         self._now = self._began_s = -math.inf
         self._restores_s = -math.inf  # since when receipts of an earlier life count
         self._settled_s = -math.inf  # the end of the last doubt after which names were settled
-        self._quota = Quota(
-            store,
-            CountedKind.SOURCES,
-            "lists {} sources",
-            limit=self.limits.sources,
-            per_principal=self.limits.sources_per_principal,
+        self._budget = StoredBudget(
+            self.limits.sources, "the coordinator lists {} sources", store, CountedKind.SOURCES
         )
-        models = Quota(
-            store,
-            CountedKind.MODELS,
-            "knows {} models",
-            limit=self.limits.models,
-            per_principal=self.limits.models_per_principal,
+        models = StoredBudget(
+            self.limits.models, "the coordinator knows {} models", store, CountedKind.MODELS
         )
-        self._bindings = Bindings(store, grace_s=binding_grace_s, quota=models)
+        self._bindings = Bindings(store, grace_s=binding_grace_s, budget=models)
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -143,7 +121,7 @@ class Registry:
         known = self._store.source(record.source_id)
         self._check_owner(record, digest, known)
         if known is None:
-            self._quota.check(address)
+            self._budget.check(address)
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
         claim = RegistrationClaim(
@@ -171,8 +149,8 @@ class Registry:
         record = replace(record, model=admission.key, commitment=commitment)
         record = self._as_named(record, number)
         if known is not None:
-            self._quota.remove(known.address)
-        self._quota.add(address)
+            self._budget.take(known.address, -1)
+        self._budget.take(address)
         listed = Listed(record, digest, self._now, address, binding=number)
         self._store.put_source(listed)
         self._renew(listed, readers, gb_per_s, first=True)
@@ -553,7 +531,7 @@ class Registry:
     def _drop(self, source_id: str, reason: str) -> None:
         listed = self.source(source_id)
         self._store.drop(source_id)
-        self._quota.remove(listed.address)
+        self._budget.take(listed.address, -1)
         record = listed.record
         by = record.commitment if reason == "deregistered" else b""
         keeps_place = reason == _FOR_NOW

@@ -206,6 +206,10 @@ class Store(ABC):
         """Return how many there are of a kind, in all and from an address."""
 
     @abstractmethod
+    def counted_within(self, kind: CountedKind, most: int) -> int:
+        """Return how many of a kind there are, but of each address `most` at most."""
+
+    @abstractmethod
     def count(self, kind: CountedKind, address: str, by: int) -> None:
         """Count some more of a kind from an address, or fewer."""
 

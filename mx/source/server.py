@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mx import discovery, trace
+from mx.core.budget import Limits
 from mx.core.grants import Principal
 from mx.core.limits import Bounds
 from mx.core.topology import Place
@@ -76,6 +77,8 @@ class SourceOptions:
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
     bounds: Bounds = UNBOUNDED
+    #: What clients may have by calls.
+    limits: Limits = Limits()
     #: What this process owns names with; None: it owns none.
     name_key: NameKey | None = None
 
@@ -233,6 +236,7 @@ class SourceServer:
             insecure=self.options.insecure,
             dialled=self._host,
             access=servicer.access,
+            limits=self.options.limits,
         )
 
     async def offer(self, held: HeldModel, participant: Participant | None = None) -> None:

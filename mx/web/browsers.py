@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from starlette.types import Receive, Scope, Send
 
+from mx.core.budget import Budget
 from mx.web.follow import Connectivity, Follower
 
-#: The most browsers, in all and from one address.
-MAX_BROWSERS = 64
-MAX_BROWSERS_OF_ONE = 24
+#: The most browsers.
+MAX_BROWSERS = 128
 #: The least time between two messages: a browser that is told more often shows no more.
 INTERVAL_S = 0.25
 TICK_S = 5.0
@@ -27,10 +24,6 @@ TICK_S = 5.0
 END_S = 0.5
 #: The most rows of one message.
 SLICE = 200
-
-
-class FullError(Exception):
-    """There are too many browsers; `str` says whose."""
 
 
 class Browsers:
@@ -48,33 +41,13 @@ class Browsers:
         self._follower = follower
         self._address = address
         self._headers = headers
-        self._open: Counter[str] = Counter()
+        #: The pages that are open, by address.
+        self.open = Budget(MAX_BROWSERS, "{} pages are open")
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
         """End every stream."""
         self._stopping.set()
-
-    @contextmanager
-    def admitted(self, host: str) -> Iterator[None]:
-        """Count a browser while the block runs.
-
-        Raises:
-            FullError: There are too many, in all or from its host.
-        """
-        if self._open.total() >= MAX_BROWSERS:
-            raise FullError(f"{MAX_BROWSERS} pages are open, which is the most")
-        if self._open[host] >= MAX_BROWSERS_OF_ONE:
-            raise FullError(
-                f"{MAX_BROWSERS_OF_ONE} pages are open at {host}, which is the most of one address"
-            )
-        self._open[host] += 1
-        try:
-            yield
-        finally:
-            self._open[host] -= 1
-            if not self._open[host]:
-                del self._open[host]
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the browser is gone. The caller has admitted it."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: The most connections, in all and from one address: a page has two, and a few while it loads.
-MAX_CONNECTIONS = 256
-MAX_CONNECTIONS_OF_ONE = 96
+from mx.core.budget import Budget
+
+#: The most connections: a page has two, and a few while it loads.
+MAX_CONNECTIONS = 384
 #: A connection has so long for its first request, and for each further one that it begins.
 REQUEST_S = 10.0
 #: How long a connection may take to end as the server does.
@@ -20,7 +20,7 @@ END_S = 1.0
 class BoundedConnection(H11Protocol):
     """uvicorn's connection, which has no such bounds of its own."""
 
-    _open: ClassVar[Counter[str]] = Counter()
+    _open: ClassVar[Budget] = Budget(MAX_CONNECTIONS, "{} connections are open")
     _host = ""
     _deadline: asyncio.TimerHandle | None = None
 
@@ -28,11 +28,11 @@ class BoundedConnection(H11Protocol):
         """Take a connection, or end it if there are too many."""
         super().connection_made(transport)
         host = self.client[0] if self.client else "?"
-        if self._open.total() >= MAX_CONNECTIONS or self._open[host] >= MAX_CONNECTIONS_OF_ONE:
+        if not self._open.fits(host):
             transport.abort()
             return
         self._host = host
-        self._open[host] += 1
+        self._open.take(host)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -47,9 +47,7 @@ class BoundedConnection(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
         if self._host:
-            self._open[self._host] -= 1
-            if not self._open[self._host]:
-                del self._open[self._host]
+            self._open.take(self._host, -1)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:

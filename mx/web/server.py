@@ -20,13 +20,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mx.core.policy import is_own_host
-from mx.errors import LocalError
+from mx.errors import CapacityError, LocalError
 from mx.log import event
 from mx.records import record
 from mx.runtime import beside
 from mx.transport import TlsFiles
 from mx.web.board import Board
-from mx.web.browsers import Browsers, FullError
+from mx.web.browsers import Browsers
 from mx.web.certificates import Certificates
 from mx.web.connections import BoundedConnection
 from mx.web.follow import Follower
@@ -110,10 +110,10 @@ class Application:
             await refused(scope, receive, send)
         elif scope["path"] == "/events":
             try:
-                with self._browsers.admitted((scope.get("client") or ("?", 0))[0]):
+                with self._browsers.open.held((scope.get("client") or ("?", 0))[0]):
                     await self._browsers.serve(scope, receive, send)
-            except FullError as error:
-                await _text(503, str(error), {"retry-after": "5"})(scope, receive, send)
+            except CapacityError as error:
+                await _text(503, error.message, {"retry-after": "5"})(scope, receive, send)
         else:
             await self._page(scope["path"], headers)(scope, receive, send)
 

@@ -93,11 +93,12 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
         split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="connect to")
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return _released(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS))
     from mx.wire.reloading import ReloadingChannel  # without TLS it is not needed
 
     channel: Any = ReloadingChannel(
-        tls, lambda shown: grpc.aio.secure_channel(address, shown, options=_CHANNEL_OPTIONS)
+        tls,
+        lambda shown: _released(grpc.aio.secure_channel(address, shown, options=_CHANNEL_OPTIONS)),
     )
     return channel  # type: ignore[no-any-return]
 
@@ -105,6 +106,18 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
 def files_of(channel: Any) -> object:
     """Return what tells apart the certificates that new calls of a channel show; None for none."""
     return getattr(channel, "files", None)
+
+
+def _released(channel: grpc.aio.Channel) -> grpc.aio.Channel:
+    """Return a channel whose connection goes with its last call.
+
+    That of grpc.aio 1.83 gives each call a callback that refers to the call, for a set that forgets
+    calls by itself: a closed connection would stay open until garbage is collected.
+    """
+    calls = getattr(channel, "_active_calls", None)
+    if calls is not None and hasattr(channel, "_register_call"):
+        vars(channel)["_register_call"] = calls.add
+    return channel
 
 
 def cut(call: Any) -> None:

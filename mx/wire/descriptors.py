@@ -15,6 +15,7 @@ import random
 import resource
 import socket
 import stat
+import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from urllib.parse import unquote
 
 from mx.core.quota import level_down
 from mx.records import record
+from mx.units import KIB
 from mx.wire.address import address_of_peer
 
 #: More are not asked for: a connection also takes 15 KB, and a coordinator's other bounds allow
@@ -35,6 +37,10 @@ _NO_LIMIT = 1 << 20
 _LOWEST, _CROWDED, _FULL, _ACCEPTED = 10 / 16, 12 / 16, 14 / 16, 15 / 16
 
 _OWN = "/proc/self/fd"
+#: Where `struct tcp_info` has the number of bytes that were received, since Linux 4.1.
+_RECEIVED_AT = 128
+#: As much as no connection sends before its first call is understood.
+_MUCH_BYTES = 256 * KIB
 
 
 def raise_limit() -> None:
@@ -154,13 +160,32 @@ class AcceptedConnections:
                     ended[address] += self._end(descriptor)
         return Ended(used, limit(), ended.total(), ended.most_common(1)[0][0] if ended else "")
 
-    def end(self, peers: frozenset[str]) -> None:
-        """End these connections, which are named as gRPC names their other ends. Blocks; call it
-        on a thread."""
+    def end(self, peers: frozenset[str], flooding: frozenset[str], spared: frozenset[str]) -> None:
+        """End connections, which are named as gRPC names their other ends. Blocks; call it on a
+        thread.
+
+        Args:
+            peers: The connections.
+            flooding: Addresses of which others are ended, too, that have sent much.
+            spared: Those of them that are not.
+        """
         endpoints = {_endpoint_of(peer) for peer in peers}
+        stay = {_endpoint_of(peer) for peer in spared}
         for descriptor, endpoint in self._accepted():
-            if endpoint in endpoints:
+            if endpoint in endpoints or (
+                flooding
+                and endpoint not in stay
+                and address_of_peer(_peer_of(endpoint)) in flooding
+                and self._received(descriptor) > _MUCH_BYTES
+            ):
                 self._end(descriptor)
+
+    def _received(self, descriptor: int) -> int:
+        """Return how many bytes a connection has received; 0 if that is not known."""
+        with contextlib.suppress(OSError, struct.error), self._borrowed(descriptor) as sock:
+            about = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            return int(struct.unpack_from("=Q", about, _RECEIVED_AT)[0])
+        return 0
 
     def _part(self, part: float) -> int:
         """Return how many descriptors are in use once connections have this part of theirs."""

@@ -20,15 +20,20 @@ from mx.errors import (
 )
 from mx.records import record
 from mx.runtime import in_thread, uncut
-from mx.units import MIB, format_bytes
+from mx.units import KIB, MIB, format_bytes
 from mx.wire.channel import Remote, Role, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import common_pb2 as pb
 
 DOCUMENT_DIGEST_BYTES = 32
 PAGE_BYTES = MIB
+#: The most bytes of a document in one request: with what is around them, less than
+#: `mx.core.budget.REQUEST_BYTES`.
+PIECE_BYTES = 64 * KIB
 MAX_DOCUMENT_BYTES = 256 * MIB
 _MAX_DIGESTS = 4096
+#: The most digests in one request.
+_ASKED_DIGESTS = 1024
 _TIMEOUT_S = 30.0
 #: The least rate of documents that are handed on page by page,
 _LEAST_BYTES_PER_S = MIB
@@ -48,14 +53,14 @@ class _Partial:
     data: bytearray = field(default_factory=bytearray)
 
 
-def pages(digest: bytes, data: bytes) -> Iterator[pb.Page]:
-    """Yield `data` in pages of at most 1 MiB; an empty document is one empty page."""
-    for offset in range(0, max(1, len(data)), PAGE_BYTES):
+def pages(digest: bytes, data: bytes, page_nbytes: int = PAGE_BYTES) -> Iterator[pb.Page]:
+    """Yield `data` in pages of at most so many bytes; an empty document is one empty page."""
+    for offset in range(0, max(1, len(data)), page_nbytes):
         yield pb.Page(
             digest=digest,
             offset=offset,
             nbytes=len(data),
-            data=data[offset : offset + PAGE_BYTES],
+            data=data[offset : offset + page_nbytes],
         )
 
 
@@ -251,8 +256,8 @@ async def _pages(
     channel: grpc.aio.Channel, digests: Sequence[bytes], remote: Remote, timeout_s: float
 ) -> AsyncGenerator[pb.Page, None]:
     stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Documents"], remote)
-    for first in range(0, len(digests), _MAX_DIGESTS):
-        request = pb.FetchRequest(digests=digests[first : first + _MAX_DIGESTS])
+    for first in range(0, len(digests), _ASKED_DIGESTS):
+        request = pb.FetchRequest(digests=digests[first : first + _ASKED_DIGESTS])
         stream = stub.Fetch(request, timeout=timeout_s)
         try:
             with translating(remote):

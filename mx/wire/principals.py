@@ -306,6 +306,18 @@ class Access:
             self.granted(caller, action, **about)
         return caller
 
+    def require_some(self, context: Any) -> None:
+        """Refuse a caller that may do nothing at all. Raises as `require`."""
+        caller = self.caller(context)
+        if not self.allows(caller, tuple(Right)):
+            error = self._kind(
+                f"{caller.name} may do nothing here: the policy of this {self._what} has no rule "
+                "for it",
+                hint="ask who runs it for a rule in its `policy`",
+            )
+            self.refused(caller, error, "call")
+            raise error
+
     def _error(self, caller: Caller, right: Right, model: str | None) -> MxError:
         what = "any model" if model is None else f"{model[:_MOST_CHARACTERS]!r}"
         if model is not None and not self._by_name and not self.allows(caller, SEES, model):

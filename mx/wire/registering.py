@@ -164,7 +164,7 @@ class SourceCalls:
         async def requests() -> AsyncIterator[pb.RegisterRequest]:
             yield pb.RegisterRequest(source=source, mark=self._mark)
             for digest, data in wanted.items():
-                for page in wire_documents.pages(digest, data):
+                for page in wire_documents.pages(digest, data, wire_documents.PIECE_BYTES):
                     yield pb.RegisterRequest(page=page)
 
         # Longer than other attempts, since a thousand may register at once: gRPC itself notices

@@ -22,8 +22,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from mx import counters, runtime
 from mx.core import versions
+from mx.core.budget import Limits
 from mx.core.versions import Versions
 from mx.errors import (
+    CapacityError,
     LocalError,
     MxError,
     PeerProtocolError,
@@ -35,6 +37,7 @@ from mx.log import Throttle, event
 from mx.records import record
 from mx.tasks import uncut
 from mx.transport import TlsFiles
+from mx.units import KIB
 from mx.wire.address import (
     WILDCARDS,
     address_of_peer,
@@ -42,7 +45,7 @@ from mx.wire.address import (
     require_protection,
     split_address,
 )
-from mx.wire.calls import Calls
+from mx.wire.calls import Calls, ServerCall
 from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
 from mx.wire.descriptors import most_connections
 from mx.wire.ports import require_free, why_not_unix
@@ -72,6 +75,10 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 5000),
     # One process has a handful of streams open; more than this wait at the client.
     ("grpc.max_concurrent_streams", 256),
+    # A message is taken in before it is asked for, and as much of the next one as the window has.
+    ("grpc.http2.lookahead_bytes", 16 * KIB),
+    # It would widen the windows of connections that send much.
+    ("grpc.http2.bdp_probe", 0),
     # Calls that have arrived and that the event loop has not taken yet. Beyond the first number
     # (1,000 by default) gRPC cancels some new calls at random, silently on both sides: a thousand
     # sources that registered at once exceeded it while the loop was busy.
@@ -93,7 +100,7 @@ FIRST_MESSAGE_S = 15.0
 _NAMES = {"Cache": "cache", "Coordinator": "coordinator", "Peer": "source"}
 
 _DRAIN_TIMEOUT_S = 2.0
-_DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has
+_DRAIN_MESSAGES = 16_384  # pieces of 64 KiB: more than any registration has
 
 
 @record(frozen=True, slots=True)
@@ -143,8 +150,11 @@ class _CheckedRequests:
     """A request stream that raises for a message that did not parse, and for a first one that
     does not come within `FIRST_MESSAGE_S`; unless `patient`, for any that does not."""
 
-    def __init__(self, requests: AsyncIterator[object], method: str, *, patient: bool) -> None:
+    def __init__(
+        self, requests: AsyncIterator[object], call: ServerCall, method: str, *, patient: bool
+    ) -> None:
         self._requests = requests
+        self._call = call
         self._method = method
         self._patient = patient
         self._deadline_s: float | None = FIRST_MESSAGE_S
@@ -162,12 +172,23 @@ class _CheckedRequests:
         if timeout_s is None:
             return _checked(await anext(requests))
         try:
-            async with asyncio.timeout(timeout_s):
-                return _checked(await anext(requests))
+            async with asyncio.timeout(timeout_s) as waiting:
+                self._call.awaits(waiting)
+                request = await anext(requests)
+        except StopAsyncIteration:  # as gRPC ends one that begins too large a message
+            if not self._call.is_complete:
+                self._call.refused()
+            raise
         except TimeoutError:
+            if self._call.gives_way:
+                raise CapacityError(
+                    f"{self._method}: what was sent came more slowly than many other requests"
+                ) from None
             raise PeerProtocolError(
                 f"{self._method}: nothing was sent within {timeout_s:g} s"
             ) from None
+        self._call.completed()
+        return _checked(request)
 
 
 async def _agree_on_versions(context: Any, service: str, *, streams_out: bool) -> Versions:
@@ -248,16 +269,20 @@ def _method_handler(
         service.on_refused(context, error)
         await _abort(context, error)
 
-    async def incoming(requests: Any, context: Any) -> Any:
-        try:
-            if is_ours:
+    async def incoming(requests: Any, context: Any, call: ServerCall) -> Any:
+        if is_ours:
+            try:
                 spoken = await _agree_on_versions(context, name, streams_out=streams_out)
+            except MxError:
+                if streams_in:  # its first message is under way
+                    await _drain(requests, *((1,) if streams_out else ()))
+                raise
+            try:
                 service.on_call(context, spoken)
-        except MxError:
-            if streams_in and streams_out:  # its first message is under way
-                await _drain(requests, 1)
-            raise
-        checked = _CheckedRequests(requests, method.name, patient=is_ours)
+            except MxError:  # it may do nothing here, and is not read
+                call.refused()
+                raise
+        checked = _CheckedRequests(requests, call, method.name, patient=is_ours)
         if streams_in:
             return checked
         async for request in checked:
@@ -265,20 +290,21 @@ def _method_handler(
         raise PeerProtocolError(f"{method.name}: no request was sent")
 
     async def answer(requests: Any, context: Any) -> Any:
+        call = None
         try:
             call = calls.begin(context)
-            response = await behaviour(await incoming(requests, context), context)
+            response = await behaviour(await incoming(requests, context, call), context)
             call.sends(response.ByteSize())
             return response
         except MxError as error:
-            if streams_in:
+            if streams_in and call is not None and call.is_complete:
                 await _drain(requests)
             await refuse(context, error)
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
             call = calls.begin(context)
-            async for response in behaviour(await incoming(requests, context), context):
+            async for response in behaviour(await incoming(requests, context, call), context):
                 call.sends(response.ByteSize())
                 yield response
                 call.sent()
@@ -287,8 +313,8 @@ def _method_handler(
 
     async def write(requests: Any, context: Any) -> None:
         try:
-            calls.begin(context)
-            await behaviour(await incoming(requests, context), context)
+            call = calls.begin(context)
+            await behaviour(await incoming(requests, context, call), context)
         except MxError as error:
             await refuse(context, error)
 
@@ -375,6 +401,7 @@ async def listen(
     insecure: bool = False,
     dialled: str = "",
     access: Access | None = None,
+    limits: Limits | None = None,
 ) -> Listening:
     """Serve `services` on this event loop, with health checking and reflection if installed.
 
@@ -387,6 +414,7 @@ async def listen(
         dialled: The host that clients dial; by default the one in `address`, unless that is a
             wildcard.
         access: Hears of each change of the authorities that clients' certificates are of.
+        limits: What clients may have.
 
     Raises:
         ConfigError: The address is malformed, a PEM file cannot be read, or plain text beyond
@@ -394,6 +422,7 @@ async def listen(
         NotAllowedError: No client would accept the certificate.
         LocalError: The address cannot be bound; the message names the port.
     """
+    limits = limits or Limits()
     is_unix = address.startswith("unix:")
     if is_unix:
         remember_unix(address)
@@ -416,10 +445,12 @@ async def listen(
         *_SERVER_OPTIONS,
         *aged,
         ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+        # gRPC refuses a larger request by what its first bytes say, since 1.82.2.
+        ("grpc.max_receive_message_length", limits.request_nbytes),
         ("grpc.max_allowed_incoming_connections", most_connections()),
     )
     server = grpc.aio.server(options=options)
-    calls = Calls()
+    calls = Calls(limits)
     for service in services:
         _add(server, service, calls)
     server.add_generic_rpc_handlers((_UnknownMethods(),))

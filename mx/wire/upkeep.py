@@ -37,6 +37,7 @@ class Upkeep:
         self._ending: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        self._calls.on_faulty = self._look
         self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._tick)
 
     def stop(self) -> None:
@@ -55,21 +56,31 @@ class Upkeep:
             fields = cause if isinstance(cause, tuple) else ()
             event(_log, "request.refused", **dict(fields), held_back=count)
         self._ended.left_out()
-        connections = self._connections
-        if connections is not None and self._ending is None:
-            stuck, greedy = self._calls.stuck(), self._calls.greedy()
-            if stuck or greedy or connections.crowded():
-                ending = self._end(connections, stuck, greedy)
-                self._ending = asyncio.create_task(ending, name="mx-end-connections")
+        self._look()
+
+    def _look(self) -> None:
+        connections, calls = self._connections, self._calls
+        if connections is None or self._ending is not None:
+            return
+        bad = {
+            "stuck": (calls.stuck(), f"a connection took no answer for {UNREAD_S:g} s"),
+            "greedy": (calls.greedy(), "a connection had very many of the running calls"),
+            "faulty": (calls.faulty(), "a connection went on with what is refused"),
+        }
+        if any(peers for peers, _ in bad.values()) or connections.crowded():
+            ending = self._end(connections, bad)
+            self._ending = asyncio.create_task(ending, name="mx-end-connections")
 
     async def _end(
-        self, connections: AcceptedConnections, stuck: frozenset[str], greedy: frozenset[str]
+        self, connections: AcceptedConnections, bad: dict[str, tuple[frozenset[str], str]]
     ) -> None:
         try:
-            if stuck or greedy:
-                await in_thread(connections.end, stuck | greedy)
-                self._say(stuck, "stuck", f"a connection took no answer for {UNREAD_S:g} s")
-                self._say(greedy, "greedy", "a connection had very many of the running calls")
+            peers = frozenset[str]().union(*(found for found, _ in bad.values()))
+            if peers:
+                flooding, spared = self._calls.flooding()
+                await in_thread(connections.end, peers, flooding, spared)
+            for what, (found, text) in bad.items():
+                self._say(found, what, text)
             ended = await in_thread(connections.make_room, self._calls.peers)
             if ended is not None:
                 self._say_crowded(ended)

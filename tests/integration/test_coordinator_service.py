@@ -20,9 +20,9 @@ from mx import codec
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.state import CoordinatorState, open_state
 from mx.coordinator.watchers import INTERVAL_S
+from mx.core.budget import Limits
 from mx.core.digest import document_digest
 from mx.core.pull_status import PullPhase, PullStatus
-from mx.core.registry import Limits
 from mx.core.types import ModelKey, SourceState, TableRow
 from mx.errors import (
     CapacityError,
@@ -250,8 +250,8 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
 
 
 async def test_limits_are_said() -> None:
-    limits = Limits(models=1, sources=2)
-    small = CoordinatorState(new_store(), limits=limits, document_limit_nbytes=4 * 1000)
+    limits = Limits(models=1, sources=3, documents_nbytes=4 * 1000)
+    small = CoordinatorState(new_store(), limits=limits)
     async with coordinator(small) as client:
         await register(client)
         with pytest.raises(CoordinatorError, match="1 models"):
@@ -260,7 +260,7 @@ async def test_limits_are_said() -> None:
         with pytest.raises(CoordinatorError, match="2 sources"):
             await register(client)
         big = make_documents("A", nbytes=600)
-        with pytest.raises(CoordinatorError, match="documents from"):
+        with pytest.raises(CoordinatorError, match="documents of"):
             await register_at(
                 client, make_record(big, name="z"), by_digest(big), source_secret=SECRET
             )

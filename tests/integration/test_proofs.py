@@ -140,14 +140,14 @@ async def test_a_nonce_of_another_life_is_not_good() -> None:
 
 
 def test_nonces_end() -> None:
-    nonces = Nonces()
+    nonces = Nonces(10)
     early, late = nonces.issue(10.0), nonces.issue(10.0)
-    nonces.use(10.0 + NONCE_S - 1, early)
+    nonces.use(10.0 + NONCE_S - 1, early, "a")
     with pytest.raises(UnknownSourceError, match="took more than"):
-        nonces.use(10.0 + NONCE_S, late)
+        nonces.use(10.0 + NONCE_S, late, "a")
     for now in (10.0 + NONCE_S - 1, 10.0 + NONCE_S, 10.0 + 3 * NONCE_S):
         with pytest.raises(MxError):
-            nonces.use(now, early)
+            nonces.use(now, early, "a")
     assert len({nonces.issue(1.0) for _ in range(100)}) == 100
 
 
@@ -227,7 +227,7 @@ def test_a_proof_is_good_for_the_endpoint_that_the_source_has() -> None:
             sent = replace(made, record=replace(made.record, endpoint=endpoint))
             source = codec.registration_to_wire(sent, proved, nonce)
             if good:
-                proofs.check(codec.registration_from_wire(source), source)
+                proofs.check(codec.registration_from_wire(source), source, "a")
                 continue
             with pytest.raises(NotAllowedError, match="does not hold the key"):
-                proofs.check(codec.registration_from_wire(source), source)
+                proofs.check(codec.registration_from_wire(source), source, "a")

@@ -50,9 +50,10 @@ _SMALL = """
 import asyncio, signal, sys
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.state import CoordinatorState
+from mx.core.budget import Limits
 
 async def main():
-    coordinator = Coordinator(state=CoordinatorState(document_limit_nbytes=16 << 20))
+    coordinator = Coordinator(state=CoordinatorState(limits=Limits(documents_nbytes=16 << 20)))
     print(await coordinator.start("127.0.0.1:0"), file=sys.stderr, flush=True)
     await asyncio.Event().wait()
 

@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from mx.core.budget import BudgetShares
 from mx.transport import TlsFiles
-from mx.web.connections import MAX_CONNECTIONS_OF_ONE, REQUEST_S
+from mx.web.connections import MAX_CONNECTIONS, REQUEST_S
 from tests.support.certificates import Authority
 from tests.support.chromium import chromium, opened
 from tests.support.commands import (
@@ -311,7 +312,7 @@ def test_too_many_browsers_and_connections_are_refused(page_url: str) -> None:
                 refused = answer.read().decode()
                 break
             assert answer.readline() == b"event: connection\n"
-        assert "which is the most of one address" in refused
+        assert "its limit for one principal" in refused
         assert get(page_url)[0] == 200  # the files still are
     finally:
         for connection in streams:
@@ -335,7 +336,7 @@ def test_too_many_browsers_and_connections_are_refused(page_url: str) -> None:
                 ended += each.recv(1) == b""
             except ConnectionResetError:
                 ended += 1
-        assert ended == 50 < 200 - MAX_CONNECTIONS_OF_ONE
+        assert ended == 50 < 200 - BudgetShares(MAX_CONNECTIONS).most
     finally:
         for each in many:
             each.close()

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.callers import _local_addresses, check_places, own_host, own_port
+from mx.core.budget import Budget
 from mx.errors import CapacityError, NotAllowedError
 from mx.wire.address import join_address
-from mx.wire.principals import Access
+from mx.wire.principals import Access, payer_of
 from tests.support.records import make_documents, make_record
 
 
@@ -44,23 +44,26 @@ class Context:
 def test_a_host_counts_as_one_address_whichever_of_its_own_it_dials_from(
     one: str, same: str, other: str
 ) -> None:
-    bounds = StreamBounds("watches", in_all=10, per_principal=1)
-    with bounds.admitted(Context(one)):
-        with pytest.raises(CapacityError, match="1 watches of"), bounds.admitted(Context(same)):
+    bounds = Budget(2, "the coordinator has {} watches")
+    with bounds.held(payer_of(Context(one))):
+        with (
+            pytest.raises(CapacityError, match="1 watches of"),
+            bounds.held(payer_of(Context(same))),
+        ):
             pass
-        with bounds.admitted(Context(other)):
+        with bounds.held(payer_of(Context(other))):
             pass
-    with bounds.admitted(Context(same)):
+    with bounds.held(payer_of(Context(same))):
         pass
 
 
 def test_a_principal_counts_as_one_wherever_it_dials_from() -> None:
-    bounds = StreamBounds("watches", in_all=10, per_principal=1)
+    bounds = Budget(2, "the coordinator has {} watches")
     one, same = (Context(f"ipv4:10.0.0.{n}:5", "spiffe://e.com/a") for n in (1, 2))
-    with bounds.admitted(one):
-        with pytest.raises(CapacityError, match="of spiffe://e.com/a"), bounds.admitted(same):
+    with bounds.held(payer_of(one)):
+        with pytest.raises(CapacityError, match="of spiffe://e.com/a"), bounds.held(payer_of(same)):
             pass
-        with bounds.admitted(Context("ipv4:10.0.0.1:6", "spiffe://e.com/b")):
+        with bounds.held(payer_of(Context("ipv4:10.0.0.1:6", "spiffe://e.com/b"))):
             pass
 
 

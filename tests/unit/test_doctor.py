@@ -38,10 +38,14 @@ def write(root: Path, path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("version", "level"),
     [
-        ("1.71.2", Level.OK),
-        ("1.82.0rc1", Level.OK),
+        ("1.82.2", Level.OK),
+        ("1.83.1", Level.OK),
+        ("1.83.0rc1", Level.OK),
         ("1.86.0", Level.OK),
-        ("1.83.1", Level.FAILURE),
+        ("2.0", Level.OK),
+        ("1.71.2", Level.FAILURE),
+        ("1.82.1", Level.FAILURE),
+        ("1.83.0", Level.FAILURE),
         ("1.84.0", Level.FAILURE),
         ("1.85.2", Level.FAILURE),
         ("1.70.0", Level.FAILURE),
@@ -59,7 +63,8 @@ def test_they_are_those_that_the_project_excludes() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (grpc,) = (each for each in project["dependencies"] if each.startswith("grpcio>"))
     excluded = {part for part in grpc.split(",") if part.startswith("!=")}
-    assert excluded == {f"!={major}.{minor}.*" for major, minor in host.GRPC_FAULTS}
+    assert excluded == {f"!={pattern}" for pattern in host.GRPC_FAULTS}
+    assert grpc.split(",")[0] == "grpcio>=" + ".".join(map(str, host._LEAST_GRPC))
     # The advice repeats them.
     assert all(part in host.grpc_finding("1.84.0").fix for part in excluded)
 

@@ -48,7 +48,7 @@ def test_the_limit_counts_reservations() -> None:
     for address in ("a", "b", "c"):
         documents.reserve(10, address)
     documents.reserve(6, "d")
-    with pytest.raises(CapacityError, match="its limit$"):
+    with pytest.raises(CapacityError, match="36 B of documents, its limit$"):
         documents.put(0, b"k", b"12345", "e")
     documents.unreserve(6, "d")
     documents.put(0, b"k", b"12345", "e")
@@ -59,18 +59,21 @@ def test_the_limit_counts_reservations() -> None:
     assert documents.used_nbytes == 30 and len(documents) == 0
 
 
-def test_an_address_has_a_quarter() -> None:
-    documents = store(40)
-    documents.reserve(4, "a")
+def test_an_address_has_its_share_and_half_of_what_is_common() -> None:
+    documents = store(1280)  # 10 are reserved for each of 64, and 640 are common
+    documents.reserve(324, "a")
     documents.put(0, b"one", b"123456", "a")
-    with pytest.raises(CapacityError, match="from a, .* its limit for one address"):
+    with pytest.raises(CapacityError, match="of a, its limit for one principal"):
         documents.reserve(1, "a")
-    with pytest.raises(CapacityError, match="for one address"):
+    with pytest.raises(CapacityError, match="for one principal"):
         documents.put(0, b"two", b"1", "a")
-    documents.reserve(10, "b")
+    documents.reserve(330, "b")
+    with pytest.raises(CapacityError, match="its limit$"):
+        documents.reserve(11, "c")
+    documents.reserve(10, "c")  # its own, whoever holds the rest
     documents.unreserve(4, "a")
     documents.put(0, b"two", b"1", "a")
-    assert documents.used_by("a") == 7 and documents.used_nbytes == 17
+    assert documents.used_by("a") == 327 and documents.used_nbytes == 667
 
 
 def test_another_holder_pays_once_the_first_one_is_gone() -> None:
@@ -86,10 +89,10 @@ def test_another_holder_pays_once_the_first_one_is_gone() -> None:
     assert documents.used_by("b") == 5
     assert documents.keep(3, b"k", "c")  # who wants it to stay pays
     assert (documents.used_by("b"), documents.used_by("c")) == (0, 5)
-    documents.reserve(10, "d")
+    documents.reserve(16, "d")
     assert documents.keep(8, b"k", "d")  # without a share it does not stay for longer
     documents.sweep(3 + GRACE_S)
-    assert len(documents) == 0 and documents.used_nbytes == 10
+    assert len(documents) == 0 and documents.used_nbytes == 16
 
 
 @given(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mx.core.answers import Listed, in_order, in_turn
+from mx.core.budget import Limits
 from mx.core.changes import ChangeKind
 from mx.core.registration import Registration
-from mx.core.registry import Limits, RegisteredSource
+from mx.core.registry import RegisteredSource
 from mx.core.types import SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -44,7 +45,7 @@ class Owned(FollowedRegistry):
 
 
 def machine() -> FollowedRegistry:
-    return Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=Limits(models=4, sources=3))
+    return Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=Limits(models=8, sources=6))
 
 
 def listed(
@@ -534,18 +535,18 @@ def test_another_layout_wants_a_higher_generation() -> None:
 
 
 def test_one_address_may_take_only_a_part_of_the_limits() -> None:
-    limits = Limits(models=4, sources=6, models_per_principal=2, sources_per_principal=3)
+    limits = Limits(models=4, sources=6)
     registry = Owned(limits=limits, binding_grace_s=10.0)
     greedy = [make_record(make_documents(str(i)), name=f"m{i}") for i in range(3)]
     for record in greedy[:2]:
         register_source(registry, 0, record, b"s" * 16, address="ipv4:10.0.0.1")
-    with pytest.raises(CapacityError, match=r"2 models from ipv4:10\.0\.0\.1"):
+    with pytest.raises(CapacityError, match=r"2 models of ipv4:10\.0\.0\.1"):
         register_source(registry, 0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
     # A renewal, and another source of a bound model: neither is a new model.
     register_source(registry, 1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
     again = make_record(make_documents("0"), name="m0")
     register_source(registry, 1, again, b"s" * 16, address="ipv4:10.0.0.1")
-    with pytest.raises(CapacityError, match=r"3 sources from ipv4:10\.0\.0\.1"):
+    with pytest.raises(CapacityError, match=r"3 sources of ipv4:10\.0\.0\.1"):
         another = make_record(make_documents("0"), name="m0")
         register_source(registry, 1, another, b"s" * 16, address="ipv4:10.0.0.1")
     register_source(registry, 1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")
@@ -634,7 +635,7 @@ def test_an_emptied_name_takes_its_owners_receipt_and_no_strangers() -> None:
 
 def test_names_that_are_kept_for_their_owners_are_bounded() -> None:
     """Who keeps the most gives way, and what contested its oldest name gets that."""
-    registry = machine()  # for 4 models
+    registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=Limits(models=4))
     kept = [make_record(WEIGHTS["A"], name=name) for name in ("honest", "a", "b", "c", "d")]
     other = make_record(WEIGHTS["B"], name="a")
     for record in kept:

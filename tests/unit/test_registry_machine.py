@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mx.core.answers import in_turn
+from mx.core.budget import BudgetShares, Limits
 from mx.core.changes import ChangeKind
-from mx.core.registry import Limits, RegisteredSource
+from mx.core.registry import RegisteredSource
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
@@ -35,7 +36,9 @@ GRACE_S = 20.0
 ALICE, BOB = b"a" * 16, b"b" * 16
 IDS = [f"00000000-0000-4000-8000-00000000000{i}" for i in range(5)]
 WEIGHTS = {text: make_documents(text) for text in "ABC"}
-LIMITS = Limits(models=5, sources=4)
+LIMITS = Limits(models=9, sources=7)
+#: All come from one address.
+MOST_MODELS, MOST_SOURCES = BudgetShares(LIMITS.models).most, BudgetShares(LIMITS.sources).most
 
 ids = st.sampled_from(IDS)
 owns = st.sampled_from([True, True, True, True, False])
@@ -213,14 +216,14 @@ class Model:
         elif record.source_id in self.buried:
             owner, generation, _ = self.buried[record.source_id]
         else:
-            return CapacityError if len(self.sources) >= LIMITS.sources else None
+            return CapacityError if len(self.sources) >= MOST_SOURCES else None
         if owner != secret:
             return NotAllowedError
         if record.generation < generation:
             return StaleGenerationError
         if known and not known.record.ref.same_weights(record.ref):
             return StaleGenerationError if record.generation == generation else None
-        return None if known or len(self.sources) < LIMITS.sources else CapacityError
+        return None if known or len(self.sources) < MOST_SOURCES else CapacityError
 
     def place(
         self, record: SourceRecord, secret: bytes, flags: Flags
@@ -249,7 +252,7 @@ class Model:
             strange = owner and theirs not in (None, owner)
             if bound is None and not flags.keeps_pin and not strange:
                 return BindingError
-        if bound is None and len(self.all) >= LIMITS.models:
+        if bound is None and len(self.all) >= MOST_MODELS:
             return CapacityError
         return key.revision, refused
 

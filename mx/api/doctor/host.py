@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from mx import keyfile
@@ -27,11 +28,13 @@ from mx.wire.descriptors import MOST_DESCRIPTORS
 _PYTHONS = ((3, 11), (3, 12), (3, 13))
 #: Releases of grpcio with known faults; pyproject.toml excludes the same.
 GRPC_FAULTS = {
-    (1, 83): "a closed connection stays open until garbage is collected",
-    (1, 84): "whatever listens on a peer's port can abort this process",
-    (1, 85): "whatever listens on a peer's port can abort this process",
+    "1.83.0": "its servers take in messages of any size",
+    "1.84.*": "whatever listens on a peer's port can abort this process",
+    "1.85.*": "whatever listens on a peer's port can abort this process",
 }
-_GRPC = "pip install 'grpcio>=1.71.2,!=1.83.*,!=1.84.*,!=1.85.*'"
+#: Servers of older ones take in messages of any size.
+_LEAST_GRPC = (1, 82, 2)
+_GRPC = "pip install 'grpcio>=1.82.2,!=1.83.0,!=1.84.*,!=1.85.*'"
 #: What an extra brings, by a module of it, or several of which one is enough.
 _EXTRAS = {"torch": "torch", "redis": "redis", "metrics": "prometheus_client", "web": "starlette"}
 _EXTRAS |= {"transformers": "transformers", "hub": "huggingface_hub", "objects": "obstore"}
@@ -69,12 +72,13 @@ def python(subject: ExaminedHost) -> Iterator[Finding]:
 
 def grpc_finding(version: str) -> Finding:
     """Return the finding on a release of grpcio."""
-    pair = _pair(version)
-    if pair in GRPC_FAULTS:
-        return failure(f"grpcio {version} has a fault: {GRPC_FAULTS[pair]}", _GRPC)
-    return (
-        ok(f"grpcio {version}") if pair >= (1, 71) else failure(f"grpcio {version} is old", _GRPC)
-    )
+    for pattern, fault in GRPC_FAULTS.items():
+        if fnmatch(version, pattern):
+            return failure(f"grpcio {version} has a fault: {fault}", _GRPC)
+    patch = re.match(r"\d+\.\d+\.(\d+)", version)
+    if (*_pair(version), int(patch[1]) if patch else 0) < _LEAST_GRPC:
+        return failure(f"grpcio {version} is old: its servers take in messages of any size", _GRPC)
+    return ok(f"grpcio {version}")
 
 
 def kernel(subject: ExaminedHost) -> Iterator[Finding]:

@@ -185,6 +185,14 @@ class DraftedStore(MemoryStore):
             here += counts[kind, address]
         return total, here
 
+    def counted_within(self, kind: CountedKind, most: int) -> int:
+        found = super().counted_within(kind, most)
+        for each, address in [] if self._draft is None else self._draft.counts:
+            if each is kind:
+                before = super().counted(kind, address)[1]
+                found += min(self.counted(kind, address)[1], most) - min(before, most)
+        return found
+
     def count(self, kind: CountedKind, address: str, by: int) -> None:
         if self._draft is None:
             return super().count(kind, address, by)
