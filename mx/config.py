@@ -184,6 +184,12 @@ class Settings:
         "at first use.",
         "coordinator", "FILE", unset="~/.local/state/mx/receipt.key",
     )
+    state_mac: str = _setting(
+        "write", values.choice("write", "require"),
+        "Coordinators sign what they keep in Redis. require: believe nothing there that is not "
+        "signed; set it once all coordinators of the state sign.",
+        "coordinator", "write|require",
+    )
     trust: str = _setting(
         "", values.text,
         "The file that names whose artefacts (code) this user's processes may use, and for which "

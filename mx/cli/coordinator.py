@@ -55,6 +55,7 @@ def coordinator(
             policy=settings.policy,
             lease_s=settings.lease_s,
             limits=Limits.of(settings.control_memory, settings.max_request),
+            state_mac=settings.state_mac,
             receipt_key=settings.receipt_key,
             receipt_key_named=options.named(settings, "receipt_key"),
         ),

@@ -52,6 +52,8 @@ class CoordinatorOptions:
     tls: TlsFiles | None = None
     insecure: bool = False
     state: str = "memory"
+    #: "require": what is in Redis is believed only if a coordinator has signed it.
+    state_mac: str = "write"
     #: The file that says who may do what; "" for none.
     policy: str = ""
     lease_s: float = 5.0
@@ -127,6 +129,7 @@ class Coordinator:
         receipt_key: bytes | None = None,
         access: Access | None = None,
         limits: Limits | None = None,
+        state_mac: str = "write",
     ) -> None:
         """
         Args:
@@ -136,6 +139,7 @@ class Coordinator:
                 (`receipt_key_of`); None: none does.
             access: Who may do what; None: everybody everything.
             limits: What clients may have.
+            state_mac: See `CoordinatorOptions`.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -145,7 +149,13 @@ class Coordinator:
                 f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
             )
         if isinstance(state, str):
-            state = open_state(state, lease_s=lease_s, limits=limits)
+            state = open_state(
+                state,
+                lease_s=lease_s,
+                limits=limits,
+                key=receipt_key,
+                mac_required=state_mac == "require",
+            )
         self._state = state
         self.access = access or Access()
         self._servicer = CoordinatorServicer(
@@ -262,6 +272,11 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     where = shared_state(options.state) or options.listen
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
+    if key is None and where != options.listen:
+        raise ConfigError(
+            "coordinators that share a state sign it, and this one has no key to do so",
+            hint="give all of them the same file (`receipt_key`)",
+        )
     access = Access(options.policy, options.tls, what="coordinator")
     coordinator = Coordinator(
         lease_s=options.lease_s,
@@ -269,6 +284,7 @@ async def _serve(
         receipt_key=key,
         access=access,
         limits=options.limits,
+        state_mac=options.state_mac,
     )
     try:
         await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)

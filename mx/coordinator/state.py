@@ -303,7 +303,12 @@ def not_sent(digest: bytes) -> PeerProtocolError:
 
 
 def open_state(
-    spec: str, *, lease_s: float = 5.0, limits: Limits | None = None
+    spec: str,
+    *,
+    lease_s: float = 5.0,
+    limits: Limits | None = None,
+    key: bytes | None = None,
+    mac_required: bool = False,
 ) -> CoordinatorState:
     """Return the state that `state` names. It begins with `CoordinatorState.open`.
 
@@ -311,6 +316,9 @@ def open_state(
         spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
         lease_s: How long a source stays listed after a heartbeat.
         limits: What clients may have of everything.
+        key: The key by which coordinators sign what they keep where others can write (Redis), and
+            know it again; None: nothing is signed.
+        mac_required: Believe nothing there that is not signed.
 
     Raises:
         ConfigError: It is none of these, or a library is missing.
@@ -324,8 +332,10 @@ def open_state(
         store = SqliteStore(rest)
     elif kind in ("redis", "rediss"):
         from mx.coordinator.stores.redis import RedisStore
+        from mx.coordinator.stores.redis_macs import StateMac
 
-        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s, doubt_s=lease_s)
+        mac = None if key is None else StateMac(key, required=mac_required)
+        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s, doubt_s=lease_s, mac=mac)
     elif spec != "memory":
         raise ConfigError(
             f"`state={kind}` is not a kind of state",

@@ -31,7 +31,12 @@ from mx.core.registration import Registration
 from mx.core.store import CountedKind, Gone, Store
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState, cover
 from mx.core.variant import membership
-from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
+from mx.errors import (
+    NotAllowedError,
+    StaleGenerationError,
+    UnknownModelError,
+    UnknownSourceError,
+)
 from mx.records import record
 
 #: Why a source is gone that will be back.
@@ -151,6 +156,8 @@ class Registry:
         if known is not None:
             self._budget.take(known.address, -1)
         self._budget.take(address)
+        if not record.pin_only:
+            self._store.distrusted.discard(record.model.name)
         listed = Listed(record, digest, self._now, address, binding=number)
         self._store.put_source(listed)
         self._renew(listed, readers, gb_per_s, first=True)
@@ -385,7 +392,11 @@ class Registry:
             UnknownModelError: No binding fits.
             ConfigError: The pin is malformed or ambiguous.
         """
-        meant = meaning(self._bindings, name, revision, variant, sees)
+        try:
+            meant = meaning(self._bindings, name, revision, variant, sees)
+        except UnknownModelError:
+            self._check_trusted(name.partition("@")[0])
+            raise
         if meant.pinned:
             answer = self._answer(meant.bindings, meant.files)
             newest = self._superseding(answer.model)
@@ -406,6 +417,14 @@ class Registry:
         state = self._bindings.of(key.name)
         binding = state.get(key)
         return None if binding is None else state.receipt_of(binding)
+
+    def _check_trusted(self, name: str) -> None:
+        if name in self._store.distrusted:
+            raise UnknownModelError(
+                f"what was kept of {name!r} was not written by a coordinator, and is not used",
+                hint="it is back when its owner's source has registered again, which a running one "
+                "does by itself",
+            )
 
     def _superseding(self, key: ModelKey) -> ModelKey | None:
         """Return what NAME means for a variant, if it is another revision that can be had whole;

@@ -55,6 +55,8 @@ class Store(ABC):
 
     def __init__(self) -> None:
         self._wakes: list[Callable[[bool], None]] = []
+        #: Names of which something was kept that no coordinator had written, until they are bound.
+        self.distrusted: set[str] = set()
 
     def subscribe(self, wake: Callable[[bool], None]) -> None:
         """Call `wake`, on the event loop, whenever the stream may have grown.

@@ -8,7 +8,7 @@ all others are as one, whatever models they name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from mx.log import AUDIT, Throttle, event
@@ -68,6 +68,17 @@ class AuditLog:
         for lines in (self._refused, self._granted):
             for fields, count in lines.left_out(now_s):
                 _write(fields, count)
+
+
+#: The most names that are told of when a state is not believed.
+_MOST_FORGED = 256
+
+
+def write_forged(names: Sequence[str], why: str) -> None:
+    """Write a line for each name that a state has which coordinators have not written."""
+    for name in names[:_MOST_FORGED]:
+        about = dict.fromkeys(("principal", "address", "action", "model", "revision", "pin"), "")
+        _write(about | {"action": "state", "model": name, "result": "forged", "text": why}, 1)
 
 
 def _write(texts: dict[str, str], count: int) -> None:

@@ -242,9 +242,8 @@ async def test_a_coordinator_that_cannot_read_what_a_later_release_writes_says_s
 
     def later(*arguments: Any) -> Commit:
         made = commit_of(*arguments)
-        known = '"c":"NameState","f":{'
         writes = [
-            (kind, key, text.replace(known, known + '"later":1,'))
+            (kind, key, text.replace('"c":"NameState"', '"c":"LaterState"'))
             for kind, key, text in made.writes
         ]
         return replace(made, writes=writes)

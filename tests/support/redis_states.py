@@ -16,6 +16,7 @@ from tests.support.redis_server import RedisServer, patience
 
 DOCUMENTS, OTHERS = make_documents("A"), make_documents("B")
 SECRET = b"s" * 16
+KEY = b"k" * 32
 PATIENCE_S = 60.0
 
 
@@ -26,7 +27,7 @@ async def states(
     """As many coordinators' states over one Redis, which has so long to answer."""
     async with AsyncExitStack() as stack:
         stack.enter_context(patience(answer_s))
-        made = [open_state(server.url, lease_s=lease_s) for _ in range(many)]
+        made = [open_state(server.url, lease_s=lease_s, key=KEY) for _ in range(many)]
         for state in made:
             stack.push_async_callback(state.close)
             await state.open()

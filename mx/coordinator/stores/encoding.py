@@ -1,8 +1,9 @@
 """The values of a state as text: JSON in which only the classes named here appear, and a copy of
 values that may be changed.
 
-A field that has its default is left out. What is read is built by the classes' constructors; text
-that has anything else in it is refused, never executed.
+A field that has its default is left out, and one that only a later release knows is not read. What
+is read is built by the classes' constructors; text that has anything else in it is refused, never
+executed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _CLASSES: Mapping[str, type[Any]] = {each.__name__: each for each in (*_VALUES, 
 _FIELDS: Mapping[type[Any], list[Field[Any]]] = {
     each: [field for field in fields(each) if field.init] for each in _VALUES
 }
+_NAMES = {each: {field.name for field in found} for each, found in _FIELDS.items()}
 _NO_DEFAULT = object()
 
 
@@ -113,7 +115,8 @@ def _value(plain: Any) -> Any:
         found = _CLASSES[plain["c"]]
         if not is_dataclass(found):
             raise ValueError(f"{plain['c']} has no fields")
-        return found(**{name: _value(each) for name, each in plain["f"].items()})
+        known = _NAMES[found]
+        return found(**{n: _value(each) for n, each in plain["f"].items() if n in known})
     if "e" in plain:
         return _CLASSES[plain["c"]](plain["e"])
     ((kind, content),) = plain.items()

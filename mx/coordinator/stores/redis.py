@@ -18,10 +18,12 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mx import counters
 from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import VERSION
 from mx.coordinator.stores.redis_leases import LeasedStore
 from mx.coordinator.stores.redis_link import ANSWER_S, WRITE_S
+from mx.coordinator.stores.redis_macs import Head, StateMac, equal
 from mx.coordinator.stores.redis_pulls import SharedPulls
 from mx.coordinator.stores.redis_records import (
     Commit,
@@ -33,6 +35,7 @@ from mx.coordinator.stores.redis_records import (
     read_of,
     record_of,
 )
+from mx.core.digest import document_digest
 from mx.core.memory_store import MemoryStore
 from mx.core.progress_board import ProgressBoard
 from mx.errors import (
@@ -45,11 +48,15 @@ from mx.errors import (
 )
 from mx.log import event
 from mx.tasks import in_thread, unexpected
+from mx.units import count
+from mx.wire.audit import write_forged
 
 log = logging.getLogger(__name__)
 
 _HASHES = ("names", "sources", "gone")
 _COMMITTED = ("meta", "versions", "stream", "documents", "spared", *_HASHES)
+#: What there is of a state, but for documents, which prove themselves.
+_STATE = ("meta", "versions", "stream", "spared", *_HASHES)
 #: How long commits of others wait here before all is read anew.
 _STUCK_S = 2 * WRITE_S
 #: The commits that the stream keeps, about.
@@ -70,18 +77,22 @@ class _Missed(Exception):
 class RedisStore(LeasedStore):
     """State in Redis."""
 
-    def __init__(self, url: str, *, lease_s: float, doubt_s: float) -> None:
+    def __init__(
+        self, url: str, *, lease_s: float, doubt_s: float, mac: StateMac | None = None
+    ) -> None:
         """
         Args:
             url: See `RedisLink`.
             lease_s: How long a lease lasts for which nothing has been heard.
             doubt_s: How long names are in doubt after a loss.
+            mac: What proves that coordinators have written what is there; None: nothing does.
 
         Raises:
             ConfigError: As `RedisLink`.
         """
         super().__init__(url, lease_s=lease_s)
         self._doubt_s = doubt_s
+        self._mac = mac
         self._number = 0
         self._token = ""
         self._versions: dict[str, str] = {}
@@ -125,25 +136,28 @@ class RedisStore(LeasedStore):
         await self._link.close()
 
     async def _read_all(self, *, doubt_until_s: float | None = None) -> None:
-        """Begin with what is in Redis, or with nothing there, in doubt if that is given."""
-        link, redis = self._link, self._link.client
-        doubt = repr(float("-inf") if doubt_until_s is None else doubt_until_s)
-        async with link.answering(WRITE_S):
-            await self._script["begin"](
-                keys=[link.key("meta")], args=[uuid.uuid4().hex, VERSION, doubt, self._latest]
-            )
-            pipe = redis.pipeline(transaction=True)
-            for name in ("meta", *_HASHES, "versions"):
-                pipe.hgetall(link.key(name))
-            pipe.hkeys(link.key("documents"))
-            meta, names, sources, gone, versions, digests = await pipe.execute()
+        """Begin with what is in Redis, or with nothing there, in doubt if that is given. What no
+        coordinator has written is nothing, and in doubt."""
+        link = self._link
+        found = await self._read(doubt_until_s)
+        while (why := self._forged(found)) is not None:
+            names = sorted(key.decode(errors="replace") for key in found[1])
+            self._say_forged(why, names)
+            self.distrusted |= set(names)
+            async with link.answering(WRITE_S):
+                await self._script["reset"](
+                    keys=[link.key(name) for name in _STATE],
+                    args=[found[0].get(b"token", b"")],
+                )
+            found = await self._read(self.clock() + self._doubt_s)
+        meta, names, sources, gone, versions, digests = found
         if int(meta[b"version"]) > VERSION:
             raise ConfigError(
                 f"the state at {link.name} is of a later version of mx: "
                 f"{int(meta[b'version'])}, not {VERSION}",
                 hint="use that version, or another database",
             )
-        found = await in_thread(decode_all, names, sources, gone)
+        values = await in_thread(decode_all, names, sources, gone)
         await self._fetch(set(digests) - self._documents.keys())
         leases = {
             each: (s.lease_until_s, s.readers, s.gb_per_s) for each, s in self._sources.items()
@@ -154,15 +168,15 @@ class RedisStore(LeasedStore):
         self._leases.clear()
         self._listed_s.clear()
         self._entries.clear()
-        for state in found[0]:
+        for state in values[0]:
             self.decide(state)
         now = self.clock()
-        for listed_s, listed in sorted(found[1], key=lambda each: each[0]):
+        for listed_s, listed in sorted(values[1], key=lambda each: each[0]):
             source_id = listed.record.source_id
             self._sources[source_id], self._listed_s[source_id] = listed, listed_s
             lease = leases.get(source_id, (now, 0, 0.0))  # the next exchange says it
             MemoryStore.renew(self, source_id, *lease, first=source_id not in leases)
-        for source_id, each in sorted(found[2].items(), key=lambda each: each[1].until_s):
+        for source_id, each in sorted(values[2].items(), key=lambda each: each[1].until_s):
             self._gone[source_id] = each
         self._versions = {field.decode(): token.decode() for field, token in versions.items()}
         self._number, self._token = int(meta[b"commit"]), meta[b"token"].decode()
@@ -170,6 +184,65 @@ class RedisStore(LeasedStore):
         self._latest = int(meta[b"latest"])
         self.epoch, self.doubt_until_s = meta[b"epoch"].decode(), float(meta[b"doubt"])
         self._count_anew()
+
+    async def _read(self, doubt_until_s: float | None) -> list[Any]:
+        """Return what Redis has of the state, once it has begun."""
+        link, mac, epoch = self._link, self._mac, uuid.uuid4().hex
+        doubt = repr(float("-inf") if doubt_until_s is None else doubt_until_s)
+        said = "", ""
+        if mac is not None:
+            said = mac.of_nothing(Head(epoch, doubt, 0, epoch, self._latest)), mac.check
+        async with link.answering(WRITE_S):
+            await self._script["begin"](
+                keys=[link.key("meta")], args=[epoch, VERSION, doubt, self._latest, *said]
+            )
+            pipe = link.client.pipeline(transaction=True)
+            for name in ("meta", *_HASHES, "versions"):
+                pipe.hgetall(link.key(name))
+            pipe.hkeys(link.key("documents"))
+            found: list[Any] = await pipe.execute()
+        return found
+
+    def _forged(self, found: Sequence[Any]) -> str | None:
+        """Return why no coordinator can have written what Redis has; None if one has.
+
+        Raises:
+            ConfigError: Coordinators with another key use this state.
+        """
+        meta, mac = found[0], self._mac
+        if mac is None:
+            return None
+        if not equal(meta.get(b"key"), mac.check):
+            raise ConfigError(
+                f"the coordinators of the state at {self._link.name} have another receipt key",
+                hint="give all of them the same file (`receipt_key`)",
+            )
+        mac.load(dict(zip(_HASHES, found[1:4], strict=True)))
+        signed = b"mac" in meta and meta.get(b"mac_of") == meta[b"token"]
+        if not signed and not mac.required:
+            return None
+        try:
+            head = Head(
+                meta[b"epoch"].decode(),
+                meta[b"doubt"].decode(),
+                int(meta[b"commit"]),
+                meta[b"token"].decode(),
+                int(meta[b"latest"]),
+            )
+        except (KeyError, ValueError):
+            return "it is malformed"
+        if signed and equal(meta[b"mac"], mac.of_state(head)):
+            return None
+        return "its MAC is wrong" if signed else "it has no MAC, and `state_mac` requires one"
+
+    def _say_forged(self, why: str, names: Sequence[str]) -> None:
+        counters.add(counters.REFUSED, "ForgedState")
+        text = f"what is in {self._link.name} was not written by a coordinator with this key: {why}"
+        event(
+            log, "state.forged", level=logging.ERROR,
+            text=f"{text}; {count(len(names), 'name')} are not used until their owners register",
+        )  # fmt: skip
+        write_forged(names or [""], text)
 
     async def _fetch(self, digests: Iterable[bytes]) -> None:
         """Read documents into memory."""
@@ -179,7 +252,9 @@ class RedisStore(LeasedStore):
             async with self._link.answering(WRITE_S):
                 found = await self._link.client.hmget(self._link.key("documents"), page)
             self._documents.update(
-                (digest, data) for digest, data in zip(page, found, strict=True) if data is not None
+                (digest, data)
+                for digest, data in zip(page, found, strict=True)
+                if data is not None and document_digest(data) == digest
             )
 
     # -- commits -----------------------------------------------------------------------------------
@@ -249,9 +324,13 @@ class RedisStore(LeasedStore):
             if each not in self._sources
         ]
         record = record_of(commit, leases)
+        signed = ["", "", ""]
+        if self._mac is not None:
+            head = self._head_after(draft, token)
+            signed = [self._token, *self._mac.of_commit(head, self._token, record, commit.writes)]
         flat: list[Any] = [
             self.epoch, token, record, len(draft.entries), _KEPT_COMMITS, self._link.key("lease:"),
-            len(read),
+            *signed, len(read),
         ]  # fmt: skip
         for field in read:
             flat += [field, self._versions.get(field, "")]
@@ -262,6 +341,14 @@ class RedisStore(LeasedStore):
                 flat += values
         epoch, doubt, latest = draft.epoch or ("", 0.0, 0)
         return [*flat, epoch, repr(doubt), latest]
+
+    def _head_after(self, draft: Draft, token: str) -> Head:
+        """Return how far the state has come with the next commit."""
+        latest, epoch, doubt = self._latest + len(draft.entries), self.epoch, self.doubt_until_s
+        if draft.epoch is not None:
+            epoch, doubt, lowest = draft.epoch
+            latest = max(latest, lowest)
+        return Head(epoch, repr(float(doubt)), self._number + 1, token, latest)
 
     def _named(self, draft: Draft) -> set[bytes]:
         return named(draft)
@@ -281,6 +368,8 @@ class RedisStore(LeasedStore):
                 else:
                     self._listed_s.pop(key, None)
                     self._renewals.pop(key, None)
+        if self._mac is not None:
+            self._mac.take(commit.writes)
         self._number, self._token, self._followed_s = number, token, time.monotonic()
         self._apply(commit.draft)
 
@@ -336,9 +425,25 @@ class RedisStore(LeasedStore):
             if fields[b"before"].decode() != self._token:
                 raise _Missed(lost=True)
             token = fields[b"token"].decode()
-            commit = self._own.get(token) or commit_in(fields[b"record"], self.clock())
+            own = self._own.get(token)
+            commit = own or commit_in(fields[b"record"], self.clock())
+            if own is None and not self._is_signed(commit, token, fields):
+                # It is in the stream alone: what has been kept is read anew.
+                async with self._link.answering(WRITE_S):
+                    await self._link.client.xdel(self._link.key("stream"), number)
+                self._say_forged("a commit in its stream has a wrong MAC", ())
+                raise _Missed(lost=False)
             await self._fetch(self._named(commit.draft) - self._documents.keys())
             self._take(count, token, commit)
+
+    def _is_signed(self, commit: Commit, token: str, fields: Mapping[bytes, bytes]) -> bool:
+        """Return True if another coordinator has signed a commit, or need not have."""
+        mac, said = self._mac, fields.get(b"mac", b"")
+        if mac is None or (not said and not mac.required):
+            return True
+        head = self._head_after(commit.draft, token)
+        record = fields[b"record"].decode()
+        return equal(said, mac.of_commit(head, self._token, record, commit.writes)[1])
 
     async def _begin_again(self, *, lost: bool) -> None:
         """Begin again with all that is in Redis. If that has `lost` some, in doubt."""

@@ -16,7 +16,7 @@ from typing import Any
 from mx.coordinator.stores.draft import Renewal
 from mx.coordinator.stores.kept import PERIOD_S, KeptStore
 from mx.coordinator.stores.redis_link import ANSWER_S, RedisLink
-from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET
+from mx.coordinator.stores.redis_scripts import BEGIN, COMMIT, EXCHANGE, FORGET, RESET
 from mx.core.memory_store import MemoryStore
 from mx.errors import CoordinatorError, MxError
 
@@ -48,6 +48,7 @@ class LeasedStore(KeptStore):
             name: redis.register_script(text)
             for name, text in (
                 ("commit", COMMIT), ("exchange", EXCHANGE), ("begin", BEGIN), ("forget", FORGET),
+                ("reset", RESET),
             )
         }  # fmt: skip
         self._lease_s = lease_s

@@ -1,7 +1,8 @@
 """What runs inside Redis, each script whole or not at all.
 
-`meta` has the epoch, until when it is in doubt, the number of the last commit and its token, and
-the number of the last entry. `versions` has the token of the commit that wrote each value last.
+`meta` has the epoch, until when it is in doubt, the number of the last commit and its token, the
+number of the last entry, the MAC of the state as of a commit (`mac_of`), and by which key that is.
+`versions` has the token of the commit that wrote each value last.
 """
 
 #: Keep a commit if nothing that it read has changed. All writes come after all checks; where Redis
@@ -13,7 +14,9 @@ local at = 0
 local function take() at = at + 1; return ARGV[at] end
 local function times() return tonumber(take()) end
 local epoch, token, record, entries, kept, lease = take(), take(), take(), take(), take(), take()
+local base, state_mac, commit_mac = take(), take(), take()
 if redis.call('HGET', meta, 'epoch') ~= epoch then return {'changed'} end
+if base ~= '' and redis.call('HGET', meta, 'token') ~= base then return {'changed'} end
 for _ = 1, times() do
   local field, version = take(), take()
   if (redis.call('HGET', versions, field) or '') ~= version then return {'changed'} end
@@ -57,9 +60,20 @@ if new_epoch ~= '' then
     redis.call('HSET', meta, 'latest', lowest)
   end
 end
+if base ~= '' then redis.call('HSET', meta, 'mac', state_mac, 'mac_of', token) end
+-- An entry that no coordinator has added could have a later number: then the stream begins anew.
+local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', '1')[1]
+if last and tonumber(string.match(last[1], '^%d+')) >= number then redis.call('DEL', stream) end
 redis.call('XADD', stream, 'MAXLEN', '~', kept, number .. '-0',
-  'record', record, 'token', token, 'before', before)
+  'record', record, 'token', token, 'before', before, 'mac', commit_mac)
 return {'kept', number}
+"""
+
+#: Keep nothing of a state that no coordinator has written, if it is still that one.
+RESET = """
+if (redis.call('HGET', KEYS[1], 'token') or '') ~= ARGV[1] then return 0 end
+redis.call('DEL', unpack(KEYS))
+return 1
 """
 
 #: Renew leases, say so to other coordinators, ask which leases have ended, and tell the time. A
@@ -127,7 +141,9 @@ BEGIN = """
 if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
   redis.call('HSET', KEYS[1], 'version', ARGV[2], 'doubt', ARGV[3], 'commit', '0', 'latest',
     ARGV[4], 'token', ARGV[1])
+  if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'mac', ARGV[5], 'mac_of', ARGV[1]) end
 end
+if ARGV[6] ~= '' then redis.call('HSETNX', KEYS[1], 'key', ARGV[6]) end
 """
 
 #: Keep documents no longer, if the coordinator has seen every commit: one may name them.
