@@ -50,7 +50,7 @@ _MAX_RETRY_S = 30.0
 LAST_WORDS = (PeerBusyError, PeerUntrustedError, StaleGenerationError)
 #: How long to wait for the source's answer when a lease is given back.
 _GIVE_BACK_S = 1.0
-#: A lease that a source does not let move to another stream is moved again after this.
+#: A lease moves no sooner than so long after it has, or was to.
 _MOVE_AGAIN_S = 5.0
 
 
@@ -108,6 +108,7 @@ class Lease:
         self._grant_id = ""
         self._files: object = None  # that the stream's connection has shown
         self._move_at_s = math.inf  # the stream ends soon: when to open another
+        self._still_until_s = 0.0  # no sooner than then
         self._renewer: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._giving_back: asyncio.Task[None] | None = None
@@ -230,7 +231,7 @@ class Lease:
                     case "renewed":
                         lease_s = self._believed_s(event.renewed.lease_s)
                         if event.renewed.ends_soon:
-                            self._move_at_s = min(self._move_at_s, time.monotonic())
+                            self._move_at_s = self._still_until_s
                         if self._pacer is not None:
                             self._pacer.set_rate(event.renewed.max_bytes_per_s)
                         if self._renewed is not None and not self._renewed.done():
@@ -288,6 +289,7 @@ class Lease:
         source that refuses that goes on with this one for as long as it does."""
         assert self._stub is not None
         self._files, self._move_at_s = files_of(self._channel), math.inf
+        self._still_until_s = time.monotonic() + _MOVE_AGAIN_S
         call, moved = self._stub.Open(), False
         request = peer_pb2.OpenRequest(grant_id=self._grant_id)
         request.MergeFrom(self._opening)
@@ -295,14 +297,17 @@ class Lease:
             async with asyncio.timeout(self._lease_s * 0.4):
                 await call.write(request)
                 event = await call.read()
-            moved = isinstance(event, peer_pb2.OpenEvent) and event.HasField("renewed")
+            if isinstance(event, peer_pb2.OpenEvent):
+                moved = event.HasField("renewed")
+                if event.HasField("granted"):  # another lease, of a source that moves none
+                    self._still_until_s = math.inf
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
         finally:
             if not moved:
                 cut(call)
         if not moved:
-            self._move_at_s = time.monotonic() + _MOVE_AGAIN_S
+            self._move_at_s = self._still_until_s
             return
         was, self._call = self._call, call
         try:
