@@ -29,7 +29,7 @@ from mx.errors import MxError
 from mx.units import MIB
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
-from mx.wire.documents import pages
+from mx.wire.documents import PIECE_BYTES, pages
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
@@ -151,7 +151,7 @@ async def half_register(channel: Any, label: str, nbytes: int) -> Any:
     stream = channel.stream_unary(SERVICE + "Register")(metadata=headers())
     await stream.write(pb.RegisterRequest(source=source).SerializeToString())
     for each in documents[:2]:
-        for page in pages(document_digest(each), each):
+        for page in pages(document_digest(each), each, PIECE_BYTES):
             if not stream.done():
                 await stream.write(pb.RegisterRequest(page=page).SerializeToString())
     return stream
