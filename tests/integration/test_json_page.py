@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
 NAME = re.compile(r"`([a-z_]+)`")
 #: Fields that only some objects have, or that are those of another verb.
 SOMETIMES = {
-    "pull": {"defined_by", "steps", "files", "moved_bytes"},
+    "pull": {"defined_by", "steps", "files", "moved_bytes", "newest"},
     "plan": {"subset"},
 }
 
