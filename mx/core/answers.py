@@ -130,8 +130,8 @@ def away(meant: ModelKey, older: Sequence[ModelKey]) -> tuple[str, str]:
     named = [f"{key.name}:{key.revision}" for key in older[:_MOST_NAMED]]
     listed = ", ".join(named) + (" …" if len(older) > _MOST_NAMED else "")
     return (
-        f"{meant.name} means {meant}, its newest revision, which no source has whole now: it is "
-        "being changed, or its sources are away",
+        f"{meant.name} means {meant.name}:{meant.revision}, its newest revision, which no source "
+        "has whole now: it is being changed, or its sources are away",
         f"wait for it (`wait_s`), name an older one ({listed}), or take it with `allow_older`"
         if older
         else "wait for it (`wait_s`), or start its source again",

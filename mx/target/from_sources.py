@@ -169,7 +169,7 @@ class FromSources(Attempt):
         enough = paths.paths or (options.bound and options.stores)
         if not enough and self.edition.reader_id and not located.is_away:
             enough = plan([source for source in located.sources if not source.whole]).paths
-        if not enough and located.newest is not None and located.is_away:
+        if not enough and located.newest is not None and located.says_away:
             message, hint = away(located.newest, located.older)
             raise NoSourceError(message, hint=hint)
         if not enough:

@@ -89,6 +89,12 @@ class Located:
         """True if this is what the name means, and no sources hold all of it together."""
         return self.newest == self.key and not cover(self.sources)
 
+    @property
+    def says_away(self) -> bool:
+        """True if that is worth saying: there is, or was, more than one revision, or a part."""
+        more = bool(self.older or self.sources) or self.key.revision != MAIN
+        return self.is_away and more
+
 
 #: What was seen of names, by coordinator and name: a coordinator that has lost its state is told.
 _seen: OrderedDict[tuple[str, str], bytes] = OrderedDict()
