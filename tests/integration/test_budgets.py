@@ -215,7 +215,8 @@ async def test_pages_of_the_release_before_are_taken_where_a_setting_allows_it(
     documents = make_documents("large", nbytes=1_500_000)
     monkeypatch.setattr(wire_documents, "PIECE_BYTES", pieces << 10)
     address, _ = start_coordinator(run, *setting)
-    refused = pytest.raises(MxError, match="larger than max")
+    # gRPC's status; or, where its reset of the stream comes first, only that the call was ended.
+    refused = pytest.raises(MxError, match=r"larger than max|stopped meanwhile")
     async with client_of(address, timeout_s=60.0) as client:
         with contextlib.nullcontext() if taken else refused:
             record = make_record(documents)
