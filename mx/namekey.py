@@ -20,7 +20,6 @@ from mx.config import Settings
 from mx.core.ownership import statement
 from mx.core.types import SourceRecord
 from mx.log import event
-from mx.publickey import is_signed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -67,6 +66,8 @@ class NameKey:
         """Return True if a holder of this key vouches for a source's weights, as what the record's
         name and variant stand for. It does not matter who says so. What was vouched for as an
         update's is believed of no revision that is not called so."""
+        from mx.publickey import is_signed  # most pulls need none
+
         model, identity = record.model, record.ref.identity
         texts = {statement(replace(model, revision=""), identity), statement(model, identity)}
         return record.commitment == self.commitment(model.name) and any(

@@ -134,7 +134,7 @@ def reader(coordinator: str) -> Iterator[Callable[..., Reader]]:
 def one_generation(found: dict[str, Any]) -> None:
     """Whole and of one version, or a typed error."""
     if "error" in found:
-        assert found["error"] in ("IncompleteError", "NoSourceError"), found
+        assert found["error"] in ("IncompleteError", "NoSourceError", "SupersededError"), found
     else:
         (version,) = found["versions"]
         assert found["model"] == ("m" if version == 1 else f"m:main.{version}")
