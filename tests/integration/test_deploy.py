@@ -1,4 +1,4 @@
-"""What is in deploy/: units, manifests and the compose file, against schemas and against mx."""
+"""What is in deploy/: units and the compose file, against schemas and against mx."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from typing import Any
 
 import grpc
 import jsonschema
-import kubernetes_validate
 import pytest
-import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mx import api
@@ -29,8 +27,6 @@ from tests.support.deployed import (
     PROGRAMS,
     changed,
     documents,
-    manifests,
-    pods,
     settings_of,
     started,
     units,
@@ -39,7 +35,6 @@ from tests.support.redis_server import needs_redis
 
 pytestmark = pytest.mark.integration
 
-KUBERNETES = ("1.28", "1.31", "1.37")
 COMPOSE = documents(DEPLOY / "compose/compose.yaml")[0]
 #: Of `systemd-analyze security`, in tenths: 0 is closed, 100 is what a unit without a word has.
 MOST_EXPOSED = 20
@@ -137,117 +132,6 @@ os.execv(sys.executable, [sys.executable, "-m", "mx.cli.coordinator", *sys.argv[
         raise
     finally:
         closed.end()
-
-
-# -- Kubernetes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_manifests_are_what_the_api_server_takes(version: str) -> None:
-    for each in manifests():
-        kubernetes_validate.validate(each, version, strict=True)
-    wrong = copy.deepcopy(next(each for each in manifests() if each["kind"] == "StatefulSet"))
-    wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
-        kubernetes_validate.validate(wrong, version, strict=True)
-
-
-def test_kustomization_has_each_file_and_image() -> None:
-    (found,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
-    files = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")}
-    assert {*found["resources"], "kustomization.yaml"} == files
-    images = {c["image"] for _, pod in pods() for c in pod["spec"]["containers"]}
-    assert {each["name"] for each in found["images"]} == {i for i in images if ":" not in i}
-
-
-@pytest.mark.parametrize(("name", "pod"), list(pods()), ids=lambda value: str(value)[:20])
-def test_pods_are_locked_and_probed(name: str, pod: dict[str, Any]) -> None:
-    spec = pod["spec"]
-    # Service links would be settings of mx where a service is called mx-peer.
-    assert spec["enableServiceLinks"] is False
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    volumes = {each["name"] for each in spec["volumes"]} if name != "mx-redis" else {"data"}
-    for container in (*spec.get("initContainers", ()), *spec["containers"]):
-        security = container["securityContext"]
-        assert security["readOnlyRootFilesystem"] is True, container["name"]
-        assert security["allowPrivilegeEscalation"] is False
-        assert security["capabilities"]["drop"] == ["ALL"]
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-    for container in spec["containers"]:
-        assert "livenessProbe" in container
-        assert container["resources"]["limits"]["memory"]
-        ports = {each["containerPort"] for each in container.get("ports", ())}
-        names = {each["name"] for each in container.get("ports", ())}
-        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            for how, probe in container.get(kind, {}).items():
-                if isinstance(probe, dict) and "port" in probe:
-                    assert probe["port"] in ports | names, (how, probe)
-
-
-def test_the_commands_of_pods_are_understood_and_listen_where_probes_look() -> None:
-    seen = set()
-    for name, pod in pods():
-        for container in pod["spec"]["containers"]:
-            words = container.get("command", [])
-            exec_probes = [
-                container[kind]["exec"]["command"]
-                for kind in ("startupProbe", "readinessProbe", "livenessProbe")
-                if "exec" in container.get(kind, {})
-            ]
-            for each in (words, *exec_probes):
-                if each and each[0] in PROGRAMS:
-                    settings = settings_of(each)
-                    seen.add((name, each[0]))
-            if words and words[0] in PROGRAMS and "grpc" in container.get("readinessProbe", {}):
-                listens = (
-                    settings.coordinator_listen if words[0] != "mx" else settings.listen
-                ).rpartition(":")[2]
-                assert container["readinessProbe"]["grpc"]["port"] == int(listens)
-    assert seen == {("mx-cache", "mx"), ("mx-coordinator", "mx-coordinator"), ("mx-origin", "mx")}
-
-
-def test_clients_name_each_coordinator_that_there_is() -> None:
-    (workload,) = (
-        each
-        for each in manifests()
-        if each["kind"] == "StatefulSet" and each["metadata"]["name"] == "mx-coordinator"
-    )
-    service = workload["spec"]["serviceName"]
-    expected = ",".join(
-        f"mx-coordinator-{n}.{service}:7600" for n in range(workload["spec"]["replicas"])
-    )
-    text = "".join(path.read_text() for path in (DEPLOY / "kubernetes").glob("*.yaml"))
-    assert text.count(expected) == 3  # origin, cache, replica
-    assert len(re.findall(r"mx-coordinator-0\.", text)) == 3
-
-
-def test_selectors_find_pods() -> None:
-    labels = [pod["metadata"]["labels"] for _, pod in pods()]
-    for each in manifests():
-        spec = each.get("spec", {})
-        if each["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
-            selector = spec.get("selector") or spec["podSelector"]
-            selector = selector.get("matchLabels", selector)
-            assert any(selector.items() <= found.items() for found in labels), each["metadata"]
-        if "template" in spec:
-            wanted = spec["selector"]["matchLabels"]
-            assert wanted.items() <= spec["template"]["metadata"]["labels"].items()
-
-
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_kustomize_builds_it() -> None:
-    built_files = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kubernetes")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    found = [each for each in yaml.safe_load_all(built_files.stdout) if each]
-    assert len(found) == len(manifests())
-    assert {each["metadata"].get("namespace", "mx") for each in found} == {"mx"}
 
 
 # -- containers -----------------------------------------------------------------------------------
