@@ -186,7 +186,7 @@ def test_pods_have_the_keys_that_they_use_and_no_others() -> None:
     # A key is where its user alone reads it, before anything else runs.
     for name, key in (("mx-origin", "name.key"), ("llama-8b", "lender.key")):
         (keys,) = CLOSED[name]["spec"]["initContainers"]
-        assert keys["command"][-3:] == ["/keys", "/var/lib/mx", key]
+        assert keys["args"][-3:] == ["/keys", "/var/lib/mx", key]
         for container in CLOSED[name]["spec"]["containers"]:
             assert "keys" not in {mount["name"] for mount in container["volumeMounts"]}
 
@@ -225,8 +225,8 @@ def test_replicas_have_the_pin_of_one_place() -> None:
     assert "MODEL=llama-8b@PIN" in (folder("") / "model.env").read_text().splitlines()
     (keys,) = CLOSED["llama-8b"]["spec"]["initContainers"]
     (engine,) = CLOSED["llama-8b"]["spec"]["containers"]
-    assert keys["command"][:3] == ["mx-keys", "--pinned", "$(MODEL)"]
-    assert '{"model": "$(MODEL)"}' in engine["command"]
+    assert keys["args"][:3] == ["mx-keys", "--pinned", "$(MODEL)"]
+    assert '{"model": "$(MODEL)"}' in engine["args"]
     for container in (keys, engine):
         (model,) = (each for each in container["env"] if each["name"] == "MODEL")
         assert model["valueFrom"] == {"configMapKeyRef": {"name": "mx-model", "key": "MODEL"}}
@@ -275,7 +275,7 @@ def test_certificates_name_where_their_pods_are_dialled() -> None:
             for each in manifests()
         )  # fmt: skip
     (origin,) = CLOSED["mx-origin"]["spec"]["containers"]
-    assert "$(POD_NAME).mx-origin.mx.svc:7601" in origin["command"]
+    assert "$(POD_NAME).mx-origin.mx.svc:7601" in origin["args"]
     assert settings_in("llama-8b")["MX_PEER_ADVERTISE"] == "$(POD_NAME).llama-8b-peers.mx.svc:0"
 
 
@@ -283,7 +283,7 @@ def test_the_commands_of_pods_are_understood() -> None:
     seen = set()
     for overlay, name, pod in ALL_PODS:
         for container in pod["spec"]["containers"]:
-            words = container.get("command", [])
+            words = container.get("args", [])
             exec_probes = [
                 container[kind]["exec"]["command"]
                 for kind in ("startupProbe", "readinessProbe", "livenessProbe")

@@ -172,7 +172,9 @@ class Pod:
         kind = "initContainers" if init else "containers"
         (container,) = (each for each in self._spec[kind] if each["name"] == name)
         values = {k: v for k, v in self._environment(container).items() if k not in without}
-        command = [self._expanded(word, values) for word in words or container["command"]]
+        entry = ["/usr/bin/tini", "-s", "--"] if self._node.image and "args" in container else []
+        given = words or (*entry, *container.get("command", container.get("args", ())))
+        command = [self._expanded(word, values) for word in given]
         clean = environment() if self._node.image is None else {}
         clean["PATH"] = (
             "/app/bin:/usr/bin" if self._node.image else f"/app/bin:{os.environ['PATH']}"
