@@ -218,7 +218,7 @@ def test_a_fleet_of_containers_and_a_cache_that_they_share(
 
 
 def test_a_stop_in_the_first_moments_ends_it(image: Path) -> None:
-    """The kernel drops a SIGTERM for a process 1 without a handler, as Python is while it imports."""
+    """The kernel drops a SIGTERM for a process 1 without a handler, as Python while it imports."""
     command = ("mx-coordinator", "--listen", f"127.0.0.1:{free_port()}")
     alone = First(image, *command)
     try:
