@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ from tests.support.redis_server import needs_redis
 pytestmark = pytest.mark.integration
 
 COMPOSE = documents(DEPLOY / "compose/compose.yaml")[0]
+#: The one for trying.
+INSECURE = documents(DEPLOY / "compose/insecure.yaml")[0]
 #: Of `systemd-analyze security`, in tenths: 0 is closed, 100 is what a unit without a word has.
 MOST_EXPOSED = 20
 
@@ -142,22 +145,40 @@ def compose_errors(document: object) -> list[str]:
     return [each.message for each in jsonschema.Draft201909Validator(schema).iter_errors(document)]
 
 
-def test_the_compose_file_is_what_compose_takes() -> None:
-    assert compose_errors(COMPOSE) == []
-    wrong = copy.deepcopy(COMPOSE)
+@pytest.mark.parametrize("compose", [COMPOSE, INSECURE], ids=["closed", "insecure"])
+def test_the_compose_file_is_what_compose_takes(compose: dict[str, Any]) -> None:
+    assert compose_errors(compose) == []
+    wrong = copy.deepcopy(compose)
     wrong["services"]["coordinator"]["read_onyl"] = True
     assert compose_errors(wrong) != []
-    services = COMPOSE["services"]
+    services = compose["services"]
     assert set(services) == {"redis", "coordinator", "source-a", "source-b", "pull"}
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
         assert set(service.get("depends_on", {})) <= set(services)
-        assert set(service["networks"]) <= set(COMPOSE["networks"])
+        assert set(service["networks"]) <= set(compose["networks"])
         named = {v.split(":")[0] for v in service.get("volumes", ()) if isinstance(v, str)}
-        assert named <= set(COMPOSE["volumes"])
+        assert {each for each in named if "/" not in each} <= set(compose["volumes"])
         if service["command"][0] in PROGRAMS:
             settings_of(service["command"])
+
+
+def test_the_compose_file_is_closed() -> None:
+    assert "insecure" not in str(COMPOSE)
+    for name, service in COMPOSE["services"].items():
+        folders = [v for v in service["volumes"] if isinstance(v, str) and v.startswith("./certs")]
+        own = "puller" if name == "pull" else name
+        assert {each.split(":")[0].split("/")[2] for each in folders} == {own}
+        assert all(each.endswith(":ro") for each in folders)
+        if name == "redis":
+            assert service["command"][1:] == ["/etc/mx/redis.conf"]
+            assert "../kubernetes/redis.conf:/etc/mx/redis.conf:ro" in service["volumes"]
+        else:
+            given = service["environment"]
+            assert given["MX_PEER_TLS_CA"] == "/etc/mx/tls/ca.crt"
+            assert given["MX_PEER_POLICY"] == "/etc/mx/policy.toml"
 
 
 def healthy(address: str) -> bool:
@@ -190,7 +211,7 @@ def redis_running(command: list[str], port: int) -> Iterator[None]:
 @needs_redis
 def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """The commands of the compose file, on loopback."""
-    services, where = COMPOSE["services"], f"127.0.0.1:{free_port()}"
+    services, where = INSECURE["services"], f"127.0.0.1:{free_port()}"
     redis_port = free_port()
 
     def changes(service: str) -> Any:
@@ -237,11 +258,90 @@ def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path
         assert asked.wait() == 1  # and so it is unhealthy
 
 
+@needs_redis
+def test_what_the_closed_compose_file_starts_works_together(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its commands on loopback, with the files that its script makes."""
+    services, where = COMPOSE["services"], f"127.0.0.1:{free_port()}"
+    redis_port, certificates = free_port(), tmp_path / "certs"
+    subprocess.run([DEPLOY / "compose/certificates", certificates], check=True, timeout=60)
+
+    def here(service: str) -> Any:
+        own = certificates / ("puller" if service == "pull" else service)
+
+        def change(word: str) -> str:
+            for old, new in (
+                ("/etc/mx/tls", str(own)),
+                ("/etc/mx/policy.toml", str(DEPLOY / "compose/policy.toml")),
+                ("/var/lib/mx", str(tmp_path / service)),
+                ("redis:6379", f"127.0.0.1:{redis_port}"),
+            ):
+                word = word.replace(old, new)
+            places = {
+                "coordinator:7600": where,
+                "localhost:7600": where,
+                "0.0.0.0:7600": where,
+                "0.0.0.0:7601": "127.0.0.1:0",
+                "0.0.0.0:7690": f"127.0.0.1:{free_port()}",
+                f"{service}:7601": "",
+                "/model": str(checkpoint),
+            }
+            return places.get(word, word)
+
+        return change
+
+    def settings(service: str) -> dict[str, str]:
+        given = dict(services[service]["environment"])
+        if "env_file" in services[service]:
+            name, _, value = (certificates / "coordinator.env").read_text().strip().partition("=")
+            given[name] = value
+        return environment(**{name: here(service)(value) for name, value in given.items()})
+
+    def start(service: str, *more: str) -> Any:
+        program, *words = changed(services[service]["command"], here(service))
+        (tmp_path / service).mkdir(mode=0o700)
+        return run(*words, *more, daemon=program == "mx-coordinator", env=settings(service))
+
+    conf = (DEPLOY / "kubernetes/redis.conf").read_text().replace("6379", str(redis_port))
+    for old, new in (
+        ("/etc/mx/tls", certificates / "redis"),
+        ("/etc/mx/acl", certificates / "redis"),
+        ("/data", tmp_path),
+    ):
+        conf = conf.replace(old, str(new))
+    (tmp_path / "redis.conf").write_text(f"{conf}\nbind 127.0.0.1\n")
+    with redis_running(["redis-server", str(tmp_path / "redis.conf")], redis_port):
+        coordinator = start("coordinator")
+        coordinator.until(lambda: "listens on" in coordinator.err, "the coordinator")
+        _, program, *check = changed(
+            services["coordinator"]["healthcheck"]["test"], here("coordinator")
+        )
+        assert program == "mx-health"
+        probe = [sys.executable, str(DEPLOY / "docker/bin/mx-health"), *check]
+        asked = subprocess.run(probe, env=settings("coordinator"), check=False, timeout=60)
+        assert asked.returncode == 0
+        refused = subprocess.run(
+            probe, env=environment(), check=False, timeout=60, capture_output=True
+        )
+        assert refused.returncode != 0  # without a certificate
+        sources = [start(name, "--json").json() for name in ("source-a", "source-b")]
+        pull = start("pull", "--json")
+        assert pull.wait(60) == 0, pull.err
+        assert pull.json()["pin"] == sources[0]["pin"]
+        # Who may pull may not serve.
+        words = ("serve", str(checkpoint), "--model", "demo", "--coordinator", where)
+        serving = run(*words, env=settings("pull"))
+        assert serving.wait(60) == 5, serving.err
+
+
 def test_the_image_has_no_more_than_it_needs() -> None:
     lines = (DEPLOY / "docker/Dockerfile").read_text().splitlines()
     stages = [line.split()[1] for line in lines if line.startswith("FROM ")]
     assert stages[-1] == "scratch"
-    assert all(":" in each and not each.endswith(":latest") for each in stages[:-1])
+    bases = (DEPLOY / "docker/bases").read_text()
+    for each in stages[:-1]:  # by digest: see the test of the build
+        assert re.search(rf"^{each.strip('${}')}=\S+:(?!latest)\S+$", bases, re.M), each
     last = lines[[i for i, line in enumerate(lines) if line.startswith("FROM ")][-1] :]
     (user,) = [line.split()[1] for line in last if line.startswith("USER ")]
     assert int(user.split(":")[0]) > 0
@@ -253,3 +353,65 @@ def test_the_image_has_no_more_than_it_needs() -> None:
         assert (ROOT / copied).exists(), copied
     command = json.loads(next(line[4:] for line in last if line.startswith("CMD ")))
     assert command[0] in PROGRAMS
+    entry = json.loads(next(line[11:] for line in last if line.startswith("ENTRYPOINT ")))
+    assert entry == ["/usr/bin/tini", "-s", "--"]
+    assert " tini " in (DEPLOY / "docker/system").read_text()
+
+
+def test_images_are_built_from_digests_alone(tmp_path: Path) -> None:
+    """With a `docker` that prints what it is given: no registry is there."""
+    shutil.copytree(DEPLOY / "docker", tmp_path / "deploy/docker")
+    digest, bases = "sha256:" + "ab" * 32, tmp_path / "deploy/docker/bases"
+    docker = tmp_path / "bin/docker"
+    docker.parent.mkdir()
+    docker.write_text(f'#!/bin/sh\n[ "$1" = buildx ] && echo {digest} || echo "$@"\n')
+    docker.chmod(0o755)
+
+    def build(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "deploy/docker/build", *words],
+            env={"PATH": f"{docker.parent}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+
+    text = (DEPLOY / "docker/bases").read_text()
+    bases.write_text(re.sub(r"@sha256:[0-9a-f]+", "", text))
+    refused = build("-t", "mx")
+    assert refused.returncode == 2
+    assert "--pin" in refused.stderr
+    assert build("--pin").returncode == 0
+    pinned = re.findall(r"^[A-Z]+=\S+:\S+@(sha256:[0-9a-f]{64})$", bases.read_text(), re.M)
+    assert pinned == [digest] * 3
+    assert build("--pin").returncode == 0  # again, from what is pinned
+    built = build("-t", "mx")
+    assert f"DEBIAN=debian:bookworm-slim@{digest}" in built.stdout
+    assert "-f deploy/docker/Dockerfile " in built.stdout
+    vllm = build("-f", "deploy/docker/Dockerfile.vllm", "-t", "mx-vllm")
+    assert "VLLM=" in vllm.stdout
+    assert "DEBIAN=" not in vllm.stdout
+
+
+def test_locks_have_a_hash_for_each_package_and_no_index() -> None:
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    canonical = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+    for path in (
+        ROOT / "constraints.lock",
+        DEPLOY / "docker/requirements.lock",
+        DEPLOY / "docker/build.lock",
+    ):
+        text = path.read_text()
+        assert "://" not in text
+        packages = re.findall(r"^(\S+)==(\S+) \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)
+        assert len(packages) == len(re.findall("==", text)) > 3
+        for name, version in packages:
+            if name in canonical:
+                assert canonical[name] == version, (path.name, name)
+    locked = set(re.findall(r"^(\S+)==", (ROOT / "constraints.lock").read_text(), re.M))
+    assert locked == canonical.keys() - {"torch"}
