@@ -98,6 +98,30 @@ def test_units_run_commands_that_there_are(unit: Path) -> None:
     assert set(ends.split()) <= set("23456")
 
 
+def environment_of(unit: Path) -> dict[str, str]:
+    """Return what a unit sets itself."""
+    return dict(re.findall(r"^Environment=(\w+)=(.*)$", unit.read_text(), re.M))
+
+
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.name)
+def test_units_are_closed_by_default(unit: Path, run: Run, tmp_path: Path) -> None:
+    given = {name: v for name, v in environment_of(unit).items() if name.startswith("MX_PEER_")}
+    closed = {f"MX_PEER_{each}" for each in ("TLS_CERT", "TLS_KEY", "TLS_CA", "POLICY")}
+    assert closed <= given.keys()
+    program, *words = started(unit)
+    words = [str(tmp_path) if word.startswith("/srv/") else word for word in words]
+    # The files are not there: it says so, and does not start without them.
+    missing = {name: value.replace("/etc/mx", str(tmp_path)) for name, value in given.items()}
+    missing |= {"MX_PEER_COORDINATOR_LISTEN": "127.0.0.1:0", "MX_PEER_CACHE_SOCKET": "off"}
+    daemon = Path(program).name == "mx-coordinator"
+    command = run(*words, daemon=daemon, env=environment(**missing))
+    assert command.wait(60) == 2
+    assert "tls" in command.err
+    drop_in = (DEPLOY / "systemd/insecure.conf").read_text()
+    (unset,) = re.findall(r"^UnsetEnvironment=(.+)$", drop_in, re.M)
+    assert set(unset.split()) == closed
+
+
 def test_units_of_different_users_share_no_folder() -> None:
     users: dict[str, set[str]] = {}
     for unit in units():

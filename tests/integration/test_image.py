@@ -109,7 +109,15 @@ class Contained(Command):
 class First(Contained):
     """One that is process 1 of a namespace of its own, as in a container."""
 
-    _more = ("--pid", "--fork", "--kill-child")
+    _more = ("--pid", "--fork")
+
+    def end(self) -> None:
+        # unshare's end would leave it: a change of user drops what ties them.
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        if self.process.poll() is None:
+            for each in children.read_text().split():
+                os.kill(int(each), signal.SIGKILL)
+        super().end()
 
     def first(self, name: str) -> int:
         """Return its process id here, once it is this program."""
