@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import hosts
 from benchmarks.checkpoints import write_checkpoint
+from tests.support.cluster import Cluster, check_closed
 from tests.support.commands import Command, Run, free_port, serve
 from tests.support.daemon import ROOT
 from tests.support.deployed import DEPLOY
+from tests.support.kubelet import unavailable
 
 MOST_BYTES = 250_000_000
 _USER = 65532
@@ -223,6 +226,17 @@ def test_a_fleet_of_containers_and_a_cache_that_they_share(
         assert held["pin"] == other["pin"]
         (path,) = attached.json()["paths"]
         assert (path["transport"], path["source"]) == ("shm-attach", held["endpoint"])
+
+
+@pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable() or "")
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_the_closed_overlay_runs_in_it(image: Path, tmp_path: Path) -> None:
+    with hosts.Hosts() as made:
+        cluster = Cluster(made, tmp_path, image)
+        try:
+            check_closed(cluster)
+        finally:
+            cluster.close()
 
 
 def test_a_stop_in_the_first_moments_ends_it(image: Path) -> None:

@@ -69,7 +69,7 @@ class Node:
     claims: dict[str, Path] = field(default_factory=dict)
     #: Addresses by name.
     names: dict[str, str] = field(default_factory=dict)
-    #: The image's root; None: this machine's, where users are not changed.
+    #: The root of the image `mx`, which stands for `mx-vllm` as well; None: this machine's.
     image: Path | None = None
 
 
@@ -172,16 +172,19 @@ class Pod:
         kind = "initContainers" if init else "containers"
         (container,) = (each for each in self._spec[kind] if each["name"] == name)
         values = {k: v for k, v in self._environment(container).items() if k not in without}
-        entry = ["/usr/bin/tini", "-s", "--"] if self._node.image and "args" in container else []
+        image = self._image(container)
+        entry = ["/usr/bin/tini", "-s", "--"] if image and "args" in container else []
         given = words or (*entry, *container.get("command", container.get("args", ())))
         command = [self._expanded(word, values) for word in given]
-        clean = environment() if self._node.image is None else {}
-        clean["PATH"] = (
-            "/app/bin:/usr/bin" if self._node.image else f"/app/bin:{os.environ['PATH']}"
-        )
-        clean |= {"PYTHONPATH": "/app"} if self._node.image else {}
+        clean = environment() if image is None else {}
+        clean["PATH"] = "/app/bin:/usr/bin" if image else f"/app/bin:{os.environ['PATH']}"
+        clean |= {"PYTHONPATH": "/app"} if image else {}
         clean |= {"XDG_STATE_HOME": "/var/lib", "HOME": "/", "PYTHONUNBUFFERED": "1"}
         return PodProcess([*self._entered(container), *command], clean | values)
+
+    def _image(self, container: Mapping[str, Any]) -> Path | None:
+        """Return the image's root; None for this machine's, as for Redis, which is not ours."""
+        return None if container["image"] == "redis" else self._node.image
 
     def initialise(self) -> None:
         """Run what runs before the containers. Raises AssertionError if one ends with an error."""
@@ -196,7 +199,8 @@ class Pod:
         node, security = self._node, container["securityContext"]
         root = self._folder / f"root-{container['name']}-{os.urandom(4).hex()}"
         root.mkdir()
-        lower = str(node.image or "/")
+        image = self._image(container)
+        lower = str(image or "/")
         lines = [
             "set -e",
             f"mount -t tmpfs tmpfs {root}; mkdir {root}/up {root}/work {root}/all",
@@ -214,13 +218,13 @@ class Pod:
             if only:
                 lines.append(f"mount -o remount,ro,bind $all{where}")
         # These may be below a folder that a volume hides, or that only root enters.
-        for each in sorted({str(ROOT), sys.prefix, sys.base_prefix}) if node.image is None else ():
+        for each in sorted({str(ROOT), sys.prefix, sys.base_prefix}) if image is None else ():
             lines.append(f"mkdir -p $all{each}; mount --rbind {each} $all{each}")
             above = " ".join(
                 f"$all{parent}" for parent in Path(each).parents if parent != Path("/")
             )
             lines.append(f"chmod a+x {above}")
-        if node.image is None:
+        if image is None:
             lines.append(f"mkdir -p $all/app/bin; mount --bind {node.folder}/bin $all/app/bin")
         lines.append("mount -o remount,ro,bind $all")
         user = security.get("runAsUser", self._spec["securityContext"]["runAsUser"])
