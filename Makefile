@@ -9,12 +9,14 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-vllm chaos kills names differential differential-gpu endurance lint proto proto-check bench clean
+  test-vllm test-floors lock chaos kills names differential differential-gpu endurance lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
 PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
+UV := .venv-lock/bin/uv
+UV_PACKAGE := uv==0.13.9
 # Test files that run at a time, also on two cores: half of their time the tests wait. The long ones
 # wait less.
 JOBS ?= 4
@@ -37,6 +39,7 @@ help:
 	@echo "make test [ARGS=...]             the tests, four files at a time (JOBS=...)"
 	@echo "make test-long                   tests of breadth: liars, hogs, chaos, bounds"
 	@echo "make test-pythons                the quick tests on the other Pythons here"
+	@echo "make test-floors                 the quick tests with the lowest versions allowed"
 	@echo "make setup-gpu                   CUDA's packages for the stand-in's tests"
 	@echo "make test-gpu-standin            GPU tests over a stand-in (needs cc, no GPU)"
 	@echo "make setup-vllm                  vLLM in an environment of its own (3 GB)"
@@ -53,6 +56,7 @@ help:
 	@echo "make proto                       regenerate mx/wire/v1 from proto/"
 	@echo "make proto-check                 compare it with proto/"
 	@echo "make bench [ARGS=...]            measure against bare references"
+	@echo "make lock                        the locks with hashes anew, of constraints.txt"
 	@echo "make clean                       remove what these made, environments too"
 
 setup: $(READY)
@@ -73,10 +77,20 @@ endef
 $(PY):
 	$(call make_venv,.venv)
 
-$(READY): pyproject.toml constraints.txt | $(PY)
+# All but torch by hash: what constraints.lock does not have, the second one would add.
+$(READY): pyproject.toml constraints.txt constraints.lock | $(PY)
 	@echo ".venv: installing what constraints.txt pins (minutes the first time, torch is large)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
+	  -r constraints.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
+
+$(UV):
+	$(call make_venv,.venv-lock)
+	@.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check '$(UV_PACKAGE)'
+
+lock: $(UV)
+	@deploy/docker/lock $(UV)
 
 .venv-proto/bin/python:
 	$(call make_venv,.venv-proto)
@@ -123,6 +137,9 @@ test-long: $(READY)
 
 test-pythons: $(READY)
 	.ci/test-pythons $(ARGS)
+
+test-floors: $(READY) $(UV)
+	.ci/test-floors $(UV) $(ARGS)
 
 test-vllm: $(VLLM_READY)
 	$(VLLM_PY) -m pytest tests/vllm $(ARGS)

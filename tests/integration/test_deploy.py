@@ -1,4 +1,4 @@
-"""What is in deploy/: units, manifests and the compose file, against schemas and against mx."""
+"""What is in deploy/: units and the compose file, against schemas and against mx."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,7 @@ from typing import Any
 
 import grpc
 import jsonschema
-import kubernetes_validate
 import pytest
-import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mx import api
@@ -29,8 +28,6 @@ from tests.support.deployed import (
     PROGRAMS,
     changed,
     documents,
-    manifests,
-    pods,
     settings_of,
     started,
     units,
@@ -39,8 +36,9 @@ from tests.support.redis_server import needs_redis
 
 pytestmark = pytest.mark.integration
 
-KUBERNETES = ("1.28", "1.31", "1.37")
 COMPOSE = documents(DEPLOY / "compose/compose.yaml")[0]
+#: The one for trying.
+INSECURE = documents(DEPLOY / "compose/insecure.yaml")[0]
 #: Of `systemd-analyze security`, in tenths: 0 is closed, 100 is what a unit without a word has.
 MOST_EXPOSED = 20
 
@@ -100,6 +98,30 @@ def test_units_run_commands_that_there_are(unit: Path) -> None:
     assert set(ends.split()) <= set("23456")
 
 
+def environment_of(unit: Path) -> dict[str, str]:
+    """Return what a unit sets itself."""
+    return dict(re.findall(r"^Environment=(\w+)=(.*)$", unit.read_text(), re.M))
+
+
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.name)
+def test_units_are_closed_by_default(unit: Path, run: Run, tmp_path: Path) -> None:
+    given = {name: v for name, v in environment_of(unit).items() if name.startswith("MX_PEER_")}
+    closed = {f"MX_PEER_{each}" for each in ("TLS_CERT", "TLS_KEY", "TLS_CA", "POLICY")}
+    assert closed <= given.keys()
+    program, *words = started(unit)
+    words = [str(tmp_path) if word.startswith("/srv/") else word for word in words]
+    # The files are not there: it says so, and does not start without them.
+    missing = {name: value.replace("/etc/mx", str(tmp_path)) for name, value in given.items()}
+    missing |= {"MX_PEER_COORDINATOR_LISTEN": "127.0.0.1:0", "MX_PEER_CACHE_SOCKET": "off"}
+    daemon = Path(program).name == "mx-coordinator"
+    command = run(*words, daemon=daemon, env=environment(**missing))
+    assert command.wait(60) == 2
+    assert "tls" in command.err
+    drop_in = (DEPLOY / "systemd/insecure.conf").read_text()
+    (unset,) = re.findall(r"^UnsetEnvironment=(.+)$", drop_in, re.M)
+    assert set(unset.split()) == closed
+
+
 def test_units_of_different_users_share_no_folder() -> None:
     users: dict[str, set[str]] = {}
     for unit in units():
@@ -139,117 +161,6 @@ os.execv(sys.executable, [sys.executable, "-m", "mx.cli.coordinator", *sys.argv[
         closed.end()
 
 
-# -- Kubernetes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_manifests_are_what_the_api_server_takes(version: str) -> None:
-    for each in manifests():
-        kubernetes_validate.validate(each, version, strict=True)
-    wrong = copy.deepcopy(next(each for each in manifests() if each["kind"] == "StatefulSet"))
-    wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
-        kubernetes_validate.validate(wrong, version, strict=True)
-
-
-def test_kustomization_has_each_file_and_image() -> None:
-    (found,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
-    files = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")}
-    assert {*found["resources"], "kustomization.yaml"} == files
-    images = {c["image"] for _, pod in pods() for c in pod["spec"]["containers"]}
-    assert {each["name"] for each in found["images"]} == {i for i in images if ":" not in i}
-
-
-@pytest.mark.parametrize(("name", "pod"), list(pods()), ids=lambda value: str(value)[:20])
-def test_pods_are_locked_and_probed(name: str, pod: dict[str, Any]) -> None:
-    spec = pod["spec"]
-    # Service links would be settings of mx where a service is called mx-peer.
-    assert spec["enableServiceLinks"] is False
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    volumes = {each["name"] for each in spec["volumes"]} if name != "mx-redis" else {"data"}
-    for container in (*spec.get("initContainers", ()), *spec["containers"]):
-        security = container["securityContext"]
-        assert security["readOnlyRootFilesystem"] is True, container["name"]
-        assert security["allowPrivilegeEscalation"] is False
-        assert security["capabilities"]["drop"] == ["ALL"]
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-    for container in spec["containers"]:
-        assert "livenessProbe" in container
-        assert container["resources"]["limits"]["memory"]
-        ports = {each["containerPort"] for each in container.get("ports", ())}
-        names = {each["name"] for each in container.get("ports", ())}
-        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            for how, probe in container.get(kind, {}).items():
-                if isinstance(probe, dict) and "port" in probe:
-                    assert probe["port"] in ports | names, (how, probe)
-
-
-def test_the_commands_of_pods_are_understood_and_listen_where_probes_look() -> None:
-    seen = set()
-    for name, pod in pods():
-        for container in pod["spec"]["containers"]:
-            words = container.get("command", [])
-            exec_probes = [
-                container[kind]["exec"]["command"]
-                for kind in ("startupProbe", "readinessProbe", "livenessProbe")
-                if "exec" in container.get(kind, {})
-            ]
-            for each in (words, *exec_probes):
-                if each and each[0] in PROGRAMS:
-                    settings = settings_of(each)
-                    seen.add((name, each[0]))
-            if words and words[0] in PROGRAMS and "grpc" in container.get("readinessProbe", {}):
-                listens = (
-                    settings.coordinator_listen if words[0] != "mx" else settings.listen
-                ).rpartition(":")[2]
-                assert container["readinessProbe"]["grpc"]["port"] == int(listens)
-    assert seen == {("mx-cache", "mx"), ("mx-coordinator", "mx-coordinator"), ("mx-origin", "mx")}
-
-
-def test_clients_name_each_coordinator_that_there_is() -> None:
-    (workload,) = (
-        each
-        for each in manifests()
-        if each["kind"] == "StatefulSet" and each["metadata"]["name"] == "mx-coordinator"
-    )
-    service = workload["spec"]["serviceName"]
-    expected = ",".join(
-        f"mx-coordinator-{n}.{service}:7600" for n in range(workload["spec"]["replicas"])
-    )
-    text = "".join(path.read_text() for path in (DEPLOY / "kubernetes").glob("*.yaml"))
-    assert text.count(expected) == 3  # origin, cache, replica
-    assert len(re.findall(r"mx-coordinator-0\.", text)) == 3
-
-
-def test_selectors_find_pods() -> None:
-    labels = [pod["metadata"]["labels"] for _, pod in pods()]
-    for each in manifests():
-        spec = each.get("spec", {})
-        if each["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
-            selector = spec.get("selector") or spec["podSelector"]
-            selector = selector.get("matchLabels", selector)
-            assert any(selector.items() <= found.items() for found in labels), each["metadata"]
-        if "template" in spec:
-            wanted = spec["selector"]["matchLabels"]
-            assert wanted.items() <= spec["template"]["metadata"]["labels"].items()
-
-
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_kustomize_builds_it() -> None:
-    built_files = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kubernetes")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    found = [each for each in yaml.safe_load_all(built_files.stdout) if each]
-    assert len(found) == len(manifests())
-    assert {each["metadata"].get("namespace", "mx") for each in found} == {"mx"}
-
-
 # -- containers -----------------------------------------------------------------------------------
 
 
@@ -258,22 +169,40 @@ def compose_errors(document: object) -> list[str]:
     return [each.message for each in jsonschema.Draft201909Validator(schema).iter_errors(document)]
 
 
-def test_the_compose_file_is_what_compose_takes() -> None:
-    assert compose_errors(COMPOSE) == []
-    wrong = copy.deepcopy(COMPOSE)
+@pytest.mark.parametrize("compose", [COMPOSE, INSECURE], ids=["closed", "insecure"])
+def test_the_compose_file_is_what_compose_takes(compose: dict[str, Any]) -> None:
+    assert compose_errors(compose) == []
+    wrong = copy.deepcopy(compose)
     wrong["services"]["coordinator"]["read_onyl"] = True
     assert compose_errors(wrong) != []
-    services = COMPOSE["services"]
+    services = compose["services"]
     assert set(services) == {"redis", "coordinator", "source-a", "source-b", "pull"}
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
         assert set(service.get("depends_on", {})) <= set(services)
-        assert set(service["networks"]) <= set(COMPOSE["networks"])
+        assert set(service["networks"]) <= set(compose["networks"])
         named = {v.split(":")[0] for v in service.get("volumes", ()) if isinstance(v, str)}
-        assert named <= set(COMPOSE["volumes"])
+        assert {each for each in named if "/" not in each} <= set(compose["volumes"])
         if service["command"][0] in PROGRAMS:
             settings_of(service["command"])
+
+
+def test_the_compose_file_is_closed() -> None:
+    assert "insecure" not in str(COMPOSE)
+    for name, service in COMPOSE["services"].items():
+        folders = [v for v in service["volumes"] if isinstance(v, str) and v.startswith("./certs")]
+        own = "puller" if name == "pull" else name
+        assert {each.split(":")[0].split("/")[2] for each in folders} == {own}
+        assert all(each.endswith(":ro") for each in folders)
+        if name == "redis":
+            assert service["command"][1:] == ["/etc/mx/redis.conf"]
+            assert "../kubernetes/redis.conf:/etc/mx/redis.conf:ro" in service["volumes"]
+        else:
+            given = service["environment"]
+            assert given["MX_PEER_TLS_CA"] == "/etc/mx/tls/ca.crt"
+            assert given["MX_PEER_POLICY"] == "/etc/mx/policy.toml"
 
 
 def healthy(address: str) -> bool:
@@ -306,7 +235,7 @@ def redis_running(command: list[str], port: int) -> Iterator[None]:
 @needs_redis
 def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """The commands of the compose file, on loopback."""
-    services, where = COMPOSE["services"], f"127.0.0.1:{free_port()}"
+    services, where = INSECURE["services"], f"127.0.0.1:{free_port()}"
     redis_port = free_port()
 
     def changes(service: str) -> Any:
@@ -353,11 +282,90 @@ def test_what_compose_starts_works_together(run: Run, checkpoint: Path, tmp_path
         assert asked.wait() == 1  # and so it is unhealthy
 
 
+@needs_redis
+def test_what_the_closed_compose_file_starts_works_together(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its commands on loopback, with the files that its script makes."""
+    services, where = COMPOSE["services"], f"127.0.0.1:{free_port()}"
+    redis_port, certificates = free_port(), tmp_path / "certs"
+    subprocess.run([DEPLOY / "compose/certificates", certificates], check=True, timeout=60)
+
+    def here(service: str) -> Any:
+        own = certificates / ("puller" if service == "pull" else service)
+
+        def change(word: str) -> str:
+            for old, new in (
+                ("/etc/mx/tls", str(own)),
+                ("/etc/mx/policy.toml", str(DEPLOY / "compose/policy.toml")),
+                ("/var/lib/mx", str(tmp_path / service)),
+                ("redis:6379", f"127.0.0.1:{redis_port}"),
+            ):
+                word = word.replace(old, new)
+            places = {
+                "coordinator:7600": where,
+                "localhost:7600": where,
+                "0.0.0.0:7600": where,
+                "0.0.0.0:7601": "127.0.0.1:0",
+                "0.0.0.0:7690": f"127.0.0.1:{free_port()}",
+                f"{service}:7601": "",
+                "/model": str(checkpoint),
+            }
+            return places.get(word, word)
+
+        return change
+
+    def settings(service: str) -> dict[str, str]:
+        given = dict(services[service]["environment"])
+        if "env_file" in services[service]:
+            name, _, value = (certificates / "coordinator.env").read_text().strip().partition("=")
+            given[name] = value
+        return environment(**{name: here(service)(value) for name, value in given.items()})
+
+    def start(service: str, *more: str) -> Any:
+        program, *words = changed(services[service]["command"], here(service))
+        (tmp_path / service).mkdir(mode=0o700)
+        return run(*words, *more, daemon=program == "mx-coordinator", env=settings(service))
+
+    conf = (DEPLOY / "kubernetes/redis.conf").read_text().replace("6379", str(redis_port))
+    for old, new in (
+        ("/etc/mx/tls", certificates / "redis"),
+        ("/etc/mx/acl", certificates / "redis"),
+        ("/data", tmp_path),
+    ):
+        conf = conf.replace(old, str(new))
+    (tmp_path / "redis.conf").write_text(f"{conf}\nbind 127.0.0.1\n")
+    with redis_running(["redis-server", str(tmp_path / "redis.conf")], redis_port):
+        coordinator = start("coordinator")
+        coordinator.until(lambda: "listens on" in coordinator.err, "the coordinator")
+        _, program, *check = changed(
+            services["coordinator"]["healthcheck"]["test"], here("coordinator")
+        )
+        assert program == "mx-health"
+        probe = [sys.executable, str(DEPLOY / "docker/bin/mx-health"), *check]
+        asked = subprocess.run(probe, env=settings("coordinator"), check=False, timeout=60)
+        assert asked.returncode == 0
+        refused = subprocess.run(
+            probe, env=environment(), check=False, timeout=60, capture_output=True
+        )
+        assert refused.returncode != 0  # without a certificate
+        sources = [start(name, "--json").json() for name in ("source-a", "source-b")]
+        pull = start("pull", "--json")
+        assert pull.wait(60) == 0, pull.err
+        assert pull.json()["pin"] == sources[0]["pin"]
+        # Who may pull may not serve.
+        words = ("serve", str(checkpoint), "--model", "demo", "--coordinator", where)
+        serving = run(*words, env=settings("pull"))
+        assert serving.wait(60) == 5, serving.err
+
+
 def test_the_image_has_no_more_than_it_needs() -> None:
     lines = (DEPLOY / "docker/Dockerfile").read_text().splitlines()
     stages = [line.split()[1] for line in lines if line.startswith("FROM ")]
     assert stages[-1] == "scratch"
-    assert all(":" in each and not each.endswith(":latest") for each in stages[:-1])
+    bases = (DEPLOY / "docker/bases").read_text()
+    for each in stages[:-1]:  # by digest: see the test of the build
+        assert re.search(rf"^{each.strip('${}')}=\S+:(?!latest)\S+$", bases, re.M), each
     last = lines[[i for i, line in enumerate(lines) if line.startswith("FROM ")][-1] :]
     (user,) = [line.split()[1] for line in last if line.startswith("USER ")]
     assert int(user.split(":")[0]) > 0
@@ -369,3 +377,65 @@ def test_the_image_has_no_more_than_it_needs() -> None:
         assert (ROOT / copied).exists(), copied
     command = json.loads(next(line[4:] for line in last if line.startswith("CMD ")))
     assert command[0] in PROGRAMS
+    entry = json.loads(next(line[11:] for line in last if line.startswith("ENTRYPOINT ")))
+    assert entry == ["/usr/bin/tini", "-s", "--"]
+    assert " tini " in (DEPLOY / "docker/system").read_text()
+
+
+def test_images_are_built_from_digests_alone(tmp_path: Path) -> None:
+    """With a `docker` that prints what it is given: no registry is there."""
+    shutil.copytree(DEPLOY / "docker", tmp_path / "deploy/docker")
+    digest, bases = "sha256:" + "ab" * 32, tmp_path / "deploy/docker/bases"
+    docker = tmp_path / "bin/docker"
+    docker.parent.mkdir()
+    docker.write_text(f'#!/bin/sh\n[ "$1" = buildx ] && echo {digest} || echo "$@"\n')
+    docker.chmod(0o755)
+
+    def build(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "deploy/docker/build", *words],
+            env={"PATH": f"{docker.parent}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+
+    text = (DEPLOY / "docker/bases").read_text()
+    bases.write_text(re.sub(r"@sha256:[0-9a-f]+", "", text))
+    refused = build("-t", "mx")
+    assert refused.returncode == 2
+    assert "--pin" in refused.stderr
+    assert build("--pin").returncode == 0
+    pinned = re.findall(r"^[A-Z]+=\S+:\S+@(sha256:[0-9a-f]{64})$", bases.read_text(), re.M)
+    assert pinned == [digest] * 3
+    assert build("--pin").returncode == 0  # again, from what is pinned
+    built = build("-t", "mx")
+    assert f"DEBIAN=debian:bookworm-slim@{digest}" in built.stdout
+    assert "-f deploy/docker/Dockerfile " in built.stdout
+    vllm = build("-f", "deploy/docker/Dockerfile.vllm", "-t", "mx-vllm")
+    assert "VLLM=" in vllm.stdout
+    assert "DEBIAN=" not in vllm.stdout
+
+
+def test_locks_have_a_hash_for_each_package_and_no_index() -> None:
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    canonical = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+    for path in (
+        ROOT / "constraints.lock",
+        DEPLOY / "docker/requirements.lock",
+        DEPLOY / "docker/build.lock",
+    ):
+        text = path.read_text()
+        assert "://" not in text
+        packages = re.findall(r"^(\S+)==(\S+) \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)
+        assert len(packages) == len(re.findall("==", text)) > 3
+        for name, version in packages:
+            if name in canonical:
+                assert canonical[name] == version, (path.name, name)
+    locked = set(re.findall(r"^(\S+)==", (ROOT / "constraints.lock").read_text(), re.M))
+    assert locked == canonical.keys() - {"torch"}

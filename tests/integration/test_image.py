@@ -3,21 +3,27 @@ as its user, with nothing of this machine but the kernel."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from benchmarks import hosts
 from benchmarks.checkpoints import write_checkpoint
+from tests.support.cluster import Cluster, check_closed
 from tests.support.commands import Command, Run, free_port, serve
 from tests.support.daemon import ROOT
 from tests.support.deployed import DEPLOY
+from tests.support.kubelet import unavailable
 
 MOST_BYTES = 250_000_000
 _USER = 65532
@@ -65,6 +71,13 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def _entry() -> list[str]:
+    """The Dockerfile's entry point."""
+    (line,) = re.findall(r"^ENTRYPOINT (.+)$", (DEPLOY / "docker/Dockerfile").read_text(), re.M)
+    found: list[str] = json.loads(line)
+    return found
+
+
 def _environment() -> dict[str, str]:
     """What the Dockerfile sets."""
     text = (DEPLOY / "docker/Dockerfile").read_text().replace("\\\n", " ")
@@ -74,6 +87,8 @@ def _environment() -> dict[str, str]:
 
 class Contained(Command):
     """A command in the image, with memory file systems where its volumes would be."""
+
+    _more: tuple[str, ...] = ()
 
     def __init__(self, image: Path, *words: str, shared: Path | None = None) -> None:
         self._image, self._words, self._shared = image, words, shared
@@ -89,9 +104,39 @@ class Contained(Command):
             '$mount -o remount,ro,bind "$root"',
             f'exec /usr/sbin/chroot --userspec={_USER}:{_USER} --groups= "$root" "$@"',
         ]
-        unshare = ["/usr/bin/unshare", "-m", "--propagation", "private"]
+        unshare = ["/usr/bin/unshare", "-m", "--propagation", "private", *self._more]
         script = "set -e; " + "; ".join(mounts)
         return [*unshare, "/bin/bash", "-c", script, "-", str(self._image), *self._words]
+
+
+class First(Contained):
+    """One that is process 1 of a namespace of its own, as in a container."""
+
+    _more = ("--pid", "--fork")
+
+    def end(self) -> None:
+        # unshare's end would leave it: a change of user drops what ties them.
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        if self.process.poll() is None:
+            for each in children.read_text().split():
+                os.kill(int(each), signal.SIGKILL)
+        super().end()
+
+    def first(self, name: str) -> int:
+        """Return its process id here, once it is this program."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        found = 0
+
+        def runs() -> bool:
+            nonlocal found
+            try:
+                found = int(children.read_text().split()[0])
+                return Path(f"/proc/{found}/comm").read_text().strip() == name
+            except (OSError, IndexError):
+                return False
+
+        self.until(runs, f"{name} as process 1")
+        return found
 
 
 Start = Callable[..., Contained]
@@ -181,3 +226,69 @@ def test_a_fleet_of_containers_and_a_cache_that_they_share(
         assert held["pin"] == other["pin"]
         (path,) = attached.json()["paths"]
         assert (path["transport"], path["source"]) == ("shm-attach", held["endpoint"])
+
+
+@pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable() or "")
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_the_closed_overlay_runs_in_it(image: Path, tmp_path: Path) -> None:
+    with hosts.Hosts() as made:
+        cluster = Cluster(made, tmp_path, image)
+        try:
+            check_closed(cluster)
+        finally:
+            cluster.close()
+
+
+def test_a_stop_in_the_first_moments_ends_it(image: Path) -> None:
+    """The kernel drops a SIGTERM for a process 1 without a handler, as Python while it imports."""
+    command = ("mx-coordinator", "--listen", f"127.0.0.1:{free_port()}")
+    alone = First(image, *command)
+    try:
+        os.kill(alone.first("mx-coordinator"), signal.SIGTERM)
+        alone.until(lambda: "listens on" in alone.err, "the coordinator, which was not stopped")
+    finally:
+        alone.end()
+    for _ in range(5):
+        started = First(image, *_entry(), *command)
+        try:
+            first = started.first("tini")
+            deadline_s = time.monotonic() + 30
+            while not Path(f"/proc/{first}/task/{first}/children").read_text().strip():
+                assert time.monotonic() < deadline_s
+            os.kill(first, signal.SIGTERM)
+            assert started.wait(30) == 128 + signal.SIGTERM
+            assert "listens on" not in started.err
+        finally:
+            started.end()
+
+
+def test_what_is_installed_is_what_the_lock_has(image: Path) -> None:
+    lock = (DEPLOY / "docker/requirements.lock").read_text()
+    locked = dict(re.findall(r"^(\S+)==(\S+) ", lock, re.M))
+    found = {
+        name.lower().replace("_", "-"): version
+        for name, version in (
+            path.name.removesuffix(".dist-info").rsplit("-", 1)
+            for path in (image / "app").glob("*.dist-info")
+        )
+    }
+    found.pop("mx-peer")
+    assert found == {name.lower().replace("_", "-"): version for name, version in locked.items()}
+
+
+def test_other_bytes_of_a_locked_package_are_refused(tmp_path: Path) -> None:
+    """As an index would give them that was taken over."""
+    shutil.copytree(DEPLOY / "docker", tmp_path / "deploy/docker")
+    lock = tmp_path / "deploy/docker/build.lock"
+    lock.write_text(re.sub(r"sha256:[0-9a-f]{8}", "sha256:00000000", lock.read_text()))
+    made = subprocess.run(
+        [tmp_path / "deploy/docker/packages", tmp_path, tmp_path / "app"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert made.returncode != 0
+    assert "HASH" in made.stderr.upper()
+    assert not (tmp_path / "app").exists()

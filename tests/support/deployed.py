@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -22,26 +23,110 @@ DEPLOY = ROOT / "deploy"
 PROGRAMS = ("mx", "mx-coordinator")
 
 
+@functools.cache
 def documents(path: Path) -> list[dict[str, Any]]:
-    """Return the documents of a YAML file."""
+    """Return the documents of a YAML file. They are not to be changed."""
     return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
 
 
-def manifests() -> list[dict[str, Any]]:
-    """Return all Kubernetes manifests."""
+@functools.cache
+def manifests(overlay: str = "") -> list[dict[str, Any]]:
+    """Return all Kubernetes manifests of an overlay; "" is the closed one."""
     return [
         each
-        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+        for path in sorted((DEPLOY / "kubernetes" / overlay).glob("*.yaml"))
         if path.stem != "kustomization"
         for each in documents(path)
     ]
 
 
-def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+def pods(overlay: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the pod's template of each workload."""
-    for each in manifests():
+    for each in manifests(overlay):
         if "template" in each.get("spec", {}):
             yield each["metadata"]["name"], each["spec"]["template"]
+
+
+#: Where what is no pod of the overlay is: labels of its namespace, and its own.
+_OUTSIDE = {
+    "prometheus": ("monitoring", {"app.kubernetes.io/name": "prometheus"}),
+    "names": ("kube-system", {"k8s-app": "kube-dns"}),
+    "asking": ("gateway", {"asks": "llama-8b"}),
+    "stranger": ("mx", {"app.kubernetes.io/name": "stranger"}),
+    "elsewhere": ("default", {"app.kubernetes.io/name": "mx-coordinator", "mx": "peer"}),
+}
+#: What the manifests have in place of the hosts' addresses.
+HOSTS = "192.0.2.0/24"
+
+
+def endpoints() -> list[str]:
+    """Return all that connects or is connected to: pods of the overlay and others, `host` (caches,
+    which have the host's network) and `internet`."""
+    return [name for name, _ in pods() if name != "mx-cache"] + [*_OUTSIDE, "mx-cache", "internet"]
+
+
+def _matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    found = all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items())
+    for each in selector.get("matchExpressions", ()):
+        assert each["operator"] == "In"
+        found = found and labels.get(each["key"]) in each["values"]
+    return found
+
+
+def _place(name: str) -> tuple[str, dict[str, str]] | None:
+    """Return the namespace and labels of a pod with a network of its own; None for another."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    for found, template in pods():
+        if found == name and not template["spec"].get("hostNetwork"):
+            return "mx", template["metadata"]["labels"]
+    return None
+
+
+def _is_peer(rule: dict[str, Any], name: str, namespace: str) -> bool:
+    if "ipBlock" in rule:
+        return name == "mx-cache" and rule["ipBlock"] == {"cidr": HOSTS}
+    place = _place(name)
+    if place is None:
+        return False
+    spaces = rule.get("namespaceSelector", {"matchLabels": {_NAME: namespace}})
+    return _matches(spaces, {_NAME: place[0]}) and _matches(rule["podSelector"], place[1])
+
+
+_NAME = "kubernetes.io/metadata.name"
+
+
+def flows_admitted(source: str, target: str, port: int, protocol: str = "TCP") -> bool:
+    """Return True if the network policies let one of `endpoints` connect to a port of another."""
+
+    def passes(kind: str, own: str, other: str) -> bool:
+        place = _place(own)
+        if place is None or place[0] not in ("mx", "mx-host"):
+            return True  # no policy of these is about it
+        namespace, labels = place
+        applying = [
+            each["spec"]
+            for each in manifests()
+            if each["kind"] == "NetworkPolicy"
+            and each["metadata"]["namespace"] == namespace
+            and kind.title() in each["spec"]["policyTypes"]
+            and _matches(each["spec"]["podSelector"], labels)
+        ]
+        return not applying or any(
+            any(
+                _is_peer(peer, other, namespace)
+                for peer in rule["from" if kind == "ingress" else "to"]
+            )
+            and any(
+                each["protocol"] == protocol
+                and each["port"] <= port <= each.get("endPort", each["port"])
+                for each in rule["ports"]
+            )
+            for spec in applying
+            for rule in spec.get(kind, ())
+        )
+
+    return passes("egress", source, target) and passes("ingress", target, source)
 
 
 def units() -> list[Path]:
