@@ -1,7 +1,7 @@
 """Public halves of Ed25519 key pairs: the commitments of names, and the signers of artefacts.
 
 Each signature is verified by a `PublicKey`, which only a usable point becomes. For a point of small
-order anybody makes signatures in a few tries (RFC 8032, section 5.1.7; Chalkias and others,
+order everyone can make signatures in a few tries (RFC 8032, section 5.1.7; Chalkias and others,
 "Taming the many EdDSAs"), and a point that is not written in its one form would let one key have
 several names.
 """
@@ -39,8 +39,7 @@ class PublicKey:
             data: The key, as RFC 8032 encodes it.
 
         Raises:
-            ConfigError: It is no public key that anybody has the private half of; the message says
-                why.
+            ConfigError: It is no public key with a private half; the message says why.
         """
         why = _fault(data)
         if why:
@@ -83,7 +82,7 @@ def _fault(data: bytes) -> str:
     if y >= _P:
         return "it is not written in its canonical form"
     if y in _SMALL:
-        return "it is a point of small order, for which anybody can sign"
+        return "it is a point of small order, for which everyone can sign"
     square = (y * y - 1) * pow(_D * y * y + 1, -1, _P) % _P
     if pow(square, (_P - 1) // 2, _P) != 1:
         return "it is no point of the curve"

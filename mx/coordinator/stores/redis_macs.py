@@ -1,6 +1,6 @@
 """What proves that a state in Redis was written by coordinators alone.
 
-Whoever can write to Redis could otherwise bind names. Each commit carries two MACs by the
+A process that can write to Redis could otherwise bind names. Each commit carries two MACs by the
 coordinators' receipt key: one over how far the state has come and a sum of all that is kept, with
 which a coordinator begins, and one over the commit itself, with which the others follow. So a
 forged value, an old one that was valid once, and one that was deleted show alike: the state is not
