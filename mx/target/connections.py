@@ -253,15 +253,13 @@ class ConnectionPool:
         """End the pull if its weights can't be had whole any more, and the name means others that
         can. At the second look: what sources hold is said a little late. A source that is not
         listed any more may still be read from to its end."""
-        newest, listed = self._locator.superseded_by, {each.key for each in sources}
+        newest, before, self._stuck = self._locator.superseded_by, self._stuck, False
+        if newest is None:
+            return
+        listed = {each.key for each in sources}
         reads_on = any(entry.key not in listed for entry, _ in self._live.values())
-        before, self._stuck = (
-            self._stuck,
-            newest is not None
-            and not reads_on
-            and not cover(sources, self._transfer.holdings.layers()),
-        )
-        if before and self._stuck and newest is not None:
+        self._stuck = not reads_on and not cover(sources, self._transfer.holdings.layers())
+        if before and self._stuck:
             self._edition.broken(superseded(self._located.key, newest))
 
     # -- connections ------------------------------------------------------------------------------

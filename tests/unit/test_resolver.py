@@ -100,6 +100,7 @@ class FakeLocator:
     def __init__(self) -> None:
         self.sources: Sequence[SourceRecord] | MxError = ()
         self.looked_up = self.source_count = 0
+        self.superseded_by = None
 
     async def again(self, located: Located) -> list[SourceRecord]:
         self.looked_up += 1
