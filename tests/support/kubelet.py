@@ -234,7 +234,7 @@ class Pod:
         kept = ",".join(["-all", *(f"+{each.lower()}" for each in (*own, *added))])
         lines.append(
             f"exec setpriv --bounding-set={kept} --no-new-privs "
-            f'chroot --userspec={user}:{user} --groups={user} $all "$@"'
+            f'/usr/sbin/chroot --userspec={user}:{user} --groups={user} $all "$@"'
         )
         script = "; ".join(lines)
         prefix = self._node.hosts.prefix(self._host)
