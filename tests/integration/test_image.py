@@ -230,6 +230,7 @@ def test_a_fleet_of_containers_and_a_cache_that_they_share(
 
 @pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable() or "")
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+@pytest.mark.slow  # test_deploy_closed runs the same without the image
 def test_the_closed_overlay_runs_in_it(image: Path, tmp_path: Path) -> None:
     with hosts.Hosts() as made:
         cluster = Cluster(made, tmp_path, image)

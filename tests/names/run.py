@@ -102,6 +102,7 @@ class Coordinators:
         self._ports = [free_port() for _ in range(2 if kind == "redis" else 1)]
         self._running: dict[int, Any] = {}
         self._backup: Path | None = None
+        self._readers: list[threading.Thread] = []
         for port in self._ports:
             self.start(port)
 
@@ -118,13 +119,17 @@ class Coordinators:
             raise RuntimeError(f"no coordinator: {child.stderr.read()}")
         # It may say more than a pipe holds.
         for pipe in (child.stdout, child.stderr):
-            threading.Thread(target=_drain, args=(pipe,), daemon=True).start()
+            reader = threading.Thread(target=_drain, args=(pipe,), daemon=True)
+            reader.start()
+            self._readers.append(reader)
         self._running[port] = child
 
     def kill(self, port: int) -> None:
         child = self._running.pop(port)
         child.kill()
         child.wait()
+        if child.stdin is not None:
+            child.stdin.close()
 
     def back_up(self) -> None:
         """Keep a copy of the state, to be restored by `lose`."""
@@ -162,10 +167,12 @@ class Coordinators:
     def close(self) -> None:
         for port in list(self._running):
             self.kill(port)
+        for reader in self._readers:
+            reader.join(60)
 
 
 def _drain(pipe: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError), pipe:
         for _ in pipe:
             pass
 
