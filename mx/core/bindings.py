@@ -439,8 +439,10 @@ class Bindings:
                     binding.commitment,
                     binding.address,
                 )
-                # Its source is away for a while: so long it is bound.
-                state.entries[binding.key.revision].lapses_at_s = binding.lapses_at_s
+                assert state.bound is not None
+                if not state.bound.in_use(binding.key.revision):
+                    # Its source is away for a while: so long it is bound.
+                    state.entries[binding.key.revision].lapses_at_s = binding.lapses_at_s
 
 
 def _is_free(state: NameState, binding: Binding) -> bool:
