@@ -8,7 +8,18 @@ import pytest
 
 from mx.core.digest import pin_of
 from mx.core.layout import TensorSpec, plan_layout
-from mx.core.types import Layer, Layout, Manifest, ManifestRef, Packaging, Tensor
+from mx.core.types import (
+    Layer,
+    Layout,
+    Manifest,
+    ManifestRef,
+    Packaging,
+    SourceRecord,
+    SourceRole,
+    Tensor,
+    cover,
+)
+from tests.support.records import make_documents, make_record
 
 LAYERS = [Layer(0, "part.0", 1, 0, ((0, 1),), 0)]
 REF = ManifestRef(b"\xab" * 32, b"l" * 32, b"p" * 32, (3, 5, 7))
@@ -76,3 +87,14 @@ def test_pins(digits: int) -> None:
     assert not REF.pinned_by("c" * digits) or REF.pin.hex().startswith("c" * digits)
     assert not REF.pinned_by(REF.identity.hex() + "0")
     assert not REF.pinned_by(REF.layout.hex()) and not REF.pinned_by(REF.packaging.hex())
+
+
+def test_sources_cover_a_model_where_they_hold_every_layer_together() -> None:
+    def relay(*held: tuple[int, int]) -> SourceRecord:
+        return make_record(make_documents("A"), held=held, role=SourceRole.RELAY)
+
+    first, last, both_ends = relay((0, 2)), relay((2, 4)), relay((0, 1), (3, 4))
+    assert cover([relay((0, 4))]) and cover([first, last]) and cover([last, both_ends, first])
+    assert not cover([]) and not cover([first]) and not cover([first, both_ends])
+    assert cover([first, both_ends], own=[(2, 3)])
+    assert cover([make_record(make_documents("A"), held=())])  # an origin has all
