@@ -237,7 +237,8 @@ class Source(Closable):
                 updated it meanwhile, to other weights.
             ConfigError: This source holds a pull.
             ClosedError: The source was closed.
-            MxError: An error that `serve` raises. After any error the old weights stay served.
+            MxError: An error that `serve` raises. After any error the old weights stay served. An
+                exception of a signal's handler leaves the old ones or the new ones served.
         """
         self._require_own()
         with self._lock:
@@ -274,10 +275,14 @@ class Source(Closable):
         if same and membership(old.key.variant).alone:
             held.release()
             return
-        await self._server.replace(old.source_id, held)
+        await self._server.offer_beside(old.source_id, held)
+        # To its end: what is published stays, and what is outdated must not stay listed.
+        await uncut(self._publish(old, held, grace_s))
+
+    async def _publish(self, old: HeldModel, held: HeldModel, grace_s: float) -> None:
+        await self._server.replace(held)
         self._held = held
-        # To its end: what is outdated must not stay listed.
-        await uncut(self._handover.hand_over(old, held, grace_s, self._closing.is_set))
+        await self._handover.hand_over(old, held, grace_s, self._closing.is_set)
 
     def changing(self, names: Collection[str] | None = None, *, grace_s: float = 0.0) -> Changing:
         """Write to tensors that are lent, inside the `with` block.

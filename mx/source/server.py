@@ -394,20 +394,18 @@ class SourceServer:
 
     # -- new weights ----------------------------------------------------------------------------
 
-    async def replace(self, source_id: str, held: HeldModel) -> None:
-        """Serve `held` as a new revision beside the source that it replaces. Then retire that
-        source.
+    async def offer_beside(self, source_id: str, held: HeldModel) -> None:
+        """Serve weights beside the source that they will replace, without a name yet: see
+        `replace`.
 
         Args:
             source_id: The source to replace.
             held: The new weights. The server owns its arena from now on, also after an error.
-                Its key gets the new revision.
 
         Raises:
             ConfigError: The source is not registered.
             LocalError: No transport can serve the model.
             CoordinatorError: The coordinator does not answer, or refuses.
-            BindingError: The name belongs to another owner, or another source has updated it.
 
             After an error `held` is released, and nothing else has changed.
         """
@@ -420,8 +418,29 @@ class SourceServer:
             await registrar.end_settling(old.held)
             # A coordinator that has restarted may not know yet what is replaced.
             await registrar.list(old.held, again=True)
-            # To its end: what is taken back has to be listed before, or not at all.
-            held.key = await uncut(registrar.list(held, replaces=old.held.key.revision))
+        except BaseException:
+            await uncut(self._take_back(held))
+            raise
+
+    async def replace(self, held: HeldModel) -> None:
+        """Register what `offer_beside` serves as an update. Then retire what it replaces.
+
+        Do not cancel this: what may have been published is not taken back, since no reader that
+        has seen it is given less.
+
+        Args:
+            held: The new weights, whose key gets the new revision.
+
+        Raises:
+            CoordinatorError: The coordinator does not answer, or refuses.
+            BindingError: The name belongs to another owner, or another source has updated it.
+
+            After an error `held` is released, and nothing else has changed.
+        """
+        registrar = self.registrar
+        assert registrar is not None
+        try:
+            held.key = await registrar.list(held, replaces=held.key.revision)
         except BaseException:
             await uncut(self._take_back(held))
             raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -172,6 +175,31 @@ def test_a_pull_whose_revision_was_superseded_and_cannot_be_completed_asks_again
         with pytest.raises(SupersededError, match=r"m means m:main\.2 now"):
             told.wait(60)
     assert waits.version() == 2
+
+
+def test_an_update_that_is_interrupted_once_it_is_published_stays(
+    settings: config.Settings, stack: ExitStack
+) -> None:
+    """A reader may have seen it: what the name means would have no source any more."""
+    source = stack.enter_context(api.serve(weights(1), model="m", settings=settings))
+    registrar = source._server.registrar
+    assert registrar is not None
+    listing = registrar.list
+
+    async def interrupted(held: Any, **given: Any) -> ModelKey:
+        key = await listing(held, **given)
+        if given.get("replaces"):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.3)
+        return key
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(registrar, "list", interrupted)
+        source.update(weights(2), grace_s=0)
+    assert Reader(settings).version() == 2
+    assert str(source.model) == "m:main.2"
+    source.update(weights(3), grace_s=0)
+    assert Reader(settings).version() == 3
 
 
 def test_an_update_in_a_doubt_is_what_the_name_means_when_that_ends(
