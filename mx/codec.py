@@ -10,7 +10,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
-from mx.core.ownership import COMMITMENT_BYTES, MAX_RECEIPT_BYTES, SIGNATURE_BYTES
+from mx.core.ownership import (
+    COMMITMENT_BYTES,
+    MAX_CERTIFICATE_BYTES,
+    MAX_RECEIPT_BYTES,
+    SIGNATURE_BYTES,
+)
 from mx.core.registration import Intent, Registration
 from mx.core.types import (
     NAME_CHARS,
@@ -330,6 +335,7 @@ def source_to_wire(record: SourceRecord) -> cpb.Source:
         statement=record.statement,
         by_owner=record.by_owner,
         variant_fields=record.variant_fields,
+        certificate=record.certificate,
     )
 
 
@@ -430,6 +436,7 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         statement=_bytes_or_none(message.statement, SIGNATURE_BYTES, "statement"),
         by_owner=message.by_owner,
         variant_fields=_variant_fields_from_wire(message),
+        certificate=_certificate_from_wire(message.certificate),
     )
 
 
@@ -450,6 +457,12 @@ def _variant_fields_from_wire(message: cpb.Source) -> str:
 def _bytes_or_none(data: bytes, nbytes: int, what: str) -> bytes:
     if len(data) not in (0, nbytes):
         raise _refuse(f"{what}: none or {nbytes} bytes, not {len(data)}")
+    return data
+
+
+def _certificate_from_wire(data: bytes) -> bytes:
+    if len(data) > MAX_CERTIFICATE_BYTES:
+        raise _refuse(f"certificate: {len(data)} bytes")
     return data
 
 

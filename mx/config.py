@@ -175,8 +175,14 @@ class Settings:
         "", values.text,
         "The key whose holders own the names that they bind, and may update them; `mx keygen` "
         "makes one.",
-        "serve doctor", "FILE", group=CONNECTION,
+        "serve keygen doctor", "FILE", group=CONNECTION,
         unset="~/.local/state/mx/name.key, made at first use",
+    )
+    lender_key: str = _setting(
+        "", values.text,
+        "The key with which replicas lend states of an engine's, certified by the name's owner; "
+        "`mx keygen --lender` makes one. It takes the place of `name_key`.",
+        "serve", "FILE", group=CONNECTION, unset="none",
     )
     receipt_key: str = _setting(
         "", values.text,

@@ -25,8 +25,16 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def read(path: Path) -> bytes:
+#: The most bytes of a file with certificates.
+_MOST_BYTES = 1 << 20
+
+
+def read(path: Path, key_bytes: int = KEY_BYTES) -> bytes:
     """Return the key in a file.
+
+    Args:
+        path: The file.
+        key_bytes: How many it has; 0 for any number, up to a MiB.
 
     Raises:
         FileNotFoundError: There is none.
@@ -58,10 +66,10 @@ def read(path: Path) -> bytes:
                 f"other users may use the key file {path}: its mode is {mode:04o}",
                 hint=f"chmod 600 {path}, if no other user has read it; else make a new one",
             )
-        data = os.read(fd, KEY_BYTES + 1)
-        if len(data) != KEY_BYTES or status.st_size != KEY_BYTES:
+        data = os.read(fd, _MOST_BYTES)
+        if len(data) != status.st_size or key_bytes not in (0, status.st_size):
             raise ConfigError(
-                f"the key file {path} has {status.st_size} bytes, and a key {KEY_BYTES}",
+                f"the key file {path} has {status.st_size} bytes, and a key {key_bytes}",
                 hint="make one with `mx keygen FILE`",
             )
         return data
@@ -69,21 +77,25 @@ def read(path: Path) -> bytes:
         os.close(fd)
 
 
-def make(path: Path) -> bytes:
+def make(path: Path, key: bytes = b"") -> bytes:
     """Make a key file, and its folder if that is missing; return the key.
+
+    Args:
+        path: The file.
+        key: The key; b"" for a random one.
 
     Raises:
         FileExistsError: There is a file of that name.
         OSError: It can't be kept there.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key = os.urandom(KEY_BYTES)
+    key = key or os.urandom(KEY_BYTES)
     temporary = path.parent / f".{path.name}.{os.urandom(8).hex()}"
     fd = os.open(temporary, _MAKE, 0o600)
     try:
         try:
             os.fchmod(fd, 0o600)  # whatever the umask
-            if os.write(fd, key) != KEY_BYTES:
+            if os.write(fd, key) != len(key):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(fd)
         finally:

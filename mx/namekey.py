@@ -7,8 +7,10 @@ can't be told to be of one owner. The key itself never leaves the process.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,9 @@ from blake3 import blake3
 
 from mx import keyfile
 from mx.config import Settings
-from mx.core.ownership import statement
-from mx.core.types import SourceRecord
+from mx.core.ownership import certificate_text, statement
+from mx.core.types import ModelKey, SourceRecord
+from mx.errors import ConfigError
 from mx.log import event
 
 if TYPE_CHECKING:
@@ -62,16 +65,112 @@ class NameKey:
         """Return the signature of a text by a name's key pair."""
         return self._pair(name).sign(text)
 
+    def certificate(self, name: str) -> bytes:
+        """Return by what this signs for the owner of a name, b"" if it is the owner's key."""
+        return b""
+
+    def signs_for(self, key: ModelKey) -> bool:
+        """Return True if a source of this model registers with the key."""
+        return True
+
     def vouched(self, record: SourceRecord) -> bool:
-        """Return True if a holder of this key vouches for a source's weights, as what the record's
-        name and variant stand for. It does not matter who says so. What was vouched for as an
-        update's is believed of no revision that is not called so."""
-        from mx.publickey import is_signed  # most pulls need none
+        """Return True if a holder of this key, or of a lender key that it certifies, vouches for a
+        source's weights, as what the record's name and variant stand for. It does not matter who
+        says so. What was vouched for as an update's is believed of no revision that is not called
+        so."""
+        from mx.lenderkey import signer  # most pulls need none
+        from mx.publickey import is_signed
 
         model, identity = record.model, record.ref.identity
         texts = {statement(replace(model, revision=""), identity), statement(model, identity)}
         return record.commitment == self.commitment(model.name) and any(
-            is_signed(record.commitment, record.statement, text) for text in texts
+            is_signed(signer(record), record.statement, text) for text in texts
+        )
+
+
+class LenderKey(NameKey):
+    """A key that owners of names have certified: it lends what its certificates say."""
+
+    def __init__(self, seed: bytes, certificates: Mapping[str, tuple[bytes, bytes]]) -> None:
+        """
+        Args:
+            seed: The secret half of its key pair, 32 bytes.
+            certificates: By name, the owner's commitment and the certificate.
+        """
+        super().__init__(seed)
+        self._certificates = certificates
+
+    def _pair(self, name: str) -> Ed25519PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return Ed25519PrivateKey.from_private_bytes(self._material)
+
+    def commitment(self, name: str) -> bytes:
+        """Return the commitment of a name's owner, b"" if the key is not for that name."""
+        return self._certificates.get(name, (b"",))[0]
+
+    def certificate(self, name: str) -> bytes:
+        """Return the certificate for a name."""
+        return self._certificates[name][1]
+
+    def signs_for(self, key: ModelKey) -> bool:
+        """Return True for a state of an engine's of one of its names: the rest it serves as every
+        process may."""
+        return key.name in self._certificates and "=" in key.variant
+
+    @classmethod
+    def issue(
+        cls,
+        owner: NameKey,
+        names: Sequence[str],
+        kinds: Sequence[str],
+        expires_s: int,
+        principal: str = "",
+    ) -> bytes:
+        """Return the content of the file of a new lender key.
+
+        Args:
+            owner: The names' key.
+            names: What it is for.
+            kinds: What it lends: words of `mx.lenderkey.KINDS`.
+            expires_s: Until when, in seconds since 1970.
+            principal: Who uses it at a coordinator with TLS; "" for any.
+        """
+        from mx.lenderkey import Certificate
+
+        seed = os.urandom(keyfile.KEY_BYTES)
+        public = cls(seed, {})._pair("").public_key().public_bytes_raw()
+        said = Certificate(public, tuple(kinds), expires_s, principal).encode()
+        certificates = {
+            name: [
+                owner.commitment(name).hex(),
+                (owner.sign(name, certificate_text(name, said)) + said).hex(),
+            ]
+            for name in names
+        }
+        return json.dumps({"seed": seed.hex(), "certificates": certificates}).encode()
+
+    @classmethod
+    def read(cls, path: Path) -> LenderKey:
+        """Return the key in a file that `issue` made.
+
+        Raises:
+            ConfigError: It can't be read, or is no such file of this user alone.
+        """
+        try:
+            found = json.loads(keyfile.read(path, 0))
+            certificates = {
+                str(name): (bytes.fromhex(commitment), bytes.fromhex(certificate))
+                for name, (commitment, certificate) in found["certificates"].items()
+            }
+            return cls(bytes.fromhex(found["seed"]), certificates)
+        except OSError as error:
+            why = error.strerror or str(error)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            why = "it is none"
+        raise ConfigError(
+            f"`lender_key`: the key file {path} can't be used: {why}",
+            hint="make one with the owner's key: `mx keygen --lender FILE --name NAME`",
         )
 
 
@@ -93,13 +192,16 @@ def _say_random(why: str) -> None:
 
 
 def load(settings: Settings) -> NameKey:
-    """Return the name key that the settings name, which is made at first use.
+    """Return the lender key that the settings name, or else the name key, which is made at first
+    use.
 
     Where the default file can't be kept, it is a random key of this process, which is said once.
 
     Raises:
         ConfigError: The file is not a key file of this user alone.
     """
+    if settings.lender_key:
+        return LenderKey.read(Path(settings.lender_key))
     named = settings.origin("name_key") if settings.is_set("name_key") else ""
     if not settings.name_key:
         why = f"{named} names no file" if named else "there is no home folder"

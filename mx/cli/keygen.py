@@ -1,7 +1,9 @@
-"""`mx keygen`: make a name key."""
+"""`mx keygen`: make a name key, or a lender key for replicas."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,9 @@ import typer
 
 from mx import keyfile
 from mx.cli import options, outcome
+from mx.config import Settings
 from mx.errors import ConfigError
+from mx.units import parse_seconds
 
 
 @options.takes_settings
@@ -22,6 +26,30 @@ def keygen(
         ),
     ] = "",
     *,
+    lender: Annotated[
+        bool,
+        typer.Option("--lender", help="Make a lender key, certified by the name key."),
+    ] = False,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="With --lender: a name that it is for; more than once for several."),
+    ] = None,
+    kinds: Annotated[
+        str,
+        typer.Option("--for", help="With --lender: what it lends.", metavar="states,kv,snapshots"),
+    ] = "states",
+    expires: Annotated[
+        str,
+        typer.Option(help="With --lender: for how long it is good.", metavar="TIME"),
+    ] = "365d",
+    principal: Annotated[
+        str,
+        typer.Option(
+            help="With --lender: whom the certificate has to name that replicas register with. "
+            "(default: any)",
+            metavar="PRINCIPAL",
+        ),
+    ] = "",
     as_json: bool,
 ) -> None:
     """Make a name key: who has it owns the names that are bound with it, and may update them.
@@ -31,20 +59,27 @@ def keygen(
     file, with mode 0600, and name it with `--name-key` or `MX_PEER_NAME_KEY`. It belongs into no
     image and no repository. An existing file is never replaced.
 
+    With `--lender`: a key for replicas, named with `lender_key` (`MX_PEER_LENDER_KEY`). They take
+    and lend states of engines with it, and can bind or update nothing else.
+
     **Examples**
 
     - `mx keygen`
 
     - `mx keygen /etc/mx/team.key`
+
+    - `mx keygen --lender lender.key --name llama-8b --name-key name.key`
     """
     settings = options.settings_of(context)
-    path = Path(file or settings.name_key)
+    path = Path(file if lender else file or settings.name_key)
     if not path.name:
-        raise ConfigError("there is no home folder to keep a key in", hint="name a FILE")
+        why = "name a FILE for the lender key" if lender else "name a FILE"
+        raise ConfigError("there is no file to keep the key in", hint=why)
+    key = _lender(settings, name or (), kinds, expires, principal) if lender else b""
     try:
         if not (file or settings.is_set("name_key")):
             keyfile.require_own_folder(path)
-        keyfile.make(path)
+        keyfile.make(path, key)
     except FileExistsError:
         raise ConfigError(
             f"there is a file {path} already",
@@ -55,7 +90,35 @@ def keygen(
             f"{path} can't be kept: {error.strerror}", hint="name a FILE in a folder of yours"
         ) from error
     if as_json:
-        outcome.emit({"name_key": str(path)})
-    outcome.say(
-        f"made the key {path}\n  keep it secret: who has it can take over the names it is for"
-    )
+        outcome.emit({"lender_key" if lender else "name_key": str(path)})
+    may = f"lend {kinds} of {', '.join(name or ())}" if lender else "take over the names it is for"
+    outcome.say(f"made the key {path}\n  keep it secret: who has it can {may}")
+
+
+def _lender(
+    settings: Settings, names: Sequence[str], kinds: str, expires: str, principal: str
+) -> bytes:
+    from mx.codec import check_model_key
+    from mx.core.types import ModelKey
+    from mx.lenderkey import KINDS
+    from mx.namekey import LenderKey, NameKey
+
+    if not names:
+        raise ConfigError("a lender key is for some names", hint="give each with --name NAME")
+    for each in names:
+        check_model_key(ModelKey(each))
+    words = kinds.split(",")
+    if not set(words) <= set(KINDS):
+        raise ConfigError(f"--for {kinds}: it is of {', '.join(KINDS)}")
+    try:
+        expires_s = time.time() + parse_seconds(expires)
+    except ValueError as error:
+        raise ConfigError(f"--expires {expires}: {error}", hint="such as 90d") from None
+    try:
+        owner = NameKey(keyfile.read(Path(settings.name_key)))
+    except OSError as error:
+        raise ConfigError(
+            f"the name key {settings.name_key} can't be read: {error.strerror}",
+            hint="name the owner's key file with --name-key FILE",
+        ) from error
+    return LenderKey.issue(owner, names, words, int(expires_s), principal)

@@ -22,6 +22,7 @@ from mx.core.marks import Mark
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
 from mx.core.registration import Registration
 from mx.errors import ConfigError, NotAllowedError, UnknownSourceError
+from mx.lenderkey import check_lender
 from mx.publickey import is_signed
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -110,13 +111,21 @@ class Proofs:
         """Return a nonce for one registration."""
         return self._nonces.issue(self._now())
 
-    def check(self, registration: Registration, source: pb.Source, principal: str) -> None:
-        """Check that a source holds the key of the commitment that it registers with, if any.
+    def check(
+        self,
+        registration: Registration,
+        source: pb.Source,
+        principal: str,
+        subject: str | None = None,
+    ) -> None:
+        """Check that a source holds the key of the commitment that it registers with, if any, or a
+        lender key that this has certified.
 
         Args:
             registration: What it asks for.
             source: Its message, which has the proof.
-            principal: Who registers it.
+            principal: Who registers it, or from where.
+            subject: Whom its certificate names, None without TLS.
 
         Raises:
             NotAllowedError: It does not, or updates a name without one.
@@ -139,9 +148,11 @@ class Proofs:
             blake3(registration.secret).digest(), source.nonce,
         )  # fmt: skip
         vouched = statement(key, record.ref.identity, replaces=replaces)
+        public = record.commitment
+        if record.certificate:
+            public = check_lender(record, subject, updates=bool(replaces))
         if not (
-            is_signed(record.commitment, source.proof, said)
-            and is_signed(record.commitment, record.statement, vouched)
+            is_signed(public, source.proof, said) and is_signed(public, record.statement, vouched)
         ):
             raise NotAllowedError(
                 f"the source does not hold the key of its commitment for {key.name}"

@@ -222,7 +222,10 @@ class CoordinatorServicer(ListingServicer):
                 await upload.add(request.page)
             await upload.finish(self._decoded)
         await self._marks.heed(first.mark, address)
-        self._proofs.check(registration, first.source, address)
+        subject = view.caller.subject
+        self._proofs.check(
+            registration, first.source, address, None if subject is None else subject.name
+        )
         receipt = self._proofs.read(registration.intent.receipt)
         return await self._state.register(
             registration, upload.documents, receipt=receipt, address=address

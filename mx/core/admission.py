@@ -14,7 +14,13 @@ from dataclasses import field
 
 from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
-from mx.core.bound_name import BoundName, bound_to_others, not_the_owner, updated_by_another
+from mx.core.bound_name import (
+    BoundName,
+    bound_to_others,
+    lends_of_none,
+    not_the_owner,
+    updated_by_another,
+)
 from mx.core.ownership import Receipt
 from mx.core.registration import Intent
 from mx.core.types import ManifestRef, ModelKey
@@ -25,14 +31,16 @@ from mx.records import record
 @record(frozen=True, slots=True)
 class RegistrationClaim:
     """What a source claims beside its weights. `commitment` is one that it has proved to hold the
-    key of, b"" if none. `receipt` is the coordinator's own, and `may_restore` True in the first
-    grace, and in that after a doubt. `in_doubt` is True while the state may have lost some."""
+    key of, b"" if none, and `lends` one that has certified its lender key. `receipt` is the
+    coordinator's own, and `may_restore` True in the first grace, and in that after a doubt.
+    `in_doubt` is True while the state may have lost some."""
 
     commitment: bytes = b""
     intent: Intent = field(default_factory=Intent)
     receipt: Receipt | None = None
     may_restore: bool = False
     in_doubt: bool = False
+    lends: bytes = b""
 
 
 def admit(
@@ -118,15 +126,19 @@ def _plain(
     if claim.in_doubt and binding is None:
         return _in_doubt(key)
     if name is None:
+        if claim.lends and claim.may_restore:  # its owner may yet be back
+            return _in_doubt(key)
+        if claim.lends:
+            return lends_of_none(key)
         if not claim.intent.keeps_pin:
             return Admission(key)
         return BindingError(f"the coordinator has no receipt for {key}")
     if binding is None:
-        refusal = name.refusal(key, claim.commitment)
+        refusal = name.refusal(key, claim.commitment, lends=claim.lends)
         if refusal is None and claim.intent.keeps_pin:
             refusal = BindingError(f"the coordinator has no receipt for {key}")
         return refusal or Admission(key)
-    if binding.identity != ref.identity:
+    if binding.identity != ref.identity and not (binding.lent and name.owned_by(claim.commitment)):
         return bound_to_others(binding, ref, own=name.owned_by(claim.commitment))
     return Admission(key)
 

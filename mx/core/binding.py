@@ -32,7 +32,8 @@ class Binding:
     registration, to their packaging (b"": no files). `ref` is a manifest with the bound files:
     those of the first origin that had any. `published` is True if its owner has registered it as
     what the name means (`mx.core.registration.Intent`). `lapses_at_s` is until when it keeps its
-    place among those that contest a name, though it has no source.
+    place among those that contest a name, though it has no source. With `lent` a lender key has
+    made it: its owner may replace it. `commitment` is then the one that has certified that key.
     """
 
     key: ModelKey
@@ -49,6 +50,7 @@ class Binding:
     _all_files: dict[bytes, _Files] = field(default_factory=dict)
     lapses_at_s: float = math.inf
     published: bool = False
+    lent: bool = False
 
     def __post_init__(self) -> None:
         self.member = membership(self.key.variant)
@@ -61,7 +63,7 @@ class Binding:
     def is_held_by(self, commitment: bytes) -> bool:
         """Return True while it has a source, if the first that has proved a commitment proved
         this one."""
-        return bool(self.sources) and self.commitment == commitment
+        return bool(self.sources) and self.commitment == commitment and not self.lent
 
     def join(self, source_id: str, ref: ManifestRef, *, origin: bool) -> bool:
         """Add a source, or renew it. Returns True if it binds its files.

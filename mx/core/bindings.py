@@ -137,6 +137,7 @@ class Bindings:
         commitment: bytes,
         source_id: str,
         *,
+        lends: bytes = b"",
         was: Listed | None = None,
         origin: bool = True,
         publishes: bool = False,
@@ -150,6 +151,7 @@ class Bindings:
             ref: The source's manifest.
             commitment: The one that it has proved to hold the key of, b"" if none.
             source_id: The source.
+            lends: The commitment that has certified its lender key, b"" if it has none.
             was: As what it is listed already. It leaves the binding that it was in.
             origin: False for a relay.
             publishes: See `mx.core.registration.Intent`.
@@ -162,15 +164,18 @@ class Bindings:
         before = None if was is None else (was.record.model.name, was.binding)
         with self._changing(key.name) as state:
             if admission.bound:
-                binding = self._bound(state, admission, ref, commitment, address)
+                binding = self._bound(state, admission, ref, commitment, address, lends)
                 assert state.bound is not None
                 origin = origin and state.bound.owner in (b"", commitment)
             else:
                 found = state.contest(key, ref)
                 binding = found or self._begin(state, key, ref, address, bound=False)
                 if found is None:
+                    binding.lent = bool(lends)
                     self._contest(state, binding, commitment)
-            binding.commitment = binding.commitment or commitment
+            if commitment and binding.lent:
+                binding.lent, binding.commitment = False, commitment
+            binding.commitment = binding.commitment or commitment or lends
             binding.published |= publishes and binding.commitment == commitment != b""
             had = binding.ref
             if binding.join(source_id, ref, origin=origin):
@@ -257,6 +262,7 @@ class Bindings:
         ref: ManifestRef,
         commitment: bytes,
         address: str,
+        lends: bytes = b"",
     ) -> Binding:
         """Return the binding of an admitted key, which is made if it is not bound."""
         key, receipt = admission.key, admission.receipt
@@ -281,15 +287,19 @@ class Bindings:
         if entry.base in revisions:
             revisions[entry.base].lapses_at_s = math.inf
         binding = entry.variants.get(key.variant)
+        if binding is not None and binding.identity != ref.identity:  # its owner replaces it
+            self._unbind(state, entry, binding)
+            binding = None
         if binding is None:
             # The owner of the name may bind what another source contests; in another layout it
             # binds its own, since one binding has one layout.
             binding = state.contest(key, ref)
             if binding is None or binding.ref.layout != ref.layout:
                 binding = self._begin(state, key, ref, address, bound=True)
+                binding.lent = bool(lends) if receipt is None else receipt.lent
             else:
                 state.contests.remove(binding)
-                binding.bound = True
+                binding.bound, binding.lent = True, binding.lent or bool(lends)
                 self._renamed += binding.sources
             entry.variants[key.variant] = binding
             entry.bundles.add(binding.member.bundle)
@@ -315,14 +325,8 @@ class Bindings:
                 stands &= layout in (b"", binding.ref.layout)
                 if own and (binding.key != receipt.key or stands):
                     continue
-                del entry.variants[binding.key.variant]
-                binding.bound = False
-                self._renamed += binding.sources
                 published |= own and binding.published and binding.identity != receipt.identity
-                if binding.sources:
-                    state.contests.append(binding)
-                else:
-                    self._end(binding)
+                self._unbind(state, entry, binding)
             bundles |= entry.bundles
             entry.bundles = {each.member.bundle for each in entry.variants.values()}
             entry.completed &= entry.bundles
@@ -333,6 +337,16 @@ class Bindings:
         for bundle in bundles:
             self._mean_anew(state, bundle)
         return published
+
+    def _unbind(self, state: NameState, entry: Revision, binding: Binding) -> None:
+        """Let a binding contest its name, if it has sources."""
+        del entry.variants[binding.key.variant]
+        binding.bound = False
+        self._renamed += binding.sources
+        if binding.sources:
+            state.contests.append(binding)
+        else:
+            self._end(binding)
 
     def _mean_anew(self, state: NameState, bundle: str) -> None:
         """Decide which revision NAME means for a bundle, and append a change of it."""
@@ -447,8 +461,9 @@ class Bindings:
 
 def _is_free(state: NameState, binding: Binding) -> bool:
     """Return True if the name may stand for what contests it."""
-    found = state.claimed
-    free = found is None or (
-        found.get(binding.key) is None and found.refusal(binding.key, binding.commitment) is None
-    )
-    return free and bool(binding.commitment)
+    found, by = state.claimed, binding.commitment
+    if found is None:
+        return bool(by) and not binding.lent
+    own, lends = (b"", by) if binding.lent else (by, b"")
+    refusal = found.refusal(binding.key, own, lends=lends)
+    return bool(by) and found.get(binding.key) is None and refusal is None

@@ -132,9 +132,16 @@ class BoundName:
             if self.root(revision) == root and variant in entry.variants
         }
 
-    def refusal(self, key: ModelKey, commitment: bytes) -> BindingError | None:
-        """Return why a source may not be the first to bind a key; None if it may."""
-        if commitment != self.owner:
+    def refusal(
+        self, key: ModelKey, commitment: bytes, *, lends: bytes = b""
+    ) -> BindingError | None:
+        """Return why a source may not be the first to bind a key; None if it may. A lender key
+        (`lends` is the commitment that has certified it) may in a revision of the owner's."""
+        if self.owned_by(lends):
+            of = self.revisions.get(key.revision, Revision()).variants.values()
+            if all(binding.lent for binding in of):
+                return lends_of_none(key)
+        elif commitment != self.owner:
             return not_the_owner(key.name, "bind another revision or variant of it")
         newest = self.newest(replace(key, revision=MAIN))
         bound = self.family(MAIN, key.variant)
@@ -215,6 +222,14 @@ def not_the_owner(name: str, what: str) -> BindingError:
     return BindingError(
         f"{name} belongs to another name key: only its holders may {what}",
         hint="give this process the owner's key file (`name_key`), or use another name",
+    )
+
+
+def lends_of_none(key: ModelKey) -> BindingError:
+    """Return the error for a lender key's state of a revision that the owner has not bound."""
+    return BindingError(
+        f"a lender key lends states of what the name's owner has bound, and not {key}",
+        hint="serve these weights with the owner's key (`name_key`)",
     )
 
 

@@ -96,7 +96,9 @@ class NameState:
         if not binding.member.alone:
             completed = name.completed(name.root(key.revision), binding.member.bundle)
         newest = name.newest(key)
-        return Receipt(key, binding.identity, name.owner, base, newest, completed=completed)
+        return Receipt(
+            key, binding.identity, name.owner, base, newest, completed=completed, lent=binding.lent
+        )
 
     def contest(self, key: ModelKey, ref: ManifestRef) -> Binding | None:
         """Return the binding of these weights that contests a key, or None; of two the one in this

@@ -23,6 +23,8 @@ from mx.records import record
 COMMITMENT_BYTES = 32
 SIGNATURE_BYTES = 64
 MAC_BYTES = 32
+#: The longest certificate of a lender key (`mx.lenderkey`).
+MAX_CERTIFICATE_BYTES = 1024
 #: The longest receipt: names have 256 characters at most.
 MAX_RECEIPT_BYTES = 8192
 
@@ -36,6 +38,7 @@ class Purpose(enum.Enum):
     UPDATE_STATEMENT = b"statement of an update"
     REGISTER = b"register"
     UPDATE = b"update"
+    LENDER = b"lender key"
 
 
 @record(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Receipt:
     of the variant's newest update when the receipt was issued, and `completed` for a rank of
     several that of the newest revision in which all ranks were there, -1 for none. `issued_s`
     orders the receipts of earlier lives. `this_life` is True for one that the coordinator has given
-    since it started; it is not encoded.
+    since it started; it is not encoded. With `lent` a lender key has bound it.
     """
 
     key: ModelKey
@@ -57,14 +60,18 @@ class Receipt:
     issued_s: float = 0.0
     completed: int = -1
     this_life: bool = False
+    lent: bool = False
 
     def encode(self) -> bytes:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
         key = self.key
         weights = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
         fields = [*weights, self.base, self.newest, self.issued_s]
-        if self.completed >= 0:  # a release before this field reads the receipts of other variants
+        # A release before these fields reads the receipts of other variants.
+        if self.completed >= 0 or self.lent:
             fields.append(self.completed)
+        if self.lent:
+            fields.append(1)
         # With escapes, a character takes up to twelve bytes.
         return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -86,6 +93,7 @@ class Receipt:
                 int(newest),
                 float(issued_s),
                 int(more[0]) if more else -1,
+                lent=len(more) > 1 and bool(more[1]),
             )
         except (ValueError, TypeError, RecursionError):
             raise ConfigError("a receipt of another version") from None
@@ -129,6 +137,11 @@ def proof(
     """
     texts = (key.name, key.revision, key.variant, source_id, endpoint)
     return _text(purpose, *(text.encode() for text in texts), identity, secret_digest, nonce)
+
+
+def certificate_text(name: str, said: bytes) -> bytes:
+    """Return what the owner of a name signs to certify a lender key for it."""
+    return _text(Purpose.LENDER, name.encode(), said)
 
 
 def _text(purpose: Purpose, *parts: bytes) -> bytes:

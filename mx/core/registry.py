@@ -128,13 +128,15 @@ class Registry:
         if known is None:
             self._budget.check(address)
         origin = record.role is SourceRole.ORIGIN
-        commitment = record.commitment if origin else b""
+        commitment = record.own_commitment
+        lends = record.commitment if origin and record.certificate else b""
         claim = RegistrationClaim(
             commitment,
             intent,
             receipt,
             self._now < self._restores_until_s,
             self._bindings.in_doubt,
+            lends,
         )
         admission = admit(self._bindings, record.model, record.ref, claim, address=address)
         # From here on nothing fails.
@@ -146,12 +148,17 @@ class Registry:
             record.ref,
             commitment,
             record.source_id,
+            lends=lends,
             was=known,
             origin=origin,
             publishes=intent.publishes,
             address=address,
         )
-        record = replace(record, model=admission.key, commitment=commitment)
+        certificate = record.certificate if lends else b""
+        commitment = commitment or lends
+        record = replace(
+            record, model=admission.key, commitment=commitment, certificate=certificate
+        )
         record = self._as_named(record, number)
         if known is not None:
             self._budget.take(known.address, -1)
@@ -552,7 +559,7 @@ class Registry:
         self._store.drop(source_id)
         self._budget.take(listed.address, -1)
         record = listed.record
-        by = record.commitment if reason == "deregistered" else b""
+        by = record.own_commitment if reason == "deregistered" else b""
         keeps_place = reason == _FOR_NOW
         self._bindings.leave(self._now, listed, by=by, keeps_place=keeps_place)
         until_s = self._now + self.binding_grace_s

@@ -412,6 +412,7 @@ class SourceRecord:
     port of the endpoint's host at which the process takes an engine's requests; 0: at none.
     `commitment` and `statement` are those of a holder of the name key (`mx.core.ownership`), b"" of
     others; `by_owner` is the coordinator's: the commitment is that of the name's owner, and proved.
+    With a `certificate` a lender key was, which the owner has certified (`mx.lenderkey`).
     `variant_fields` is the document of a processing key that is shortened (`mx.core.variant`).
     """
 
@@ -431,6 +432,12 @@ class SourceRecord:
     statement: bytes = field(default=b"", repr=False)
     by_owner: bool = False
     variant_fields: str = ""
+    certificate: bytes = field(default=b"", repr=False)
+
+    @property
+    def own_commitment(self) -> bytes:
+        """The commitment that it has proved to hold the name key of, b"" for none."""
+        return b"" if self.certificate or self.role is SourceRole.RELAY else self.commitment
 
     @property
     def key(self) -> str:

@@ -364,10 +364,10 @@ def _proved(
 ) -> tuple[Registration, bytes]:
     """Return a registration with its commitment and statement, and the proof that it holds the name
     key; without a key as it is, and b""."""
-    if name_key is None:
-        return registration, b""
     record, replaces = registration.record, registration.intent.replaces
     key, identity = record.model, record.ref.identity
+    if name_key is None or not name_key.signs_for(key):
+        return registration, b""
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
     said = proof(
         purpose,
@@ -382,5 +382,6 @@ def _proved(
         record,
         commitment=name_key.commitment(key.name),
         statement=name_key.sign(key.name, statement(key, identity, replaces=replaces)),
+        certificate=name_key.certificate(key.name),
     )
     return replace(registration, record=record), name_key.sign(key.name, said)
