@@ -163,7 +163,7 @@ class Proofs:
         """Return the receipt of a binding, b"" for none."""
         if bound is None:
             return b""
-        data = self._life() + replace(bound, issued_s=time.time()).encode()
+        data = self._life() + bound.issued(time.time()).encode()
         return self._mac(data) + data
 
     def _life(self) -> bytes:
@@ -188,7 +188,7 @@ class Proofs:
         b"" for nothing. It binds no weights."""
         if bound is None:
             return b""
-        data = self._life() + replace(bound, issued_s=time.time()).encode()
+        data = self._life() + bound.issued(time.time()).encode()
         return self._mac(_SEEN + data) + data
 
     def read_seen(self, seen: bytes) -> Receipt | None:

@@ -271,6 +271,7 @@ class CoordinatorServicer(ListingServicer):
                     coordinator_epoch=self._state.epoch,
                     pin_only=record.pin_only,
                     mark=self._marks.current(),
+                    replaces=view.outdated_by(source_id),
                 )
                 receipt = view.receipt_of(source_id)
                 if receipt != told:

@@ -129,6 +129,11 @@ class CoordinatorState:
         listed = self._store.source(source_id)
         return None if listed is None else self._registry.receipt_of(listed)
 
+    def outdated_by(self, source_id: str) -> str:
+        """Return the revision that a listed source has to update; "" for none. As `receipt_of`."""
+        listed = self._store.source(source_id)
+        return "" if listed is None else self._registry.outdated_by(listed)
+
     async def tick(self) -> None:
         """Advance the clock. Call this a few times per lease. Where the state cannot be kept,
         nothing ends: the store logs that."""

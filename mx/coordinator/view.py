@@ -209,6 +209,10 @@ class View:
         """Return what the receipt of a source says now, whose secret the caller has shown."""
         return self._state.receipt_of(source_id)
 
+    def outdated_by(self, source_id: str) -> str:
+        """Return the revision that a source has to update; "" for none. As `receipt_of`."""
+        return self._state.outdated_by(source_id)
+
     async def _source(self, source_id: str) -> Listed:
         return await self._state.ask(lambda registry: registry.source(source_id))
 

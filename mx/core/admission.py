@@ -10,7 +10,7 @@ the doubt ends.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 
 from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
@@ -69,8 +69,14 @@ def admit(
         CapacityError: The coordinator, or this address, has reached its limit of models.
     """
     state = bindings.of(key.name)
-    decide = _update if claim.intent.replaces else _plain
-    found = decide(state.claimed, key, ref, claim)
+    name, replaces = state.claimed, claim.intent.replaces
+    late = name is not None and name.owned_by(claim.commitment) and name.behind(key)
+    if late and claim.intent.publishes:
+        replaces = key.revision
+    if replaces:
+        found = _update(name, replace(key, revision=replaces), ref, claim)
+    else:
+        found = _plain(name, key, ref, claim)
     refusal: BindingError | None = None
     if isinstance(found, BindingError):
         refusal, found = found, Admission(key, bound=False)
@@ -79,7 +85,7 @@ def admit(
     if binding is not None and binding.identity != ref.identity:
         binding = None
     if refusal is not None:
-        if claim.intent.replaces:
+        if replaces:
             raise refusal
         binding = state.contest(key, ref)
         listed = claim.intent.keeps_pin or claim.in_doubt or _is_strange(state.claimed, claim)
@@ -159,14 +165,13 @@ def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Registrat
         if binding is None or binding.identity == receipt.identity:
             return True
         return stronger and receipt.issued_s > binding.issued_s
-    return stronger and receipt.issued_s > name.issued_s
+    return stronger and receipt.weight > name.issued_s
 
 
 def _update(
     name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: RegistrationClaim
 ) -> Admission | BindingError:
-    """Decide about an update."""
-    key = ModelKey(key.name, claim.intent.replaces, key.variant)
+    """Decide about an update of a key."""
     receipt = claim.receipt
     refusal = not_the_owner(key.name, "update it")
     if not claim.commitment:

@@ -79,6 +79,9 @@ class Bindings:
         self.budget = budget
         #: While the state is in doubt nothing that contests a name gets it.
         self.in_doubt = False
+        #: When the state has lost some of itself last, and until when receipts of an earlier life
+        #: count.
+        self.lost_s = self.restores_until_s = -math.inf
         self._store = store
         self._renamed: list[str] = []
 
@@ -114,12 +117,13 @@ class Bindings:
             with self._changing(seen.key.name) as state:
                 assert state.bound is not None
                 state.bound.remember(seen)
+                self._outdate(state, seen)
                 self._mean_anew(state, membership(seen.key.variant).bundle)
-        elif not own and (name is None or seen.issued_s > name.issued_s):
+        elif not own and (name is None or seen.weight > name.issued_s):
             with self._changing(seen.key.name) as state:
                 self._evict(state, seen, b"")
                 self._end_kept(state)
-                state.kept = Kept(seen.commitment, seen.issued_s, until_s, address)
+                state.kept = Kept(seen.commitment, seen.weight, until_s, address)
                 self._store.count(CountedKind.KEPT_NAMES, address, 1)
             self._keep_few()
 
@@ -176,7 +180,8 @@ class Bindings:
             if commitment and binding.lent:
                 binding.lent, binding.commitment = False, commitment
             binding.commitment = binding.commitment or commitment or lends
-            binding.published |= publishes and binding.commitment == commitment != b""
+            if publishes and binding.commitment == commitment != b"":
+                binding.published_s, binding.outdated = now, False
             had = binding.ref
             if binding.join(source_id, ref, origin=origin):
                 self._store.append(Answered(binding.ref, held=True))
@@ -266,19 +271,16 @@ class Bindings:
     ) -> Binding:
         """Return the binding of an admitted key, which is made if it is not bound."""
         key, receipt = admission.key, admission.receipt
-        published = False
         if receipt is not None:
-            published = self._evict(state, receipt, ref.layout if key == receipt.key else b"")
+            self._evict(state, receipt, ref.layout if key == receipt.key else b"")
         name = state.bound
         if name is None:
-            name = BoundName(commitment if receipt is None else receipt.commitment)
-            state.bound = name
+            owner = commitment if receipt is None else receipt.commitment
+            name = state.bound = BoundName(owner, restores_until_s=self.restores_until_s)
             self._end_kept(state)
         if receipt is not None:
-            name.issued_s = max(name.issued_s, receipt.issued_s)
+            name.issued_s = max(name.issued_s, receipt.weight)
             name.remember(receipt)
-            if published:
-                name.await_update(receipt)
         revisions = name.revisions
         entry = revisions.get(key.revision)
         if entry is None:
@@ -308,15 +310,37 @@ class Bindings:
         if receipt is not None and receipt.key == key:
             binding.issued_s = max(binding.issued_s, receipt.issued_s)
             binding.restored |= not receipt.this_life
+        if receipt is not None and not receipt.this_life:
+            self._outdate(state, receipt)
         return binding
 
-    def _evict(self, state: NameState, receipt: Receipt, layout: bytes) -> bool:
+    def _outdate(self, state: NameState, receipt: Receipt) -> None:
+        """Have what the owner has published since the state was lost be registered as an update of
+        what a receipt, or a reader's note, of an earlier life says. So long the name waits."""
+        name = state.bound
+        assert name is not None
+        root = receipt.base or name.root(receipt.key.revision)
+        bundle = membership(receipt.key.variant).bundle
+        found = [
+            each
+            for each in state.bindings()
+            if -math.inf < each.published_s >= self.lost_s
+            and each.member.bundle == bundle
+            and name.owned_by(each.commitment)
+            and name.root(each.key.revision) == root
+            and (name.behind(each.key) if each.bound else each.identity != receipt.identity)
+        ]
+        for each in found:
+            each.outdated = True
+        if found:
+            name.await_update(receipt)
+
+    def _evict(self, state: NameState, receipt: Receipt, layout: bytes) -> None:
         """Let what stands against a receipt contest the name, also the same weights in another
-        layout than this one; b"": in any. Returns True if its own owner has published some of that
-        since."""
-        name, published = state.bound, False
+        layout than this one; b"": in any."""
+        name = state.bound
         if name is None:
-            return False
+            return
         own = name.owned_by(receipt.commitment)
         bundles = set(state.meant)
         for revision, entry in list(name.revisions.items()):
@@ -325,7 +349,6 @@ class Bindings:
                 stands &= layout in (b"", binding.ref.layout)
                 if own and (binding.key != receipt.key or stands):
                     continue
-                published |= own and binding.published and binding.identity != receipt.identity
                 self._unbind(state, entry, binding)
             bundles |= entry.bundles
             entry.bundles = {each.member.bundle for each in entry.variants.values()}
@@ -336,7 +359,6 @@ class Bindings:
             state.bound = None
         for bundle in bundles:
             self._mean_anew(state, bundle)
-        return published
 
     def _unbind(self, state: NameState, entry: Revision, binding: Binding) -> None:
         """Let a binding contest its name, if it has sources."""

@@ -32,10 +32,12 @@ class Revision:
 @record(slots=True)
 class BoundName:
     """A name, and what it stands for. `issued_s` is when the receipt was issued that says whose it
-    is, 0.0 without one."""
+    is (`Receipt.weight`), 0.0 without one. Until `restores_until_s` receipts of an earlier life of
+    the coordinator count against it, also if this life has ended since."""
 
     owner: bytes
     issued_s: float = 0.0
+    restores_until_s: float = -math.inf
     revisions: dict[str, Revision] = field(default_factory=dict)
     #: By root and variant the highest number of a revision that is bound no more, or was in an
     #: earlier life; by root and bundle that of one that was complete.
@@ -84,6 +86,12 @@ class BoundName:
         number = max(self.newest(replace(receipt.key, revision=root)) + 1, 2)
         self._awaited[root, receipt.key.variant] = number
 
+    def behind(self, key: ModelKey) -> bool:
+        """Return True if NAME means a newer revision of a key's family."""
+        root = self.root(key.revision)
+        number = update_number(key.revision, root)
+        return number < self.completed(root, membership(key.variant).bundle)
+
     def missed(self, receipt: Receipt) -> bool:
         """Return True if a receipt knows of newer updates."""
         root, variant = receipt.base or self.root(receipt.key.revision), receipt.key.variant
@@ -115,14 +123,18 @@ class BoundName:
 
     def completed(self, root: str, bundle: str) -> int:
         """Return the number of the newest revision in which a bundle has been complete, -1 for
-        none. A variant that is no rank of several is complete once it is bound."""
+        none; or of what is still to come. A variant that is no rank of several is complete once it
+        is bound."""
+        return max(self._completed(root, bundle), self._awaited.get((root, bundle), -1))
+
+    def _completed(self, root: str, bundle: str) -> int:
         numbers = [
             update_number(revision, root)
             for revision, entry in self.revisions.items()
             if self.root(revision) == root
             and (bundle in entry.completed or bundle in entry.variants)
         ]
-        return max(*numbers, self.reached(root, bundle), self._awaited.get((root, bundle), -1))
+        return max([*numbers, self.reached(root, bundle)])
 
     def family(self, root: str, variant: str) -> dict[int, Binding]:
         """Return the bindings of a variant in `root` and its updates, by number."""
@@ -158,7 +170,8 @@ class BoundName:
         """Return the key of an update.
 
         The newest revision of the variant has to be the one that it replaces, or an update that no
-        source holds any more; or it has the same weights, and the source joins it. Other variants
+        source holds any more; or it has the same weights and is the newest that there was, and the
+        source joins it. Other variants
         may have the new revision already. A rank whose weights stay the same goes on to the next
         revision with the other ranks.
 
@@ -174,13 +187,15 @@ class BoundName:
         family = self.family(root, key.variant)
         replaced = update_number(key.revision, root)
         last = family[max(family)] if family else None
-        if last is not None and last.identity == ref.identity:
+        bundle = membership(key.variant).bundle
+        taken = max(self.reached(root, key.variant), self._completed(root, bundle))
+        if last is not None and last.identity == ref.identity and max(family) >= taken:
             if last.key.revision != key.revision or last.member.alone:
                 return last.key
         elif any(binding.sources for number, binding in family.items() if number > replaced):
             assert last is not None
             raise updated_by_another(key, last)
-        reached = max(replaced, *family, self.reached(root, key.variant))
+        reached = max(replaced, *family, taken)
         if receipt is not None:
             reached = max(reached, receipt.newest)
         return replace(key, revision=self._free(root, max(reached + 1, 2), key.variant))

@@ -100,6 +100,14 @@ class NameState:
             key, binding.identity, name.owner, base, newest, completed=completed, lent=binding.lent
         )
 
+    def outdated_by(self, binding: Binding) -> str:
+        """Return the revision that a binding's sources have to update, so that the name means what
+        they have published; "" for none."""
+        if binding.bound or not binding.outdated or self.bound is None:
+            return binding.key.revision if binding.outdated else ""
+        family = self.bound.family(self.bound.root(binding.key.revision), binding.key.variant)
+        return family[max(family)].key.revision if family else ""
+
     def contest(self, key: ModelKey, ref: ManifestRef) -> Binding | None:
         """Return the binding of these weights that contests a key, or None; of two the one in this
         layout."""

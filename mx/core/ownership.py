@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import json
+from dataclasses import replace
 from typing import Any
 
 from mx.core.revisions import may_be_update
@@ -27,6 +28,9 @@ MAC_BYTES = 32
 MAX_CERTIFICATE_BYTES = 1024
 #: The longest receipt: names have 256 characters at most.
 MAX_RECEIPT_BYTES = 8192
+
+#: Less than every certain rank, and more than every tentative one.
+TENTATIVE = 1e-3
 
 _DOMAIN = b"mx name key, version 1"
 
@@ -50,6 +54,11 @@ class Receipt:
     several that of the newest revision in which all ranks were there, -1 for none. `issued_s`
     orders the receipts of earlier lives. `this_life` is True for one that the coordinator has given
     since it started; it is not encoded. With `lent` a lender key has bound it.
+
+    `rank` orders receipts of different owners: 0.0 for `issued_s`. While a coordinator that has
+    lost its state has yet to hear of earlier owners, who comes first may be a stranger. What it
+    gives him then is *tentative*: its rank is below those of all others, and of two such the
+    earlier has the higher one.
     """
 
     key: ModelKey
@@ -61,6 +70,18 @@ class Receipt:
     completed: int = -1
     this_life: bool = False
     lent: bool = False
+    rank: float = 0.0
+    tentative: bool = False  # not encoded
+
+    def issued(self, now_s: float) -> Receipt:
+        """Return it as given at a time since 1970."""
+        rank = (self.rank or 1.0 / now_s) if self.tentative else 0.0
+        return replace(self, issued_s=now_s, rank=rank)
+
+    @property
+    def weight(self) -> float:
+        """By which it counts among receipts of different owners."""
+        return self.rank or self.issued_s
 
     def encode(self) -> bytes:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
@@ -68,10 +89,9 @@ class Receipt:
         weights = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
         fields = [*weights, self.base, self.newest, self.issued_s]
         # A release before these fields reads the receipts of other variants.
-        if self.completed >= 0 or self.lent:
-            fields.append(self.completed)
-        if self.lent:
-            fields.append(1)
+        more = [self.completed, int(self.lent), self.rank]
+        if self.completed >= 0 or self.lent or self.rank:
+            fields += more[: 3 if self.rank else 1 + self.lent]
         # With escapes, a character takes up to twelve bytes.
         return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -94,6 +114,7 @@ class Receipt:
                 float(issued_s),
                 int(more[0]) if more else -1,
                 lent=len(more) > 1 and bool(more[1]),
+                rank=float(more[2]) if len(more) > 2 else 0.0,
             )
         except (ValueError, TypeError, RecursionError):
             raise ConfigError("a receipt of another version") from None

@@ -26,7 +26,8 @@ from mx.core.budget import Limits, StoredBudget
 from mx.core.bundles import summaries
 from mx.core.changes import Change, ChangeKind
 from mx.core.meanings import meaning
-from mx.core.ownership import Receipt
+from mx.core.name_state import NameState
+from mx.core.ownership import TENTATIVE, Receipt
 from mx.core.registration import Registration
 from mx.core.store import CountedKind, Gone, Store
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState, cover
@@ -134,7 +135,7 @@ class Registry:
             commitment,
             intent,
             receipt,
-            self._now < self._restores_until_s,
+            self._now < self._restores_until_s(record.model.name),
             self._bindings.in_doubt,
             lends,
         )
@@ -221,8 +222,9 @@ class Registry:
             address: Where the reader asks from.
         """
         self.tick(now)
-        if self._now < self._restores_until_s:
-            self._bindings.recall(seen, self._restores_until_s, address)
+        until_s = self._restores_until_s(seen.key.name)
+        if self._now < until_s:
+            self._bindings.recall(seen, until_s, address)
 
     def advertise(
         self,
@@ -270,6 +272,10 @@ class Registry:
                 self._restores_s = now
             self._store.resume(now + self.first_lease_s)
         self._bindings.in_doubt = now < self._store.doubt_until_s
+        self._bindings.lost_s = self._store.doubt_until_s - self.lease_s
+        self._bindings.restores_until_s = (
+            max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
+        )
         for source_id in self._store.due_sources(now):
             self._drop(source_id, "lease expired")
         self._store.forget(now)
@@ -277,10 +283,10 @@ class Registry:
         self._end_doubt()
         self._name()
 
-    @property
-    def _restores_until_s(self) -> float:
-        """Until when receipts of an earlier life count."""
-        return max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
+    def _restores_until_s(self, name: str) -> float:
+        """Return until when receipts of an earlier life count for a name."""
+        bound, until_s = self._bindings.of(name).bound, self._bindings.restores_until_s
+        return until_s if bound is None else max(until_s, bound.restores_until_s)
 
     def _end_doubt(self) -> None:
         """Let what was found by its pin in a doubt have its name, if it is free."""
@@ -325,7 +331,13 @@ class Registry:
     def receipt_of(self, listed: Listed) -> Receipt | None:
         """Return what the receipt of a listed source says now, without a time; None for none."""
         state = self._bindings.of(listed.record.model.name)
-        return state.receipt_of(state.numbered(listed.record.model, listed.binding))
+        return self._receipt(state, state.numbered(listed.record.model, listed.binding))
+
+    def outdated_by(self, listed: Listed) -> str:
+        """Return the revision that a source has to update, so that its name means what it has
+        published; "" for none."""
+        state = self._bindings.of(listed.record.model.name)
+        return state.outdated_by(state.numbered(listed.record.model, listed.binding))
 
     def owner(self, name: str) -> bytes:
         """Return the commitment that a name belongs to, b"" for none."""
@@ -423,7 +435,15 @@ class Registry:
     def _seen(self, key: ModelKey) -> Receipt | None:
         state = self._bindings.of(key.name)
         binding = state.get(key)
-        return None if binding is None else state.receipt_of(binding)
+        return None if binding is None else self._receipt(state, binding)
+
+    def _receipt(self, state: NameState, binding: Binding) -> Receipt | None:
+        said = state.receipt_of(binding)
+        if said is None or state.bound is None or self._now >= self._restores_until_s(state.name):
+            return said
+        rank = state.bound.issued_s
+        tentative = rank < TENTATIVE
+        return replace(said, tentative=tentative, rank=rank if tentative else 0.0)
 
     def _check_trusted(self, name: str) -> None:
         if name in self._store.distrusted:

@@ -20,7 +20,6 @@ from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
-    CoordinatorError,
     LocalError,
     MxError,
     NotAllowedError,
@@ -36,8 +35,8 @@ from mx.wire.client import CoordinatorClient, Registered
 
 log = logging.getLogger(__name__)
 
-#: For how long a source that begins as an update looks whether its name has meant others before,
-#: the time in which a coordinator that has lost its state believes receipts; and how often.
+#: For how long a registration is tried again while a coordinator that has lost its state can't say
+#: whose the name is, and how often.
 _SETTLE_S, _SETTLE_LOOK_S = 80.0, 1.0
 
 
@@ -174,8 +173,8 @@ class Registrar:
         """Register a model as what its name means: as an update, unless the newest revision has
         these weights or there is none. Raises as `list`.
 
-        A coordinator that has just started may learn of earlier revisions a little later. So where
-        nothing is bound it is asked again for a minute.
+        A coordinator that has just started may learn of earlier revisions a little later. Then it
+        tells, with its answers to heartbeats, what is to be updated.
         """
         asked = held.key
         for last in (False, True):
@@ -197,51 +196,23 @@ class Registrar:
             own = b"" if self._name_key is None else self._name_key.commitment(asked.name)
             if self._models[held.source_id].pin_only and self._owners[asked.name] not in (b"", own):
                 raise not_the_owner(asked.name, "bind another revision or variant of it")
-            if key not in bound:
-                settling = self._settle(held)
-                self._settling[held] = asyncio.create_task(settling, name="mx-settle")
             return key
         raise AssertionError
 
-    async def _settle(self, held: HeldModel) -> None:
-        """Register a model as an update after all, if its name turns out to mean weights that it
-        meant before the model was registered."""
-        until_s = time.monotonic() + _SETTLE_S
-        while time.monotonic() < until_s:
-            await asyncio.sleep(_SETTLE_LOOK_S)
-            try:
-                replaces = await self._outdated_by(held)
-                if replaces:
-                    held.key = await uncut(self.list(held, replaces=replaces))
-                    return
-            except MxError as error:
-                if type(error) is not CoordinatorError:  # else it does not answer
-                    log.warning("%s is not what its name means: %s", held.key, error)
-                    return
+    def _on_outdated(self, held: HeldModel, replaces: str) -> None:
+        if held not in self._settling:
+            settling = self._publish_again(held, replaces)
+            self._settling[held] = asyncio.create_task(settling, name="mx-settle")
 
-    async def _outdated_by(self, held: HeldModel) -> str:
-        """Return the revision that a model has to update to be what its name means; "" for none.
-
-        That is one that a receipt of the coordinator's earlier life has bound, or any while the
-        model itself is found by its pin only. What another holder of the key has registered since
-        then stands.
-        """
-        listed = await self._listed(held.key.name)
-        bound = {each.model: each.ref.identity for each in listed}
-        place = placed(held.key, held.manifest.ref.identity, bound)
-        key = replace(held.key, revision=place.revision)
-        served = self._models.get(held.source_id)
-        outdated = served is not None and served.pin_only
-        outdated |= any(each.model == key and each.restored for each in listed)
-        if not place.updates or not outdated:
-            return ""
-        # After a restart of the coordinator that would be what others have registered since then:
-        # but the model is not listed then before `list` has ended this.
-        sources = await self._client.list_sources(held.key.name)
-        if not any(each.record.source_id == held.source_id for each in sources):
-            return ""
-        self._receipts.pop(key, None)  # if the revision was its own: it is not any more
-        return place.revision
+    async def _publish_again(self, held: HeldModel, replaces: str) -> None:
+        """Register a model as an update: its name turns out to have meant others before."""
+        self._receipts.pop(replace(held.key, revision=replaces), None)  # it is not its own
+        try:
+            held.key = await uncut(self.list(held, replaces=replaces))
+        except MxError as error:
+            log.warning("%s is not what its name means: %s", held.key, error)
+        finally:
+            self._settling.pop(held, None)
 
     async def end_settling(self, held: HeldModel) -> None:
         """Leave a model registered as it is now."""
@@ -289,6 +260,7 @@ class Registrar:
             on_state=self._on_registered,
             on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only, held.key),
             on_receipt=lambda receipt: self._receipts.update({held.key: receipt}),
+            on_outdated=lambda replaces: self._on_outdated(held, replaces),
         )
         self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
 

@@ -188,6 +188,7 @@ class SourceCalls:
         on_state: Callable[[bool, str], None] = lambda registered, why: None,
         on_pin_only: Callable[[bool], None] = lambda pin_only: None,
         on_receipt: Callable[[bytes], None] = lambda receipt: None,
+        on_outdated: Callable[[str], None] = lambda replaces: None,
     ) -> None:
         """Send heartbeats until cancelled, and register again whenever the coordinator has lost
         the source, was restarted or was away.
@@ -205,6 +206,8 @@ class SourceCalls:
                 of error that keeps the source from being registered.
             on_pin_only: Called with each answer's `pin_only`, see `Registered`.
             on_receipt: Called with each receipt that takes the place of the one before.
+            on_outdated: Called with the revision that the source has to update, so that its name
+                means it.
         """
         news = news or asyncio.Event()
         known: bool | None = None
@@ -223,6 +226,8 @@ class SourceCalls:
             on_pin_only(answer.pin_only)
             if answer.receipt:
                 on_receipt(codec.receipt_from_wire(answer.receipt))
+            if answer.replaces:
+                on_outdated(answer.replaces)
 
         while True:
             try:

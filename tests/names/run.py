@@ -208,6 +208,7 @@ class Round:
         self.source = stack.enter_context(self._serve(update=False))
         self.steps: list[str] = []
         self.over = threading.Event()
+        self.refused = ""
 
     def _serve(self, *, update: bool) -> api.Source:
         settings = replace(self.settings, name_key=str(self._key("owner")))
@@ -236,6 +237,7 @@ class Round:
                 values = {value for part in parts for value in np.unique(np.frombuffer(part, "u1"))}
         except MxError as error:
             self.oracle.count(f"reads refused: {type(error).__name__}")
+            self.refused = str(error)
             return
         self.oracle.read(floor, {int(each) for each in values}, how)
 
@@ -326,6 +328,10 @@ class Round:
         reader = threading.Thread(target=self.keep_reading, daemon=True)
         reader.start()
         try:
+            # A coordinator that has forgotten all, and of which no reader knows better, believes
+            # who comes first (docs/binding.md): what it meant before was read then.
+            while not self.oracle.least:
+                self.read("the first reader", 1.0)
             for _ in range(self.rng.randint(4, 9)):
                 (step,) = self.rng.choices([step for _, step in steps], weights)
                 self.steps.append(step.__name__)
@@ -348,7 +354,7 @@ class Round:
             if time.monotonic() > until_s:
                 self.oracle.wrong.append(
                     f"{self.oracle.published} was published, and the name means "
-                    f"{self.oracle.least} after a minute"
+                    f"{self.oracle.least} after a minute: {self.refused or 'it was read'}"
                 )
                 return
             self.read("the last reader", 1.0)
@@ -389,6 +395,8 @@ def play(rounds: int, seed: int, state: str = "", *, log: Any = sys.stdout) -> i
                 wrong = played.oracle.wrong
             except Exception:  # noqa: BLE001 - any is a finding, with its round
                 wrong = [traceback.format_exc()]
+            if wrong:
+                wrong.append(f"did {', '.join(f'{n} {w}' for w, n in played.oracle.did.items())}")
             did["seconds"] += round(time.monotonic() - began_s)
             if wrong:
                 bad += 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mx.core.memory_store import MemoryStore
+from mx.core.ownership import Receipt
 from mx.core.types import SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError, UnsettledError
 from tests.support.owners import owned, receipt_of
@@ -153,3 +154,111 @@ def test_a_name_waits_for_what_its_owner_published_before_a_receipt_came() -> No
     again = register_source(registry, 111, replace(new, generation=2), ALICE, replaces="main")
     assert registry.resolve("llama").ref == new.ref
     assert again.record.model.revision == "main.2"
+
+
+def lifeless(now: float = 0.0) -> FollowedRegistry:
+    """Return a registry that has just begun, and knows nothing."""
+    registry = FollowedRegistry(MemoryStore(lambda: now), lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    registry.tick(now)
+    return registry
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["note first", "owner first"])
+def test_what_an_owner_publishes_comes_after_all_that_readers_have_seen(first: bool) -> None:
+    """The owner has lost its receipts, too: its number is below those that readers know."""
+    registry = lifeless()
+    new = owned(make_record(B), ALICE)
+    seen = replace(receipt_of(owned(make_record(A), ALICE), ALICE), newest=3)
+    for note in (first, not first):
+        if note:
+            registry.recall(1, seen)
+        else:
+            register_source(registry, 1, new, ALICE, publishes=True)
+    if first:
+        assert registry.resolve("llama").model.revision == "main"  # the note has bound nothing
+        registry.recall(2, seen)
+    assert registry.outdated_by(registry.source(new.source_id)) == "main"
+    with pytest.raises(UnknownModelError, match=r"means llama:main\.4"):
+        registry.resolve("llama")
+    again = register_source(registry, 3, replace(new, generation=2), ALICE, replaces="main")
+    assert again.record.model.revision == "main.4"
+    assert registry.resolve("llama").ref == new.ref
+    assert not registry.outdated_by(registry.source(new.source_id))
+
+
+def test_what_an_owner_publishes_again_is_newer_than_what_has_lapsed() -> None:
+    """A, B, and A again, while a relay has kept A."""
+    registry = lifeless()
+    first, second = owned(make_record(A), ALICE), owned(make_record(B), ALICE)
+    relay = make_record(A, role=SourceRole.RELAY)
+    register_source(registry, 0, first, ALICE, publishes=True)
+    register_source(registry, 0, relay, BOB)
+    register_source(registry, 1, second, ALICE, replaces="main")
+    registry.deregister(2, first.source_id, ALICE)
+    registry.deregister(2, second.source_id, ALICE)
+    for now in range(2, 30):
+        registry.heartbeat(now, relay.source_id, BOB, SourceState.SERVING)
+    with pytest.raises(UnknownModelError, match=r"means llama:main\.2"):
+        registry.resolve("llama")
+    assert not registry.outdated_by(registry.source(relay.source_id))
+    third = owned(make_record(A), ALICE)
+    given = register_source(registry, 30, third, ALICE, publishes=True).record
+    assert given.model.revision == "main.3" and not given.pin_only
+    assert registry.resolve("llama").ref == first.ref
+
+
+def test_an_older_publication_does_not_come_back_when_a_newer_one_lapses() -> None:
+    registry = lifeless()
+    first, second = owned(make_record(A), ALICE), owned(make_record(B), ALICE)
+    register_source(registry, 0, first, ALICE, publishes=True)
+    register_source(registry, 1, second, ALICE, replaces="main")
+    registry.deregister(2, second.source_id, ALICE)
+    for now in range(2, 40):
+        registry.heartbeat(now, first.source_id, ALICE, SourceState.SERVING)
+        assert not registry.outdated_by(registry.source(first.source_id))
+    with pytest.raises(UnknownModelError, match=r"means llama:main\.2"):
+        registry.resolve("llama")
+
+
+def test_who_came_first_after_a_loss_does_not_win_after_the_next_one() -> None:
+    """The owner was not back in between: what the stranger got there is tentative."""
+    stranger, owner = owned(make_record(B), BOB), owned(make_record(A), ALICE)
+    were = [receipt_of(owner, ALICE).issued(1_000.0)]
+    registry = lifeless()
+    given = register_source(registry, 0, owner, ALICE)
+    assert given.receipt is not None and given.receipt.tentative
+    were.append(Receipt.decode(given.receipt.issued(1_500.0).encode()))
+    registry = lifeless()
+    given = register_source(registry, 1, stranger, BOB)
+    assert given.receipt is not None
+    theirs = Receipt.decode(given.receipt.issued(2_000.0).encode())
+    for was in were:
+        registry = lifeless()
+        back = {"keeps_pin": True, "receipt": theirs}
+        given = register_source(registry, 0, stranger, BOB, **back)
+        assert not given.record.pin_only and given.receipt is not None
+        assert given.receipt.issued(3_000.0).rank == theirs.rank  # it has not gained by it
+        register_source(registry, 1, owner, ALICE, keeps_pin=True, receipt=was)
+        assert registry.resolve("llama").ref == owner.ref
+        assert registry.source(stranger.source_id).record.pin_only
+    # Once the grace is over and no one has come, it is its own.
+    registry = lifeless()
+    register_source(registry, 0, stranger, BOB)
+    for now in range(1, 30):
+        registry.heartbeat(now, stranger.source_id, BOB, SourceState.SERVING)
+    told = registry.receipt_of(registry.source(stranger.source_id))
+    assert told is not None and not told.tentative and told.issued(4_000.0).weight == 4_000.0
+
+
+def test_an_owner_gets_its_name_back_though_the_coordinator_restarts_in_the_first_grace() -> None:
+    """The state is kept, in which a stranger has bound the name before the owner came."""
+    registry = lifeless()
+    registry.store.outlives = True
+    stranger, owner = owned(make_record(B), BOB), owned(make_record(A), ALICE)
+    register_source(registry, 0, stranger, BOB)
+    again = FollowedRegistry(registry.store, lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    again.tick(1)
+    told = again.receipt_of(again.source(stranger.source_id))
+    assert told is not None and told.tentative
+    register_source(again, 2, owner, ALICE, keeps_pin=True, receipt=receipt_of(owner, ALICE))
+    assert again.resolve("llama").ref == owner.ref

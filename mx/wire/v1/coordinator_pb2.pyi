@@ -152,18 +152,20 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., source_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("lease_s", "coordinator_epoch", "pin_only", "mark", "receipt")
+    __slots__ = ("lease_s", "coordinator_epoch", "pin_only", "mark", "receipt", "replaces")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     coordinator_epoch: str
     pin_only: bool
     mark: bytes
     receipt: bytes
-    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ..., mark: _Optional[bytes] = ..., receipt: _Optional[bytes] = ...) -> None: ...
+    replaces: str
+    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ..., mark: _Optional[bytes] = ..., receipt: _Optional[bytes] = ..., replaces: _Optional[str] = ...) -> None: ...
 
 class AdvertiseRequest(_message.Message):
     __slots__ = ("source_id", "generation", "held", "source_secret")
