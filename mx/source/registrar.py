@@ -207,8 +207,15 @@ class Registrar:
     async def _publish_again(self, held: HeldModel, replaces: str) -> None:
         """Register a model as an update: its name turns out to have meant others before."""
         self._receipts.pop(replace(held.key, revision=replaces), None)  # it is not its own
+
+        def ended() -> bool:
+            return held not in self._settling
+
+        async def publish() -> None:
+            held.key = await self.list(held, replaces=replaces, stopped=ended)
+
         try:
-            held.key = await uncut(self.list(held, replaces=replaces))
+            await uncut(publish())  # what is registered has that key, also if this is cancelled
         except MxError as error:
             log.warning("%s is not what its name means: %s", held.key, error)
         finally:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts
+from mx.lenderkey import STATES
+from mx.namekey import LenderKey, NameKey
 from tests.support.deployed import DEPLOY, flows_admitted, pods
 from tests.support.kubelet import Node, Pod, PodProcess, issued, programs, redis_users
 
@@ -28,8 +31,6 @@ _SERVICES = {
     "mx-origin": "mx-origin",
     "llama-8b": "llama-8b-peers",
 }
-#: A lender key is made by `mx keygen --lender`, of a name key: `mx pull` here goes without.
-_WITHOUT = ("MX_PEER_LENDER_KEY",)
 
 
 def workload(pod: str) -> str:
@@ -53,7 +54,9 @@ class Cluster:
         shapes = {f"model.layers.{n}.weight": (256, 256) for n in range(4)}
         write_checkpoint(folder / "model/llama-8b/model.safetensors", shapes)
         programs(folder / "bin")
-        kubernetes = DEPLOY / "kubernetes"
+        kubernetes, name_key = DEPLOY / "kubernetes", os.urandom(32)
+        until_s = int(time.time()) + 86400
+        lender_key = LenderKey.issue(NameKey(name_key), ["llama-8b"], [STATES], until_s)
         self.node = Node(
             hosts,
             folder,
@@ -64,8 +67,8 @@ class Cluster:
                 },
                 "mx-redis-password": {"password": b"secret"},
                 "mx-coordinator-keys": {"receipt.key": os.urandom(32), "other.key": b"other"},
-                "mx-origin-keys": {"name.key": os.urandom(32), "other.key": b"other"},
-                "llama-8b-keys": {"lender.key": os.urandom(32), "name.key": b"never here"},
+                "mx-origin-keys": {"name.key": name_key, "other.key": b"other"},
+                "llama-8b-keys": {"lender.key": lender_key, "name.key": b"never here"},
             },
             {
                 "mx-policy": {"policy.toml": (kubernetes / "policy.toml").read_bytes()},
@@ -91,8 +94,7 @@ class Cluster:
         return self._pods[name]
 
     def start(self, name: str, container: str, *words: str) -> PodProcess:
-        without = _WITHOUT if workload(name) == "llama-8b" else ()
-        self._started.append(self.pod(name).start(container, *words, without=without))
+        self._started.append(self.pod(name).start(container, *words))
         return self._started[-1]
 
     def probe(self, name: str, kind: str) -> PodProcess:

@@ -234,8 +234,7 @@ def test_who_came_first_after_a_loss_does_not_win_after_the_next_one() -> None:
     theirs = Receipt.decode(given.receipt.issued(2_000.0).encode())
     for was in were:
         registry = lifeless()
-        back = {"keeps_pin": True, "receipt": theirs}
-        given = register_source(registry, 0, stranger, BOB, **back)
+        given = register_source(registry, 0, stranger, BOB, keeps_pin=True, receipt=theirs)
         assert not given.record.pin_only and given.receipt is not None
         assert given.receipt.issued(3_000.0).rank == theirs.rank  # it has not gained by it
         register_source(registry, 1, owner, ALICE, keeps_pin=True, receipt=was)
