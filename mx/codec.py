@@ -6,6 +6,7 @@ a server answers it with INVALID_ARGUMENT. Every `*_to_wire` trusts its argument
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -352,7 +353,7 @@ def registration_to_wire(
     message, intent = source_to_wire(registration.record), registration.intent
     message.source_secret, message.proof, message.nonce = registration.secret, proof, nonce
     message.replaces, message.keeps_pin = intent.replaces, intent.keeps_pin
-    message.publishes = intent.publishes
+    message.publishes, message.published_s = intent.publishes, intent.published_s
     message.receipt = intent.receipt
     return message
 
@@ -362,7 +363,8 @@ def registration_from_wire(message: cpb.Source) -> Registration:
     record = source_from_wire(message)
     secret = secret_from_wire(message.source_secret)
     replaces, receipt = _replaces_from_wire(message.replaces), receipt_from_wire(message.receipt)
-    intent = Intent(replaces, message.keeps_pin, receipt, message.publishes)
+    published_s = published_from_wire(message.published_s)
+    intent = Intent(replaces, message.keeps_pin, receipt, message.publishes, published_s)
     return Registration(record, secret, intent)
 
 
@@ -477,6 +479,11 @@ def _replaces_from_wire(text: str) -> str:
 def commitment_from_wire(data: bytes) -> bytes:
     """Return the commitment that a name belongs to, b"" for none."""
     return _bytes_or_none(data, COMMITMENT_BYTES, "commitment")
+
+
+def published_from_wire(published_s: float) -> float:
+    """Return when weights were published, in seconds since 1970; 0.0 if that is not known."""
+    return published_s if 0 < published_s < math.inf else 0.0
 
 
 def receipt_from_wire(data: bytes) -> bytes:

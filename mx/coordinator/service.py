@@ -202,6 +202,7 @@ class CoordinatorServicer(ListingServicer):
             receipt=self._proofs.receipt(answer.receipt),
             mark=self._marks.current(),
             owner=answer.owner,
+            published_s=answer.published_s,
         )
 
     async def _registered(

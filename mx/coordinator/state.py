@@ -231,11 +231,14 @@ class CoordinatorState:
         try:
             for digest in fresh:
                 self._documents.put(self.now(), digest, documents[digest], address)
-            return await self.event(
-                lambda registry, now: registry.register(
-                    now, registration, receipt=receipt, address=address
-                )
+            register = functools.partial(
+                Registry.register,
+                registration=registration,
+                receipt=receipt,
+                address=address,
+                wall_s=time.time(),
             )
+            return await self.event(register)
         except MxError:
             refused = True
             raise

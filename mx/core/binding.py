@@ -30,9 +30,9 @@ class Binding:
     it after a restart of the coordinator, 0.0 without one; `restored` is True if that was of an
     earlier life of the coordinator. `sources` maps the ids of the sources, in order of
     registration, to their packaging (b"": no files). `ref` is a manifest with the bound files:
-    those of the first origin that had any. `published_s` is when its owner has registered it last
-    as what the name means (`mx.core.registration.Intent`); with `outdated` what has come to light
-    since says that the name has meant others before. `lapses_at_s` is until when it keeps its
+    those of the first origin that had any. `published_s` is when its owner has published it last,
+    in seconds since 1970, 0.0 if that is not known. With `outdated` it has come to light since that
+    the name has meant others before, with a higher number. `lapses_at_s` is until when it keeps its
     place among those that contest a name, though it has no source. With `lent` a lender key has
     made it: its owner may replace it. `commitment` is then the one that has certified that key.
     """
@@ -50,7 +50,7 @@ class Binding:
     _packaged: bool = False  # by an origin; a relay's files give way to an origin's
     _all_files: dict[bytes, _Files] = field(default_factory=dict)
     lapses_at_s: float = math.inf
-    published_s: float = -math.inf
+    published_s: float = 0.0
     outdated: bool = False
     lent: bool = False
 

@@ -79,9 +79,8 @@ class Bindings:
         self.budget = budget
         #: While the state is in doubt nothing that contests a name gets it.
         self.in_doubt = False
-        #: When the state has lost some of itself last, and until when receipts of an earlier life
-        #: count.
-        self.lost_s = self.restores_until_s = -math.inf
+        #: Until when receipts of an earlier life count.
+        self.restores_until_s = -math.inf
         self._store = store
         self._renamed: list[str] = []
 
@@ -117,7 +116,7 @@ class Bindings:
             with self._changing(seen.key.name) as state:
                 assert state.bound is not None
                 state.bound.remember(seen)
-                self._outdate(state, seen)
+                self._outdate(state, seen.base, seen.key)
                 self._mean_anew(state, membership(seen.key.variant).bundle)
         elif not own and (name is None or seen.weight > name.issued_s):
             with self._changing(seen.key.name) as state:
@@ -126,6 +125,21 @@ class Bindings:
                 state.kept = Kept(seen.commitment, seen.weight, until_s, address)
                 self._store.count(CountedKind.KEPT_NAMES, address, 1)
             self._keep_few()
+
+    def published_now(self, key: ModelKey, base: str, wall_s: float) -> float:
+        """Return when weights count as published that their owner publishes now: later than what
+        the name means, whatever the clocks of coordinators say.
+
+        Args:
+            key: What they will be.
+            base: The revision that this is an update of, "" for none.
+            wall_s: The time since 1970.
+        """
+        name = self.of(key.name).bound
+        if name is None:
+            return wall_s
+        known_s = name.published_s(base or name.root(key.revision), membership(key.variant).bundle)
+        return max(wall_s, known_s + 1e-6)
 
     def complete(self, name: str, revision: str, bundle: str) -> None:
         """Record that all ranks of a bundle of a bound revision are there."""
@@ -144,9 +158,9 @@ class Bindings:
         lends: bytes = b"",
         was: Listed | None = None,
         origin: bool = True,
-        publishes: bool = False,
+        published_s: float = 0.0,
         address: str = "",
-    ) -> int:
+    ) -> Binding:
         """Add a source to a binding, and make the binding if it is new.
 
         Args:
@@ -158,11 +172,11 @@ class Bindings:
             lends: The commitment that has certified its lender key, b"" if it has none.
             was: As what it is listed already. It leaves the binding that it was in.
             origin: False for a relay.
-            publishes: See `mx.core.registration.Intent`.
+            published_s: When its owner has published it, 0.0 if that is not known.
             address: Where the source registers from.
 
         Returns:
-            The number of the binding.
+            The binding.
         """
         key = admission.key
         before = None if was is None else (was.record.model.name, was.binding)
@@ -180,8 +194,9 @@ class Bindings:
             if commitment and binding.lent:
                 binding.lent, binding.commitment = False, commitment
             binding.commitment = binding.commitment or commitment or lends
-            if publishes and binding.commitment == commitment != b"":
-                binding.published_s, binding.outdated = now, False
+            if commitment and binding.commitment == commitment:
+                binding.published_s = max(binding.published_s, published_s)
+                self._outdate(state, admission.base, key)
             had = binding.ref
             if binding.join(source_id, ref, origin=origin):
                 self._store.append(Answered(binding.ref, held=True))
@@ -195,7 +210,7 @@ class Bindings:
             with self._changing(was.record.model.name) as state:
                 self._leave(now, state, was, commitment)
         self._keep_few()
-        return binding.number
+        return binding
 
     def leave(
         self, now: float, listed: Listed, *, by: bytes = b"", keeps_place: bool = False
@@ -311,29 +326,32 @@ class Bindings:
             binding.issued_s = max(binding.issued_s, receipt.issued_s)
             binding.restored |= not receipt.this_life
         if receipt is not None and not receipt.this_life:
-            self._outdate(state, receipt)
+            self._outdate(state, receipt.base, receipt.key)
         return binding
 
-    def _outdate(self, state: NameState, receipt: Receipt) -> None:
-        """Have what the owner has published since the state was lost be registered as an update of
-        what a receipt, or a reader's note, of an earlier life says. So long the name waits."""
-        name = state.bound
-        assert name is not None
-        root = receipt.base or name.root(receipt.key.revision)
-        bundle = membership(receipt.key.variant).bundle
-        found = [
-            each
-            for each in state.bindings()
-            if -math.inf < each.published_s >= self.lost_s
-            and each.member.bundle == bundle
-            and name.owned_by(each.commitment)
-            and name.root(each.key.revision) == root
-            and (name.behind(each.key) if each.bound else each.identity != receipt.identity)
-        ]
-        for each in found:
-            each.outdated = True
-        if found:
-            name.await_update(receipt)
+    def _outdate(self, state: NameState, base: str, key: ModelKey) -> None:
+        """Have what its owner has published later than what the name means, and what has a lower
+        number or lost its place to a receipt, be registered as an update. So long the name waits.
+
+        Args:
+            state: The name's.
+            base: The revision that the key's is an update of, "" for none or if that is not known.
+            key: Of the weights of which something has come to light.
+        """
+        name, bundle = state.bound, membership(key.variant).bundle
+        if name is None:
+            return
+        root = base or name.root(key.revision)
+        known_s = name.published_s(root, bundle)
+        awaited_s = 0.0
+        for each in state.bindings():
+            ours = each.member.bundle == bundle and name.root(each.key.revision) == root
+            if ours and name.owned_by(each.commitment):
+                late = not each.bound or name.behind(each.key) or name.unlike(each)
+                each.outdated = late and each.published_s > known_s
+                if each.outdated:
+                    awaited_s = max(awaited_s, each.published_s)
+        name.await_update(root, bundle, awaited_s)
 
     def _evict(self, state: NameState, receipt: Receipt, layout: bytes) -> None:
         """Let what stands against a receipt contest the name, also the same weights in another

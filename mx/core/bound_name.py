@@ -42,8 +42,11 @@ class BoundName:
     #: By root and variant the highest number of a revision that is bound no more, or was in an
     #: earlier life; by root and bundle that of one that was complete.
     _reached: dict[tuple[str, str], int] = field(default_factory=dict)
+    #: When these were published, as far as it is known, in seconds since 1970.
+    _reached_s: dict[tuple[str, str], float] = field(default_factory=dict)
     #: As there, those of updates that are still to come.
     _awaited: dict[tuple[str, str], int] = field(default_factory=dict)
+    _awaited_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def get(self, key: ModelKey) -> Binding | None:
         """Return the binding of a revision and a variant, or None."""
@@ -76,21 +79,49 @@ class BoundName:
     def remember(self, receipt: Receipt) -> None:
         """Record which updates there were when a receipt was issued."""
         root = receipt.base or self.root(receipt.key.revision)
-        self._reach(root, receipt.key.variant, receipt.newest)
-        self._reach(root, membership(receipt.key.variant).bundle, receipt.completed)
+        published_s = receipt.newest_s or receipt.issued_s
+        bundle = membership(receipt.key.variant).bundle
+        self._reach(root, receipt.key.variant, receipt.newest, published_s)
+        self._reach(root, bundle, receipt.completed, published_s)
 
-    def await_update(self, receipt: Receipt) -> None:
-        """Let the name mean an update that is still to come of what a receipt says: its owner has
-        published that before the receipt came."""
-        root = receipt.base or self.root(receipt.key.revision)
-        number = max(self.newest(replace(receipt.key, revision=root)) + 1, 2)
-        self._awaited[root, receipt.key.variant] = number
+    def await_update(self, root: str, bundle: str, published_s: float) -> None:
+        """Let the name mean an update of its newest revision that is still to come, if its owner
+        has published that already, and later; 0.0 for none. If what was awaited has come, it is
+        awaited no longer."""
+        at, known_s = (root, bundle), self.published_s(root, bundle)
+        awaited_s = max(published_s, self._awaited_s.get(at, 0.0))
+        self._awaited.pop(at, None)
+        if awaited_s > known_s:
+            self._awaited[at] = max(self._completed(root, bundle) + 1, 2)
+            self._awaited_s[at] = awaited_s
+
+    def published_s(self, root: str, bundle: str) -> float:
+        """Return when the newest revision of a bundle was published, as far as that is known, 0.0
+        for none."""
+        newest, found = self._completed(root, bundle), [0.0]
+        for revision, entry in self.revisions.items():
+            if self.root(revision) == root and update_number(revision, root) == newest:
+                found += [
+                    b.published_s for b in entry.variants.values() if b.member.bundle == bundle
+                ]
+        if self.reached(root, bundle) == newest:
+            found.append(self._reached_s.get((root, bundle), 0.0))
+        return max(found)
 
     def behind(self, key: ModelKey) -> bool:
         """Return True if NAME means a newer revision of a key's family."""
         root = self.root(key.revision)
         number = update_number(key.revision, root)
         return number < self.completed(root, membership(key.variant).bundle)
+
+    def unlike(self, binding: Binding) -> bool:
+        """Return True if NAME means a revision of several ranks that have been there in an earlier
+        life, and a rank is bound as one of them that may be of another publication."""
+        key, member = binding.key, binding.member
+        if member.alone or member.bundle in self.revisions[key.revision].completed:
+            return False
+        root = self.root(key.revision)
+        return update_number(key.revision, root) == self.reached(root, member.bundle)
 
     def missed(self, receipt: Receipt) -> bool:
         """Return True if a receipt knows of newer updates."""
@@ -103,13 +134,16 @@ class BoundName:
         """Remove a revision, whose number stays taken, and return it."""
         root = self.root(revision)
         entry = self.revisions.pop(revision)
+        published_s = max((each.published_s for each in entry.variants.values()), default=0.0)
         for each in (*entry.variants, *entry.completed):
-            self._reach(root, each, update_number(revision, root))
+            self._reach(root, each, update_number(revision, root), published_s)
         return entry
 
-    def _reach(self, root: str, variant: str, number: int) -> None:
-        if number > self.reached(root, variant):
-            self._reached[root, variant] = number
+    def _reach(self, root: str, variant: str, number: int, published_s: float) -> None:
+        at = root, variant
+        known = self.reached(root, variant), self._reached_s.get(at, 0.0)
+        if number >= 0 and (number, published_s) > known:
+            self._reached[at], self._reached_s[at] = number, published_s
 
     def reached(self, root: str, variant: str) -> int:
         """Return the highest number that a variant had in revisions that are bound no more, or a

@@ -91,20 +91,21 @@ class NameState:
         key, name = binding.key, self.bound
         if name is None or not binding.bound or not name.owner:
             return None
-        base = name.revisions[key.revision].base
+        base, bundle = name.revisions[key.revision].base, binding.member.bundle
         completed = -1
         if not binding.member.alone:
-            completed = name.completed(name.root(key.revision), binding.member.bundle)
-        newest = name.newest(key)
+            completed = name.completed(name.root(key.revision), bundle)
+        newest, newest_s = name.newest(key), name.published_s(name.root(key.revision), bundle)
         return Receipt(
-            key, binding.identity, name.owner, base, newest, completed=completed, lent=binding.lent
-        )
+            key, binding.identity, name.owner, base, newest,
+            completed=completed, lent=binding.lent, newest_s=newest_s,
+        )  # fmt: skip
 
     def outdated_by(self, binding: Binding) -> str:
         """Return the revision that a binding's sources have to update, so that the name means what
         they have published; "" for none."""
-        if binding.bound or not binding.outdated or self.bound is None:
-            return binding.key.revision if binding.outdated else ""
+        if not binding.outdated or self.bound is None:
+            return ""
         family = self.bound.family(self.bound.root(binding.key.revision), binding.key.variant)
         return family[max(family)].key.revision if family else ""
 

@@ -53,7 +53,8 @@ class Receipt:
     of the variant's newest update when the receipt was issued, and `completed` for a rank of
     several that of the newest revision in which all ranks were there, -1 for none. `issued_s`
     orders the receipts of earlier lives. `this_life` is True for one that the coordinator has given
-    since it started; it is not encoded. With `lent` a lender key has bound it.
+    since it started; it is not encoded. With `lent` a lender key has bound it. `newest_s` is when
+    the newest update was published, in seconds since 1970; 0.0: before the receipt was issued.
 
     `rank` orders receipts of different owners: 0.0 for `issued_s`. While a coordinator that has
     lost its state has yet to hear of earlier owners, who comes first may be a stranger. What it
@@ -71,6 +72,7 @@ class Receipt:
     this_life: bool = False
     lent: bool = False
     rank: float = 0.0
+    newest_s: float = 0.0
     tentative: bool = False  # not encoded
 
     def issued(self, now_s: float) -> Receipt:
@@ -87,11 +89,12 @@ class Receipt:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
         key = self.key
         weights = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
-        fields = [*weights, self.base, self.newest, self.issued_s]
+        fields: list[Any] = [*weights, self.base, self.newest, self.issued_s]
         # A release before these fields reads the receipts of other variants.
-        more = [self.completed, int(self.lent), self.rank]
-        if self.completed >= 0 or self.lent or self.rank:
-            fields += more[: 3 if self.rank else 1 + self.lent]
+        more = [self.completed, int(self.lent), self.rank, self.newest_s]
+        while more and more[-1] in (-1, 0):
+            more.pop()
+        fields += more
         # With escapes, a character takes up to twelve bytes.
         return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -105,6 +108,7 @@ class Receipt:
         try:
             found: Any = json.loads(data)
             name, revision, variant, identity, commitment, base, newest, issued_s, *more = found
+            completed, lent, rank, newest_s = [*more, *(-1, 0, 0.0, 0.0)[len(more) :]][:4]
             return cls(
                 ModelKey(str(name), str(revision), str(variant)),
                 bytes.fromhex(identity),
@@ -112,9 +116,10 @@ class Receipt:
                 str(base),
                 int(newest),
                 float(issued_s),
-                int(more[0]) if more else -1,
-                lent=len(more) > 1 and bool(more[1]),
-                rank=float(more[2]) if len(more) > 2 else 0.0,
+                int(completed),
+                lent=bool(lent),
+                rank=float(rank),
+                newest_s=float(newest_s),
             )
         except (ValueError, TypeError, RecursionError):
             raise ConfigError("a receipt of another version") from None

@@ -15,14 +15,16 @@ class Intent:
     `replaces` is the revision that it updates, which has to be the newest; "" for none. With
     `keeps_pin` it was listed before: if its name does not stand for its weights by now, readers
     find it by its pin. `receipt` is what the coordinator gave for the source's model, or for
-    `replaces`, in an earlier life; b"" for none. With `publishes` the name may have meant others
-    before, of which the coordinator has lost what it knew: then this is an update of them.
+    `replaces`, in an earlier life; b"" for none. With `publishes` it is to be what its name means
+    now, whatever that has meant before. `published_s` is what a coordinator has said of when the
+    owner has published it (`mx.core.registry.RegisteredSource`); 0.0 if none has.
     """
 
     replaces: str = ""
     keeps_pin: bool = False
     receipt: bytes = b""
     publishes: bool = False
+    published_s: float = 0.0
 
 
 @record(frozen=True, slots=True)

@@ -48,11 +48,13 @@ _FOR_NOW = "withdrawn for now"
 class RegisteredSource:
     """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
     the source, None for nothing; it has no time yet. `owner` is the commitment that the name
-    belongs to, b"" for none."""
+    belongs to, b"" for none. `published_s` is when the source's owner has published its weights, in
+    seconds since 1970; 0.0 if the source does not hold the owner's key."""
 
     record: SourceRecord
     receipt: Receipt | None = None
     owner: bytes = b""
+    published_s: float = 0.0
 
 
 class Registry:
@@ -101,6 +103,7 @@ class Registry:
         *,
         receipt: Receipt | None = None,
         address: str = "",
+        wall_s: float = 0.0,
     ) -> RegisteredSource:
         """List a source, or renew a listed one.
 
@@ -109,6 +112,7 @@ class Registry:
             registration: The source, whose commitment has been proved, and what it asks for.
             receipt: What the receipt of its intent says, if its MAC is this coordinator's.
             address: Where it registers from.
+            wall_s: The time since 1970.
 
         Returns:
             The record as listed. An update has a new revision.
@@ -143,7 +147,12 @@ class Registry:
         # From here on nothing fails.
         before = None if known is None else known.record
         readers, gb_per_s = (known.readers, known.gb_per_s) if known else (0, 0.0)
-        number = self._bindings.bind(
+        published_s = intent.published_s
+        if not published_s and (intent.publishes or intent.replaces):
+            published_s = self._bindings.published_now(
+                admission.key, admission.base, wall_s or self._now
+            )
+        binding = self._bindings.bind(
             self._now,
             admission,
             record.ref,
@@ -152,7 +161,7 @@ class Registry:
             lends=lends,
             was=known,
             origin=origin,
-            publishes=intent.publishes,
+            published_s=published_s,
             address=address,
         )
         certificate = record.certificate if lends else b""
@@ -160,13 +169,13 @@ class Registry:
         record = replace(
             record, model=admission.key, commitment=commitment, certificate=certificate
         )
-        record = self._as_named(record, number)
+        record = self._as_named(record, binding.number)
         if known is not None:
             self._budget.take(known.address, -1)
         self._budget.take(address)
         if not record.pin_only:
             self._store.distrusted.discard(record.model.name)
-        listed = Listed(record, digest, self._now, address, binding=number)
+        listed = Listed(record, digest, self._now, address, binding=binding.number)
         self._store.put_source(listed)
         self._renew(listed, readers, gb_per_s, first=True)
         self._store.forget(self._now, record.source_id)
@@ -177,8 +186,12 @@ class Registry:
         self._complete(record)
         self._name()
         listed = self.source(record.source_id)
+        speaks = commitment and binding.commitment == commitment and not lends
         return RegisteredSource(
-            listed.record, self.receipt_of(listed), self.owner(record.model.name)
+            listed.record,
+            self.receipt_of(listed),
+            self.owner(record.model.name),
+            binding.published_s if speaks else 0.0,
         )
 
     def heartbeat(
@@ -272,7 +285,6 @@ class Registry:
                 self._restores_s = now
             self._store.resume(now + self.first_lease_s)
         self._bindings.in_doubt = now < self._store.doubt_until_s
-        self._bindings.lost_s = self._store.doubt_until_s - self.lease_s
         self._bindings.restores_until_s = (
             max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
         )

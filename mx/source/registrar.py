@@ -74,6 +74,7 @@ class Registrar:
         self._receipts: dict[ModelKey, bytes] = {}
         self._replaced: set[ModelKey] = set()  # of these, by updates
         self._owners: dict[str, bytes] = {}  # the commitments that names belong to
+        self._published_s: dict[HeldModel, float] = {}  # when the owner has published them
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
         self._settling: dict[HeldModel, asyncio.Task[None]] = {}
@@ -123,7 +124,8 @@ class Registrar:
                 await in_thread(held.find_rows)
             record = self._current(held)
             receipt = self._receipts.get(before, b"")
-            intent = Intent(replaces, again or relay, receipt, publishes)
+            published_s = self._published_s.get(held, 0.0)
+            intent = Intent(replaces, again or relay, receipt, publishes, published_s)
             return await self._client.register(
                 Registration(record, self._secret, intent),
                 held.documents,
@@ -147,6 +149,8 @@ class Registrar:
         if listed.receipt:
             self._receipts[listed.model] = listed.receipt
         self._owners[listed.model.name] = listed.owner
+        if listed.published_s:
+            self._published_s[held] = listed.published_s
         if replaces:
             self._forget_replaced(before, listed.model, held)
         event(
@@ -275,6 +279,7 @@ class Registrar:
         """Deregister a model, and no longer keep it listed. With `keeps_name` its name stays bound
         for a while."""
         await self.end_settling(held)
+        self._published_s.pop(held, None)
         self._news.pop(held, None)
         keeping = self._keeping.pop(held, None)
         if keeping is not None:

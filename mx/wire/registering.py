@@ -45,7 +45,8 @@ class Registered:
     `model` is the key that the source is listed under: for an update it has a new revision. With
     `pin_only` the name stands for other weights, and readers find the source by its pin. `receipt`
     is to be brought when the source registers `model` again. `owner` is the commitment that the
-    name belongs to, b"" if there is none, or an older coordinator does not say.
+    name belongs to, b"" if there is none, or an older coordinator does not say. `published_s` is to
+    be brought then, too (`mx.core.registration.Intent`).
     """
 
     lease_s: float
@@ -54,6 +55,7 @@ class Registered:
     pin_only: bool = False
     receipt: bytes = b""
     owner: bytes = b""
+    published_s: float = 0.0
 
 
 class SourceCalls:
@@ -120,6 +122,7 @@ class SourceCalls:
             answer.pin_only,
             receipt,
             codec.commitment_from_wire(answer.owner),
+            codec.published_from_wire(answer.published_s),
         )
 
     async def _register_at(

@@ -173,14 +173,14 @@ def test_what_an_owner_publishes_comes_after_all_that_readers_have_seen(first: b
         if note:
             registry.recall(1, seen)
         else:
-            register_source(registry, 1, new, ALICE, publishes=True)
+            register_source(registry, 2, new, ALICE, publishes=True)
     if first:
         assert registry.resolve("llama").model.revision == "main"  # the note has bound nothing
-        registry.recall(2, seen)
+        registry.recall(3, seen)
     assert registry.outdated_by(registry.source(new.source_id)) == "main"
     with pytest.raises(UnknownModelError, match=r"means llama:main\.4"):
         registry.resolve("llama")
-    again = register_source(registry, 3, replace(new, generation=2), ALICE, replaces="main")
+    again = register_source(registry, 4, replace(new, generation=2), ALICE, replaces="main")
     assert again.record.model.revision == "main.4"
     assert registry.resolve("llama").ref == new.ref
     assert not registry.outdated_by(registry.source(new.source_id))

@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields", "publishes", "certificate")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields", "publishes", "certificate", "published_s")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Source(_message.Message):
     VARIANT_FIELDS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHES_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_S_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -75,7 +76,8 @@ class Source(_message.Message):
     variant_fields: str
     publishes: bool
     certificate: bytes
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ..., publishes: bool = ..., certificate: _Optional[bytes] = ...) -> None: ...
+    published_s: float
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ..., publishes: bool = ..., certificate: _Optional[bytes] = ..., published_s: _Optional[float] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "mark")
@@ -88,7 +90,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt", "mark", "owner")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "pin_only", "receipt", "mark", "owner", "published_s")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +99,7 @@ class RegisterResponse(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_S_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
@@ -105,7 +108,8 @@ class RegisterResponse(_message.Message):
     receipt: bytes
     mark: bytes
     owner: bytes
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ..., mark: _Optional[bytes] = ..., owner: _Optional[bytes] = ...) -> None: ...
+    published_s: float
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ..., mark: _Optional[bytes] = ..., owner: _Optional[bytes] = ..., published_s: _Optional[float] = ...) -> None: ...
 
 class LayoutRequest(_message.Message):
     __slots__ = ("model",)
