@@ -216,6 +216,8 @@ def test_nothing_is_insecure_outside_its_folder() -> None:
     assert not any("NAME_KEY" in each for each in settings_in("llama-8b"))
     state = settings_in("mx-coordinator")["MX_PEER_STATE"]
     assert state.startswith("rediss://mx:$(REDIS_PASSWORD)@") and "ssl_check_hostname=true" in state
+    (coordinator,) = CLOSED["mx-coordinator"]["spec"]["containers"]
+    assert " --state-mac require" in " ".join(coordinator["args"])
     redis = (folder("") / "redis.conf").read_text().splitlines()
     assert {"port 0", "tls-auth-clients yes", "aclfile /etc/mx/acl/users.acl"} <= set(redis)
 
