@@ -8,7 +8,7 @@ import math
 
 from mx.coordinator.proofs import Proofs
 from mx.core.marks import MAX_MARK_BYTES, Losses, Mark
-from mx.core.ownership import MAC_BYTES
+from mx.core.ownership import MAC_BYTES, Receipt
 from mx.core.store import Store
 from mx.errors import ConfigError
 from mx.log import Throttle, event
@@ -72,6 +72,26 @@ class Marks:
             self._foreign(address)
         elif self._shows_loss(mark):
             await self._doubt(mark)
+
+    async def read_seen(self, told: bytes, name: str) -> Receipt | None:
+        """Return what a reader has seen of a name that the state may not know of: in an earlier
+        life, or in what this one has lost; that begins an epoch in doubt, as in `heed`.
+
+        Args:
+            told: What the reader brings; b"" for nothing.
+            name: The name that it asks for.
+
+        Raises:
+            MxError: As `heed`.
+        """
+        found = self._proofs.read_seen(told)
+        if found is None or found[0].key.name != name:
+            return None
+        seen, latest = found
+        if seen.this_life and latest > self._store.latest:
+            await self.heed(self._proofs.mark(Mark(self._store.epoch, latest)))
+            seen, _ = self._proofs.read_seen(told) or found
+        return None if seen.this_life else seen
 
     def _shows_loss(self, mark: Mark) -> bool:
         store = self._store

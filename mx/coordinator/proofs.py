@@ -30,6 +30,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 NONCE_S = 120.0
 _LIFE_BYTES = 16
 _HEAD = struct.Struct(">d16s")
+_LATEST = struct.Struct(">Q")
 #: No receipt begins so: after its life comes JSON.
 _MARKS = b"mx mark of how far a state had come, version 1: "
 _SEEN = b"mx note of what a reader has seen, version 1: "
@@ -183,21 +184,27 @@ class Proofs:
         except ConfigError:
             return None
 
-    def seen(self, bound: Receipt | None) -> bytes:
+    def seen(self, bound: Receipt | None, latest: int) -> bytes:
         """Return what a reader brings again to say whose a name was and which updates there were,
-        b"" for nothing. It binds no weights."""
+        b"" for nothing. It binds no weights.
+
+        Args:
+            bound: What there is of the name; None for nothing.
+            latest: The number of the state's last entry.
+        """
         if bound is None:
             return b""
-        data = self._life() + bound.issued(time.time()).encode()
+        data = _LATEST.pack(latest) + self._life() + bound.issued(time.time()).encode()
         return self._mac(_SEEN + data) + data
 
-    def read_seen(self, seen: bytes) -> Receipt | None:
-        """Return what a reader has seen in an earlier life; None if it says nothing of that."""
+    def read_seen(self, seen: bytes) -> tuple[Receipt, int] | None:
+        """Return what a reader has seen, and how far the state had come then; None if that is not
+        this coordinator's."""
         mac, data = seen[:MAC_BYTES], seen[MAC_BYTES:]
         if not seen or not hmac.compare_digest(mac, self._mac(_SEEN + data)):
             return None
-        found = self._decoded(data)
-        return None if found is None or found.this_life else found
+        found = self._decoded(data[_LATEST.size :])
+        return None if found is None else (found, _LATEST.unpack_from(data)[0])
 
     def mark(self, mark: Mark) -> bytes:
         """Return a mark as sources are told it."""

@@ -344,14 +344,15 @@ class CoordinatorServicer(ListingServicer):
     # -- questions --------------------------------------------------------------------------------
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:
-        view = self._view(context)
+        view, name = self._view(context), request.name.partition("@")[0]
+        view.require((Right.PULL,), name, granted=False)
         found = await view.resolve(
             request.name,
             request.revision,
             request.variant,
             serves=request.serves,
             allow_older=request.allow_older,
-            seen=self._proofs.read_seen(request.seen),
+            seen=await self._marks.read_seen(request.seen, name),
         )
         response = pb.ResolveResponse(
             model=codec.key_to_wire(found.model),
@@ -359,7 +360,7 @@ class CoordinatorServicer(ListingServicer):
             source_count=len(found.sources),
             newest=None if found.newest is None else codec.key_to_wire(found.newest),
             older=map(codec.key_to_wire, found.older),
-            seen=self._proofs.seen(found.seen),
+            seen=self._proofs.seen(found.seen, self._state.store.latest),
         )
         response.sources.extend(self._sources_that_fit(found.sources))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:

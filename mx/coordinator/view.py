@@ -129,13 +129,13 @@ class View:
             variant: As there.
             serves: The caller is going to serve it.
             allow_older: As there.
-            seen: What the caller has seen of the name in an earlier life; None for nothing.
+            seen: What the caller has seen of this name in an earlier life; None for nothing.
         """
         model, about = name.partition("@")[0], dict[str, str]()
         caller = self.require((Right.PULL,), model, granted=False)
         if serves:
             self.require((Right.SERVE,), model, granted=False)
-        if seen is not None and seen.key.name == model:
+        if seen is not None:
             recall = functools.partial(Registry.recall, seen=seen, address=caller.name)
             await self._state.event(recall)
         sees = self._access.seeing(caller, SEES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,10 +20,10 @@ import pytest
 
 from mx import api, config
 from mx.core.types import ModelKey
-from mx.errors import NoSourceError, SupersededError, UnknownModelError
+from mx.errors import MxError, NoSourceError, SupersededError, UnknownModelError
 from mx.keyfile import make
 from tests.support.clients import client_of
-from tests.support.commands import Run, start_coordinator
+from tests.support.commands import Run, free_port, start_coordinator
 
 pytestmark = pytest.mark.integration
 
@@ -269,3 +271,63 @@ async def test_a_reader_gets_nothing_of_a_stranger_who_comes_before_the_owner_is
             with api.serve(weights(3), model="m", settings=settings) as source:
                 (found,) = (await client.resolve("m")).sources
                 assert found.endpoint == source.endpoint
+
+
+def test_what_a_reader_has_seen_of_a_lost_state_is_followed_by_its_owner(
+    run: Run, tmp_path: Path, stack: ExitStack
+) -> None:
+    """The coordinator and the owner have begun anew: a reader alone knows of the update."""
+    kept, port = ("--receipt-key", str(tmp_path / "receipts")), free_port()
+    address, coordinator = start_coordinator(run, *kept, port=port)
+    settings = settings_of(address, tmp_path)
+    lent = weights(1)
+    with api.serve(lent, model="m", copy=False, settings=settings) as source:
+        with source.changing():
+            write(lent, 2)
+        assert Reader(settings).version() == 2
+    coordinator.end()
+    start_coordinator(run, *kept, port=port)
+    stack.enter_context(api.serve(weights(3), model="m", update=True, settings=settings))
+    assert Reader(settings, wait_s=60).version() == 3
+
+
+def test_a_state_that_came_back_older_gives_no_reader_less_than_it_has_seen(
+    run: Run, tmp_path: Path, stack: ExitStack
+) -> None:
+    """A relay holds the older revision, and no source has said yet that the state is older."""
+    state, backup = tmp_path / "state", tmp_path / "backup"
+    state.mkdir()
+    kept = "--receipt-key", str(tmp_path / "receipts"), "--state", f"sqlite:{state / 'state.db'}"
+    address, coordinator = start_coordinator(run, *kept, port=free_port())
+    settings, lent = settings_of(address, tmp_path), weights(1)
+    source = stack.enter_context(api.serve(lent, model="m", copy=False, settings=settings))
+    hold(stack, settings)
+    coordinator.signal(signal.SIGTERM)
+    coordinator.wait()
+    shutil.copytree(state, backup)
+    _, coordinator = start_coordinator(run, *kept, port=int(address.rpartition(":")[2]))
+    until_registered(address, "m")
+    with source.changing():
+        write(lent, 2)
+    assert Reader(settings).version() == 2
+    coordinator.end()
+    shutil.rmtree(state)
+    shutil.copytree(backup, state)
+    run("--listen", address, *kept, daemon=True)
+    read = set[int]()
+    until_s = time.monotonic() + 60
+    while not read and time.monotonic() < until_s:
+        with contextlib.suppress(MxError):
+            read.add(Reader(settings).version())
+    assert read == {2}
+
+
+def until_registered(address: str, name: str) -> None:
+    """Wait until all sources have said that they are there since the coordinator began."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        found = api.list_sources(name, coordinator=address)
+        if found and all(each.lease_left_s < 6.0 for each in found):  # the first one is longer
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not all sources of {name} are back")
