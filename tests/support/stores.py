@@ -186,6 +186,10 @@ class FollowedRegistry(Registry):
         event = super().heartbeat
         return self._event(lambda: event(*arguments, **more))
 
+    def recall(self, *arguments: Any, **more: Any) -> None:
+        event = super().recall
+        return self._event(lambda: event(*arguments, **more))
+
     def advertise(self, *arguments: Any, **more: Any) -> None:
         event = super().advertise
         return self._event(lambda: event(*arguments, **more))

@@ -171,6 +171,17 @@ def test_a_receipt_that_has_displaced_an_owners_weights_does_not_keep_it_from_up
     assert update.model.revision == "main.2" and not update.pin_only
 
 
+def test_a_receipt_lets_the_name_await_no_update_that_is_there() -> None:
+    """What the receipt displaces was updated meanwhile."""
+    registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    register_source(registry, 0, make_record(WEIGHTS["B"]), ALICE, publishes=True)
+    listed(registry, 0, make_record(WEIGHTS["C"]), ALICE, replaces="main")
+    relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
+    was = receipt_of(relay, ALICE, newest=2)
+    register_source(registry, 1, relay, BOB, keeps_pin=True, receipt=was)
+    assert registry.resolve("llama").model.revision == "main.2"
+
+
 def test_a_name_without_a_commitment_is_never_updated() -> None:
     registry = FollowedRegistry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
     register_source(registry, 0, make_record(WEIGHTS["A"]), ALICE)
