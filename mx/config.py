@@ -181,7 +181,7 @@ class Settings:
     lender_key: str = _setting(
         "", values.text,
         "The key with which replicas lend states of an engine's, certified by the name's owner; "
-        "`mx keygen --lender` makes one. It takes the place of `name_key`.",
+        "`mx keygen` makes one. It takes the place of `name_key`.",
         "serve", "FILE", group=CONNECTION, unset="none",
     )
     receipt_key: str = _setting(

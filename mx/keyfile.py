@@ -29,12 +29,12 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_BYTES = 1 << 20
 
 
-def read(path: Path, key_bytes: int = KEY_BYTES) -> bytes:
+def read(path: Path, nbytes: int = KEY_BYTES) -> bytes:
     """Return the key in a file.
 
     Args:
         path: The file.
-        key_bytes: How many it has; 0 for any number, up to a MiB.
+        nbytes: How many it has; 0 for any number, up to a MiB.
 
     Raises:
         FileNotFoundError: There is none.
@@ -67,9 +67,9 @@ def read(path: Path, key_bytes: int = KEY_BYTES) -> bytes:
                 hint=f"chmod 600 {path}, if no other user has read it; else make a new one",
             )
         data = os.read(fd, _MOST_BYTES)
-        if len(data) != status.st_size or key_bytes not in (0, status.st_size):
+        if len(data) != status.st_size or nbytes not in (0, status.st_size):
             raise ConfigError(
-                f"the key file {path} has {status.st_size} bytes, and a key {key_bytes}",
+                f"the key file {path} has {status.st_size} bytes, and a key {nbytes}",
                 hint="make one with `mx keygen FILE`",
             )
         return data

@@ -50,7 +50,7 @@ def certified(source: SourceRecord) -> Certificate:
     if not is_signed(source.commitment, signature, certificate_text(name, said)):
         raise NotAllowedError(
             f"the lender key is not certified for {name}",
-            hint="make one with the owner's key: `mx keygen --lender FILE --name NAME`",
+            hint="have the owner of the name make one with `mx keygen`",
         )
     try:
         public, kinds, expires_s, principal = json.loads(said)
@@ -59,7 +59,8 @@ def certified(source: SourceRecord) -> Certificate:
         raise NotAllowedError(f"the lender key of {name} is of another version") from None
     if found.expires_s <= time.time():
         raise NotAllowedError(
-            f"the lender key of {name} has expired", hint="make a new one: `mx keygen --lender`"
+            f"the lender key of {name} has expired",
+            hint="have the owner of the name make a new one with `mx keygen`",
         )
     if STATES not in found.kinds or "=" not in variant:
         raise NotAllowedError(

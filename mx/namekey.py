@@ -170,7 +170,7 @@ class LenderKey(NameKey):
             why = "it is none"
         raise ConfigError(
             f"`lender_key`: the key file {path} can't be used: {why}",
-            hint="make one with the owner's key: `mx keygen --lender FILE --name NAME`",
+            hint="have the owner of the name make one with `mx keygen`",
         )
 
 

@@ -265,7 +265,7 @@ def test_a_file_that_is_no_lender_key_is_refused(tmp_path: Path, content: bytes,
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="0644"):
         LenderKey.read(path)
-    with pytest.raises(ConfigError, match="keygen --lender"):
+    with pytest.raises(ConfigError, match="mx keygen"):
         LenderKey.read(tmp_path / "missing")
 
 
