@@ -155,7 +155,7 @@ class Access:
         self._authorities: frozenset[Certificate] | None = None  # None before `trust`
         self._revoked: Revocations | None = None
         self._validities: dict[bytes, Validity] = {}  # by the digest of what was shown
-        self._looked_s = time.time()
+        self._ends_s: set[int] = set()  # when certificates end that were shown, also forgotten ones
         if tls is not None and tls.revocations:
             from mx import revocations
 
@@ -238,6 +238,8 @@ class Access:
                 self._validities.clear()
             known = validity(shown, self._authorities, self._revoked or Revocations())
             self._validities[digest] = known
+            if time.time() < known.until_s < math.inf:
+                self._ends_s.add(math.ceil(known.until_s))
         return known
 
     def caller(self, context: Any) -> Caller:
@@ -410,9 +412,9 @@ class Access:
             self.audit.flush()
             if self._revoked is not None:
                 await self._reread_revocations()
-            before_s, self._looked_s = self._looked_s, time.time()
-            ends = (each.until_s for each in self._validities.values())
-            if any(before_s <= each < self._looked_s for each in ends):
+            now_s = time.time()
+            if over := {each for each in self._ends_s if each <= now_s}:
+                self._ends_s -= over
                 self._changed()
 
     async def _reread_revocations(self) -> None:
