@@ -32,7 +32,8 @@ class Binding:
     registration, to their packaging (b"": no files). `ref` is a manifest with the bound files:
     those of the first origin that had any. `published` is True if its owner has registered it as
     what the name means (`mx.core.registration.Intent`). `lapses_at_s` is until when it keeps its
-    place among those that contest a name, though it has no source.
+    place among those that contest a name, though it has no source. `vouch` is what the owner says
+    of it (`mx.core.vouching`), b"" if that is not known.
     """
 
     key: ModelKey
@@ -49,6 +50,7 @@ class Binding:
     _all_files: dict[bytes, _Files] = field(default_factory=dict)
     lapses_at_s: float = math.inf
     published: bool = False
+    vouch: bytes = b""
 
     def __post_init__(self) -> None:
         self.member = membership(self.key.variant)

@@ -50,6 +50,7 @@ from mx.core.ownership import Receipt
 from mx.core.store import CountedKind, Store
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import membership
+from mx.core.vouching import preferred
 from mx.records import record
 
 
@@ -141,6 +142,7 @@ class Bindings:
         origin: bool = True,
         publishes: bool = False,
         address: str = "",
+        vouch: bytes = b"",
     ) -> int:
         """Add a source to a binding, and make the binding if it is new.
 
@@ -154,6 +156,7 @@ class Bindings:
             origin: False for a relay.
             publishes: See `mx.core.registration.Intent`.
             address: Where the source registers from.
+            vouch: What an owner says of the weights, verified; b"" for nothing.
 
         Returns:
             The number of the binding.
@@ -176,6 +179,8 @@ class Bindings:
             if binding.join(source_id, ref, origin=origin):
                 self._store.append(Answered(binding.ref, held=True))
                 self._store.append(Answered(had, held=False))
+            owner = state.bound.owner if binding.bound and state.bound else binding.commitment
+            binding.vouch = preferred(binding.vouch, vouch, owner, binding.ref)
             if was is not None and before == (key.name, binding.number):
                 was = None
             if was is not None and was.record.model.name == key.name:

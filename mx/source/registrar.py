@@ -148,6 +148,7 @@ class Registrar:
         if listed.receipt:
             self._receipts[listed.model] = listed.receipt
         self._owners[listed.model.name] = listed.owner
+        held.vouch = listed.vouch
         if replaces:
             self._forget_replaced(before, listed.model, held)
         event(
