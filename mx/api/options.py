@@ -87,7 +87,8 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     peer, path, fallback = asked.get("peer"), asked.get("path"), asked.get("fallback")
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
-    owners = _owners(asked.get("owner") or settings.owner, settings.trust, reference.name)
+    named, trust = asked.get("owner") or settings.owner, settings.trust
+    owners = _owners(named, trust, reference.name) if named or trust else ()
     if owners and path is not None and not reference.pin:
         raise ConfigError(
             f"nothing in `path` shows that it is {reference.name} of its `owner`",
@@ -186,8 +187,6 @@ def _owners(named: str, trust: str, name: str) -> tuple[PublicKey, ...]:
             return (parse(named),)
         except ConfigError as error:
             raise ConfigError(f"`owner`: {error.message}", hint="`mx keygen` prints it") from None
-    if not trust:
-        return ()
     from mx.trustfile import owners
 
     return owners(Path(trust), name)

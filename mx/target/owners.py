@@ -12,7 +12,7 @@ import logging
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from blake3 import blake3
 
@@ -26,6 +26,14 @@ from mx.storage import folder_index
 from mx.wire.locate import Located, LocateRequest
 
 log = logging.getLogger(__name__)
+
+
+class _Said(NamedTuple):
+    """What an owner has said of a name, and when."""
+
+    issued_us: int
+    identity: str = ""
+    packaging: str = ""
 
 
 def check(where: LocateRequest, found: Located) -> None:
@@ -71,11 +79,14 @@ def check(where: LocateRequest, found: Located) -> None:
     folder = config.state_folder()
     parts = (owner.data, name.encode(), b"\0", key.variant.encode())
     file = "owner-" + blake3(b"".join(parts)).hexdigest()
-    newest_us = _remembered(folder, file, vouch.issued_us)
-    if newest_us > vouch.issued_us:
+    said = _Said(vouch.issued_us, vouch.identity.hex(), vouch.packaging.hex())
+    newest = _remembered(folder, file, said)
+    # Processes that begin to serve at once date the same at different times.
+    same = newest.identity == said.identity and said.packaging in ("", newest.packaging)
+    if newest.issued_us > said.issued_us and not same:
         wrong(
-            f"which its owner has published at {_shown(vouch.issued_us)}: this user has seen what "
-            f"he has published at {_shown(newest_us)}",
+            f"which its owner has published at {_shown(said.issued_us)}: this user has seen what "
+            f"he has published at {_shown(newest.issued_us)}",
             f"wait for that; if the later time is wrong, remove {folder / file}",
         )
 
@@ -87,18 +98,17 @@ def _shown(issued_us: int) -> str:
         return f"{issued_us / 1e6} s since 1970"
 
 
-def _remembered(folder: Path, name: str, number: int) -> int:
-    """Return the largest number of a file so far, 0 for none, and have it remember this one."""
+def _remembered(folder: Path, name: str, said: _Said) -> _Said:
+    """Return the newest of what a file remembers and `said`, which it remembers from now on."""
     kept = _read(folder, name)
-    if kept >= number:
+    if kept >= said:
         return kept
     try:
         fd = folder_index.opened(folder, make=True)
         try:
             with folder_index.locked(fd, name):
-                kept = _read(folder, name)  # another process may have been faster
-                if kept < number:
-                    folder_index.write(fd, name, str(number).encode())
+                kept = max(_read(folder, name), said)  # another process may have been faster
+                folder_index.write(fd, name, ",".join(map(str, kept)).encode())
         finally:
             os.close(fd)
     except OSError as error:  # what was seen before is known, and this is right
@@ -106,16 +116,16 @@ def _remembered(folder: Path, name: str, number: int) -> int:
     return kept
 
 
-def _read(folder: Path, name: str) -> int:
+def _read(folder: Path, name: str) -> _Said:
     try:
         fd = folder_index.opened(folder, make=False)
         try:
-            data = folder_index.read(fd, name, 20)
+            issued_us, identity, packaging = folder_index.read(fd, name, 150).decode().split(",")
         finally:
             os.close(fd)
-        return int(data)
+        return _Said(int(issued_us), identity, packaging)
     except FileNotFoundError:
-        return 0
+        return _Said(0)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"what was seen of a name can't be read: {folder / name}: {error}",

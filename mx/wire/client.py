@@ -154,7 +154,7 @@ class CoordinatorClient(SourceCalls):
                 codec.key_from_wire(answer.newest) if answer.HasField("newest") else None,
                 tuple(self._lists.read("revision", answer.older, codec.key_from_wire)),
                 codec.receipt_from_wire(answer.seen),
-                codec.vouch_from_wire(answer.vouch),
+                answer.vouch[: codec.MAX_VOUCH_BYTES],
             )
 
         return await self._coordinators.ask(question)

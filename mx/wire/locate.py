@@ -113,7 +113,7 @@ class Locator:
     """One pull's look-ups; on the loop. `close` it."""
 
     def __init__(self, where: LocateRequest) -> None:
-        self._where = where
+        self.where = self._where = where
         self._client: CoordinatorClient | None = None
         #: How many sources there were when `again` was called last; what the name means by then,
         #: if that is another revision which can be had whole.
@@ -124,10 +124,6 @@ class Locator:
     @property
     def name(self) -> str:
         return self._where.name
-
-    @property
-    def where(self) -> LocateRequest:
-        return self._where
 
     @property
     def asks_coordinator(self) -> bool:
