@@ -199,8 +199,8 @@ class Settings:
     )
     owner: str = _setting(
         "", values.text,
-        "Take a name without a pin from this owner alone, whatever the coordinator says: the key "
-        "that `mx keygen` prints.",
+        "Take names from this owner alone, whatever the coordinator says: the key that "
+        "`mx keygen` prints, or the name's own.",
         "pull plan", "ed25519:HEX", group=CONNECTION,
         unset="the key that `trust` has for the name, if any",
     )

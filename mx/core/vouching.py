@@ -22,8 +22,8 @@ from mx.records import record
 _HEAD = struct.Struct(">Q32s32s64s64s")
 #: Sizes of a vouch: without files, and with them.
 SIZES = (_HEAD.size, _HEAD.size + 32)
-#: The most vouches in an answer.
-MOST = 16
+#: The most vouches in an answer; and what is later than every date: it is in the year 9892.
+MOST, END_US = 16, 250_000_000_000_000_000
 _DOMAIN = b"mx owner of a name, version 1"
 #: Verifies (public key, signature, text), as `mx.publickey.is_signed`.
 Verify = Callable[[bytes, bytes, bytes], bool]
@@ -83,7 +83,7 @@ def _text(*parts: bytes) -> bytes:
 def decode(data: bytes, key: ModelKey, verify: Verify) -> Vouch | None:
     """Return the vouch that is in untrusted bytes, if its commitment has signed it for this name
     and variant, in the revision's family; else None."""
-    if len(data) not in SIZES or data[0] >= 0x80:
+    if len(data) not in SIZES or int.from_bytes(data[:8], "big") >= END_US:
         return None
     issued_us, commitment, identity, endorsement, signature = _HEAD.unpack_from(data)
     found = Vouch(issued_us, commitment, identity, data[_HEAD.size :], endorsement, signature)

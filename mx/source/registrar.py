@@ -74,6 +74,7 @@ class Registrar:
         self._name_key = name_key
         self._receipts: dict[ModelKey, bytes] = {}
         self._replaced: set[ModelKey] = set()  # of these, by updates
+        self._vouches: dict[tuple[str, str], bytes] = {}  # the last, by name and variant
         self._owners: dict[str, bytes] = {}  # the commitments that names belong to
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
@@ -123,6 +124,9 @@ class Registrar:
             if held.scattered:
                 await in_thread(held.find_rows)
             record = self._current(held)
+            if not record.vouch:  # what is said of these comes after what was said last
+                last = self._vouches.get((held.key.name, held.key.variant), b"")
+                record = replace(record, vouch=last)
             receipt = self._receipts.get(before, b"")
             intent = Intent(replaces, again or relay, receipt, publishes)
             return await self._client.register(
@@ -148,7 +152,7 @@ class Registrar:
         if listed.receipt:
             self._receipts[listed.model] = listed.receipt
         self._owners[listed.model.name] = listed.owner
-        held.vouch = listed.vouch
+        held.vouch = self._vouches[held.key.name, held.key.variant] = listed.vouch
         if replaces:
             self._forget_replaced(before, listed.model, held)
         event(

@@ -414,7 +414,6 @@ class SourceServer:
             if registrar is None or old is None:
                 raise ConfigError("only a registered source can be updated")
             held.key, held.generation = old.held.key, old.held.generation + 1
-            held.vouch = old.held.vouch  # what is said of these is newer
             await self.offer(held)
             await registrar.end_settling(old.held)
             # A coordinator that has restarted may not know yet what is replaced.

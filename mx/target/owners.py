@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from mx import config
 from mx.core.revisions import MAIN
-from mx.core.vouching import decode, family
+from mx.core.vouching import END_US, decode, family
 from mx.errors import ConfigError, ManifestError
 from mx.log import event
 from mx.publickey import is_signed
@@ -92,10 +92,8 @@ def check(where: LocateRequest, found: Located) -> None:
 
 
 def _shown(issued_us: int) -> str:
-    try:
-        return datetime.fromtimestamp(issued_us / 1e6, UTC).isoformat(timespec="milliseconds")
-    except (ValueError, OverflowError, OSError):
-        return f"{issued_us / 1e6} s since 1970"
+    seconds = min(issued_us, END_US) / 1e6
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def _remembered(folder: Path, name: str, said: _Said) -> _Said:
