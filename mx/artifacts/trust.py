@@ -29,7 +29,7 @@ from mx.artifacts import document as documents
 from mx.artifacts.document import Document
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
-from mx.publickey import KEY_BYTES, KEY_PREFIX, SIGNATURE_BYTES, PublicKey, is_signed
+from mx.publickey import KEY_BYTES, KEY_PREFIX, SIGNATURE_BYTES, is_signed, parse
 from mx.records import record
 from mx.text import has_control, shown
 from mx.wire.v1 import artifacts_pb2 as pb
@@ -251,24 +251,21 @@ def _parsed(path: Path) -> Trust:
         if unknown := entry.keys() - _SIGNER_FIELDS:
             wrong(f"a signer has no {shown(min(unknown))}")
         name, models, expires = entry.get("name"), entry.get("models"), entry.get("expires")
-        key = _KEY.fullmatch(entry["key"]) if isinstance(entry.get("key"), str) else None
-        if key is None:
-            wrong(f"the `key` of a signer is {KEY_PREFIX} and 64 hexadecimal digits")
+        try:
+            key = parse(str(entry.get("key")))
+        except ConfigError as error:
+            wrong(f"the `key` of a signer: {error.message}")
         if not isinstance(name, str) or not name or has_control(name):
-            wrong(f"the signer {key[0]} needs a `name`")
+            wrong(f"the signer {key} needs a `name`")
         if not models or not _texts(models):
             wrong(f"the signer {shown(name)} needs `models`: a list of names or patterns")
-        try:
-            public = PublicKey(bytes.fromhex(key[1])).data
-        except ConfigError as error:
-            wrong(f"the `key` of {shown(name)}: {error.message}")
-        if public in signers:
-            wrong(f"{key[0]} is there twice")
+        if key.data in signers:
+            wrong(f"{key} is there twice")
         try:
             expires_s = _seconds(expires)
         except ValueError:
             wrong(f"`expires` of {shown(name)} is a date, such as 2027-06-30, or a date and time")
-        signers[public] = Signer(name, tuple(models), expires_s)
+        signers[key.data] = Signer(name, tuple(models), expires_s)
     return Trust(signers, frozenset(revoked))
 
 
