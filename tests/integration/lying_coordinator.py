@@ -2,8 +2,8 @@
 FILE PORT`.
 
 The file has JSON: `asks` has the fields of the question that is answered in place of the one that
-was asked; `vouch` is what the answer has in place of its own, in hexadecimal; `packaging` is the
-digest of the answer's files. Without the file it is honest.
+was asked; `vouch` is what the answer has in place of its own, in hexadecimal; `files_of` names the
+model whose files it has. Without the file it is honest.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class LyingServicer(CoordinatorServicer):
                 source.model.CopyFrom(answer.model)
         if "vouch" in said:
             answer.vouch = bytes.fromhex(said["vouch"])
-        if "packaging" in said:
-            answer.manifest.packaging.digest = bytes.fromhex(said["packaging"])
+        if "files_of" in said:
+            other = await super().Resolve(pb.ResolveRequest(name=said["files_of"]), context)
+            answer.manifest.packaging.CopyFrom(other.manifest.packaging)
             answer.ClearField("documents")
         return answer
 

@@ -286,8 +286,6 @@ def lies(site: Site, how: str) -> tuple[str, dict[str, Any]]:
             ours, signature=OTHER.sign("m", replace(ours, signature=b"").text(ModelKey("m")))
         )
         return "the owner that was asked for has not signed", {"vouch": forged.encode().hex()}
-    if how == "other files":
-        return "signed other files", {"packaging": site.resolved("files").ref.packaging.hex()}
     if how in ("zero", "small"):
         point = bytes(32) if how == "zero" else bytes.fromhex(SMALL_ORDER)
         weak = replace(found, commitment=point, signature=point + bytes(32))
@@ -351,6 +349,13 @@ def test_stores_and_peers_show_no_owner(site: Site, tmp_path: Path, checkpoint: 
     site.gets(0, pinned, "--from", f"disk={folder}", owner=other)
     by_path = site.pull("m", "--from", f"disk={folder}")
     assert by_path.wait() == 2 and "name the pin" in by_path.err + by_path.out
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "model.safetensors").symlink_to(checkpoint)
+    (others / "config.json").write_text("[]")
+    site.run("serve", str(others), "--model", "n", "--coordinator", site.address, "--json").json()
+    site.lie(files_of="n")
+    site.refused("its owner has signed other files")
     site.lie(vouch="")
     site.refused("of which its owner says nothing", "m", "--from", f"auto={folder}")
     planned = site.run("plan", "m", "--owner", KEY, "--coordinator", site.address)
