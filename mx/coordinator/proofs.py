@@ -155,7 +155,7 @@ class Proofs:
         record = registration.record
         key = replace(record.model, revision=registration.intent.replaces or record.model.revision)
         found = decode(record.vouch, key, is_signed)
-        known = found is not None and found.covers(record.ref)
+        known = found is not None and found.identity == record.ref.identity
         return registration if known else replace(registration, record=replace(record, vouch=b""))
 
     def receipt(self, bound: Receipt | None) -> bytes:

@@ -316,11 +316,17 @@ def test_coordinators_that_lie(site: Site, tmp_path: Path) -> None:
         "small",
         "longer",
     )
-    # Of each field a bit: the date, the commitment, the identity, the endorsement, the signature.
-    for how in (*hows, "6", "9", "41", "75", "139", "199"):
+    for how in hows:
         why, lie = lies(site, how)
         site.lie(**lie)
         site.refused(why)
+        site.lies.unlink()
+    # Of each field a bit: the date, the commitment, the identity, the endorsement, the signature.
+    for how in ("6", "9", "41", "75", "139", "199"):
+        why, lie = lies(site, how)
+        site.lie(**lie)
+        flipped = site.pull()
+        assert (flipped.wait(), why in flipped.err) == (4, True)
         site.lies.unlink()
     site.gets(1)
 

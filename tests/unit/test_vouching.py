@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,11 @@ from mx.coordinator.stores.encoding import encode
 from mx.core.binding import Binding
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.vouching import END_US, SIZES, Vouch, decode, family, preferred
-from mx.errors import ConfigError
+from mx.errors import ConfigError, ManifestError
 from mx.namekey import NameKey
 from mx.publickey import PublicKey, is_signed, parse
+from mx.target.owners import check
+from mx.wire.locate import Located, LocateRequest
 from tests.support.owners import commitment_of
 from tests.support.records import make_documents, make_record
 
@@ -166,3 +169,54 @@ def test_trust_files_name_owners(tmp_path: Path) -> None:
             trustfile.owners(file, "m")
     with pytest.raises(ConfigError, match="can't be read"):
         trustfile.owners(tmp_path / "none", "m")
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "why"),
+    [
+        ({}, MODEL, ""),
+        ({}, replace(MODEL, revision="main.9"), ""),
+        ({"variant": "checkpoint"}, MODEL, ""),
+        ({"revision": "main.2"}, replace(MODEL, revision="main.2"), ""),
+        ({}, ModelKey("n"), "no valid signature"),
+        ({}, replace(MODEL, revision="v1"), "no valid signature"),
+        ({"variant": "checkpoint"}, replace(MODEL, variant="q"), "no valid signature"),
+        ({"revision": "v1"}, MODEL, "no valid signature"),
+        ({"revision": "v1.2"}, replace(MODEL, revision="v1"), ""),
+        ({"revision": "v1"}, replace(MODEL, revision="v2"), "no valid signature"),
+        ({"name": f"m@{A.identity.hex()}"}, replace(MODEL, revision="v1"), ""),
+        ({"name": f"m@{A.identity.hex()}"}, ModelKey("n"), "no valid signature"),
+    ],
+)
+def test_an_answer_is_of_what_was_asked_for(
+    asked: dict[str, Any], key: ModelKey, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has signed each of them, but not as what was asked for."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    where = LocateRequest(**{"name": "m", **asked}, owners=(PublicKey(KEY.owner),))
+    found = Located(key, A, (), vouch=said(key=key))
+    if not why:
+        check(where, found)
+        return
+    with pytest.raises(ManifestError, match=why):
+        check(where, found)
+
+
+def test_an_owner_that_serves_the_same_from_two_processes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They date it at different times, and one of them may be the last that is left."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    where = LocateRequest("m", owners=(PublicKey(KEY.owner),))
+    for ref, now_us, why in (
+        (A, 20, ""), (A, 10, ""), (BARE, 15, ""), (B, 15, "this user has seen"), (B, 30, ""),
+        (BARE, 25, "this user has seen"), (A, 25, "this user has seen"),
+    ):  # fmt: skip
+        found = Located(MODEL, ref, (), vouch=said(ref, now_us))
+        if why:
+            with pytest.raises(ManifestError, match=why):
+                check(where, found)
+            check(replace(where, allow_older=True), found)
+            check(replace(where, revision="main"), found)
+        else:
+            check(where, found)
