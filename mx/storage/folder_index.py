@@ -8,6 +8,7 @@ file systems of this machine: a change in place gives a file another stamp then.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,6 +27,8 @@ from mx.storage.disk_file import Stamp
 NAME = "folders.json"
 #: How long ago files must have been changed when hashing begins, in nanoseconds.
 SETTLED_NS = 2_000_000_000
+#: How long another process may take that writes a file.
+LOCK_S = 20.0
 MAX_ENTRIES = 1000
 MAX_BYTES = 4 << 20
 
@@ -119,15 +122,28 @@ def opened(folder: Path, *, make: bool) -> int:
 
 @contextlib.contextmanager
 def locked(folder: int, name: str) -> Iterator[None]:
-    """Keep other processes from writing a file in an opened folder, once they have ended that.
-    Raises as `read`."""
+    """Keep other processes from writing a file in an opened folder, once they have ended that. One
+    that was stopped is not waited for longer than `LOCK_S`. Raises as `read`."""
     lock = os.open(f".{name}.lock", os.O_RDWR | os.O_CREAT | _SAFE, 0o600, dir_fd=folder)
     try:
         _check_private(lock, name)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        until_s = time.monotonic() + LOCK_S
+        while not _is_locked(lock):
+            if time.monotonic() >= until_s:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has had {name} too long")
+            time.sleep(0.01)
         yield
     finally:
         os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Lock a file, unless another process has."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read(folder: int, name: str, most: int) -> bytes:

@@ -22,6 +22,8 @@ from mx.core.vouching import decode
 from mx.errors import CoordinatorError
 from mx.namekey import NameKey
 from mx.publickey import PublicKey, is_signed
+from mx.storage import folder_index
+from mx.target import owners
 from tests.integration.owners import User, user
 from tests.support.clients import client_of
 from tests.support.commands import Command, Run, environment, free_port, start_coordinator
@@ -409,3 +411,20 @@ def test_processes_at_once_do_not_go_back(tmp_path: Path) -> None:
     assert [each.wait(120) for each in running] == [0] * many
     assert (folder / "owner-x").read_text() == f"{last - 1},i,p"
     assert sorted(os.listdir(folder)) == [".owner-x.lock", "owner-x"]
+
+
+def test_a_process_that_stops_as_it_writes_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "mx"
+    monkeypatch.setattr(folder_index, "LOCK_S", 0.2)
+    assert owners._remembered(folder, "owner-x", owners._Said(1)).issued_us == 1
+    fd = folder_index.opened(folder, make=False)
+    try:
+        with folder_index.locked(fd, "owner-x"):
+            owners._say_forgotten.cache_clear()
+            kept = owners._remembered(folder, "owner-x", owners._Said(2))
+    finally:
+        os.close(fd)
+    assert kept.issued_us == 1 and "is not remembered" in caplog.text
+    assert owners._remembered(folder, "owner-x", owners._Said(2)).issued_us == 2
