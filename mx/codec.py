@@ -51,6 +51,8 @@ MAX_QUANTITY = 1e9
 MAX_PORT = 65_535
 #: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
+#: More than a vouch has (`mx.core.vouching`), which is verified where it is used.
+MAX_VOUCH_BYTES = 1024
 MAX_ROWS = 2_000_000
 _MAX_TRANSPORTS = 16
 _U64 = 1 << 64
@@ -337,6 +339,7 @@ def source_to_wire(record: SourceRecord) -> cpb.Source:
         by_owner=record.by_owner,
         variant_fields=record.variant_fields,
         certificate=record.certificate,
+        vouch=record.vouch,
     )
 
 
@@ -439,6 +442,7 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         by_owner=message.by_owner,
         variant_fields=_variant_fields_from_wire(message),
         certificate=_certificate_from_wire(message.certificate),
+        vouch=message.vouch[:MAX_VOUCH_BYTES],
     )
 
 

@@ -199,8 +199,16 @@ class Settings:
     trust: str = _setting(
         "", values.text,
         "The file that names whose artefacts (code) this user's processes may use, and for which "
-        "models.",
-        "pull artifacts_pull artifacts_check", "FILE", group=CONNECTION, unset="none are used",
+        "models; and who owns which names.",
+        "pull plan artifacts_pull artifacts_check", "FILE", group=CONNECTION,
+        unset="none are used",
+    )
+    owner: str = _setting(
+        "", values.text,
+        "Take names from this owner alone, whatever the coordinator says: the key that "
+        "`mx keygen` prints, or the name's own.",
+        "pull plan", "ed25519:HEX", group=CONNECTION,
+        unset="the key that `trust` has for the name, if any",
     )
     data_plaintext: bool = _setting(
         False, values.flag, "Send the weights without TLS although control uses it.",

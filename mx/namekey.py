@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from blake3 import blake3
 from mx import keyfile
 from mx.config import Settings
 from mx.core.ownership import certificate_text, statement
-from mx.core.types import ModelKey, SourceRecord
+from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import ConfigError
 from mx.log import event
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CONTEXT = "mx 2026 name key version 1: the seed of a name's key pair"
+_OWNER = "mx 2026 name key version 1: the seed of the owner's key pair"
 
 
 class NameKey:
@@ -47,14 +48,14 @@ class NameKey:
         """Return a text without the secret."""
         return "<NameKey>"
 
-    def _pair(self, name: str) -> Ed25519PrivateKey:
-        pair = self._pairs.get(name)
+    def _pair(self, name: str, context: str = _CONTEXT) -> Ed25519PrivateKey:
+        pair = self._pairs.get(context + name)
         if pair is None:
             # Imported here: most pulls need no key.
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-            seed = blake3(self._material + name.encode(), derive_key_context=_CONTEXT).digest()
-            pair = self._pairs[name] = Ed25519PrivateKey.from_private_bytes(seed)
+            seed = blake3(self._material + name.encode(), derive_key_context=context).digest()
+            pair = self._pairs[context + name] = Ed25519PrivateKey.from_private_bytes(seed)
         return pair
 
     def commitment(self, name: str) -> bytes:
@@ -72,6 +73,39 @@ class NameKey:
     def signs_for(self, key: ModelKey) -> bool:
         """Return True if a source of this model registers with the key."""
         return True
+
+    @property
+    def owner(self) -> bytes:
+        """The public half of the owner key, which is the same for all names."""
+        return self._pair("", _OWNER).public_key().public_bytes_raw()
+
+    def vouch(
+        self, key: ModelKey, ref: ManifestRef, known: Iterable[bytes], now_us: int, *, updates: bool
+    ) -> bytes:
+        """Return what says that weights are what a name and variant stand for, and since when.
+
+        What has been said of them stands: else old weights would look newer with each start.
+
+        Args:
+            key: Of the weights; for an update that of what they replace.
+            ref: Theirs.
+            known: Vouches of this name and variant, of any sources.
+            now_us: The time, in microseconds since 1970.
+            updates: They are an update: then they come after all that is known.
+        """
+        from mx.core.vouching import Vouch, decode, endorsement_text  # pulls need none
+        from mx.publickey import is_signed
+
+        own = self.commitment(key.name)
+        said = (decode(each, key, is_signed) for each in known)
+        found = sorted((v for v in said if v and v.commitment == own), key=lambda v: -v.issued_us)
+        for each in found[:1] if updates else found:
+            if each.covers(ref):
+                return each.encode()
+        issued_us = max(now_us, *(each.issued_us + 1 for each in found[:1]), 0)
+        endorsement = self._pair("", _OWNER).sign(endorsement_text(key.name, own))
+        made = Vouch(issued_us, own, ref.identity, ref.packaging, endorsement)
+        return replace(made, signature=self.sign(key.name, made.text(key))).encode()
 
     def vouched(self, record: SourceRecord) -> bool:
         """Return True if a holder of this key, or of a lender key that it certifies, vouches for a
@@ -100,7 +134,7 @@ class LenderKey(NameKey):
         super().__init__(seed)
         self._certificates = certificates
 
-    def _pair(self, name: str) -> Ed25519PrivateKey:
+    def _pair(self, name: str, context: str = "") -> Ed25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         return Ed25519PrivateKey.from_private_bytes(self._material)
@@ -117,6 +151,10 @@ class LenderKey(NameKey):
         """Return True for a state of an engine's of one of its names: the rest it serves as every
         process may."""
         return key.name in self._certificates and "=" in key.variant
+
+    def vouch(self, *_: object, **__: object) -> bytes:
+        """Return b"": its holder does not speak for the owner."""
+        return b""
 
     @classmethod
     def issue(

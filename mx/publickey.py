@@ -9,6 +9,7 @@ several names.
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING
 
 from mx.errors import ConfigError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
+KEY_PREFIX = "ed25519:"
+_TEXT = re.compile(f"{KEY_PREFIX}([0-9a-f]{{64}})", re.ASCII)
 
 _P = 2**255 - 19
 _D = -121665 * pow(121666, -1, _P) % _P
@@ -56,6 +59,10 @@ class PublicKey:
     def __repr__(self) -> str:
         return f"<PublicKey {self.data.hex()}>"
 
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return KEY_PREFIX + self.data.hex()
+
     def verifies(self, signature: bytes, text: bytes) -> bool:
         """Return True if a text was signed with the private half."""
         from cryptography.exceptions import InvalidSignature
@@ -68,6 +75,18 @@ class PublicKey:
         except (InvalidSignature, ValueError):
             return False
         return True
+
+
+def parse(text: str) -> PublicKey:
+    """Return the key that a text names.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text[:80]!r} is no key: it is {KEY_PREFIX} and 64 hexadecimal digits")
+    return PublicKey(bytes.fromhex(found[1]))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,6 +31,7 @@ class PlanArguments(TypedDict, total=False):
     device: str
     only: str | Collection[str] | None
     slices: Mapping[str, Slice] | None
+    owner: str | None
     settings: Settings | None
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mx.core.types import Manifest, ModelKey
     from mx.memory.in_place import InPlace
     from mx.memory.live import Memory
+    from mx.publickey import PublicKey
     from mx.source.relay import Relay
     from mx.swarm.sharing import MakeHost
 
@@ -86,6 +87,13 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     peer, path, fallback = asked.get("peer"), asked.get("path"), asked.get("fallback")
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
+    named, trust = asked.get("owner") or settings.owner, settings.trust
+    owners = _owners(named, trust, reference.name) if named or trust else ()
+    if owners and path is not None and not reference.pin:
+        raise ConfigError(
+            f"nothing in `path` shows that it is {reference.name} of its `owner`",
+            hint="name the pin, or pull from a source",
+        )
     coordinator, out, tls = asked.get("coordinator"), asked.get("out"), tls_of(settings)
     if asked.get("follow"):
         _check_follow(reference, asked, device)
@@ -109,6 +117,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         reuse=reuse,
         follow=asked.get("follow", False),
         allow_older=asked.get("allow_older", False),
+        owners=owners,
         transport=transport,
         strong=verify == "strong",
         attach=asked.get("attach", True),
@@ -166,6 +175,21 @@ def _files(files_only: object) -> tuple[bool, tuple[str, ...] | None]:
     for name in files_only:
         check_type("files_only", name, str, known)
     return True, tuple(files_only)
+
+
+def _owners(named: str, trust: str, name: str) -> tuple[PublicKey, ...]:
+    """Return the keys of which one has to be a name's owner; () if any may be. Raises
+    ConfigError."""
+    if named:
+        from mx.publickey import parse
+
+        try:
+            return (parse(named),)
+        except ConfigError as error:
+            raise ConfigError(f"`owner`: {error.message}", hint="`mx keygen` prints it") from None
+    from mx.trustfile import owners
+
+    return owners(Path(trust), name)
 
 
 def _cache(options: PullOptions, settings: config.Settings) -> str:
@@ -259,10 +283,10 @@ def _check_follow(reference: ModelReference, asked: PullArguments, device: str) 
 #: Values of an option that a pull does without.
 _UNUSED: tuple[object, ...] = (None, False, [], "cpu")
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
-_TEXTS = ("model", "revision", "peer", "coordinator", "transport")
+_TEXTS = ("model", "revision", "peer", "coordinator", "transport", "owner")
 _PATHS = ("path", "fallback", "out")
 _FLAGS = ("hold", "attach", "resume", "follow", "allow_older")
-_OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
+_OPTIONAL = ("peer", "coordinator", "transport", "owner", *_PATHS)
 
 
 def _check_types(given: Mapping[str, object]) -> None:

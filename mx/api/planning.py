@@ -111,6 +111,7 @@ def plan(model: str, **arguments: Unpack[PlanArguments]) -> PlannedPull:
         device: Where the pull would put the model: "cpu", or a GPU, "cuda:N" or "cuda:GPU-...".
         only, slices: As in `pull`. The plan's `subset` says how many bytes are the tensors' own,
             and how many are moved for them.
+        owner: As in `pull`.
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:

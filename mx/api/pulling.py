@@ -90,6 +90,10 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             them: the report has `files`, and 0 bytes. Not together with `hold`, `into`, `reuse` or
             a `device`, nor, from `path`, with a pin, which only the weights prove; other options of
             the weights have no effect.
+        owner: Take the name only from this owner, whatever the coordinator says: his key, as
+            `mx keygen` prints it, or the name's commitment. None takes the settings' `owner`, or
+            what the trust file has for the name. Of a name without a revision nothing older is
+            taken than what this user has seen of it.
         settings: Settings to use; None loads them from the environment and the files.
 
     Returns:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from mx.artifacts.private import check_private, private_folder
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
+from mx.private import check_private, private_folder
 from mx.records import record
 from mx.text import shown
 from mx.units import GIB, MIB, format_bytes

@@ -23,9 +23,9 @@ from mx import config, records
 from mx.artifacts.caches import CacheFile, check_files, scan, variables
 from mx.artifacts.document import is_field
 from mx.artifacts.environment import CPU_FIELDS
-from mx.artifacts.private import check_private
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, ConfigError, LocalError, OutputError
+from mx.private import check_private
 from mx.text import listed, shown
 from mx.units import MIB
 

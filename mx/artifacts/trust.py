@@ -15,11 +15,8 @@ the model that the set is for and that was asked for:
 from __future__ import annotations
 
 import datetime
-import os
 import re
-import stat
 import time
-import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,13 +24,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from google.protobuf.message import DecodeError
 
-from mx import keyfile, users
+from mx import keyfile, trustfile
 from mx.artifacts import document as documents
 from mx.artifacts.document import Document
-from mx.artifacts.private import check_way
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
-from mx.publickey import KEY_BYTES, SIGNATURE_BYTES, PublicKey, is_signed
+from mx.publickey import KEY_BYTES, KEY_PREFIX, SIGNATURE_BYTES, is_signed, parse
 from mx.records import record
 from mx.text import has_control, shown
 from mx.wire.v1 import artifacts_pb2 as pb
@@ -41,16 +37,13 @@ from mx.wire.v1 import artifacts_pb2 as pb
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-KEY_PREFIX = "ed25519:"
 #: The most bytes of a signed document.
 MAX_SIGNED_BYTES = documents.MAX_DOCUMENT_BYTES + 1024
 #: What a signature covers, before the document. No other signature of mx begins so.
 _STATEMENT = b"mx artifact set, format 1\0"
-_MAX_TRUST_BYTES = 1 << 20
 _KEY = re.compile(f"{KEY_PREFIX}([0-9a-f]{{64}})", re.ASCII)
 _SET_ID = re.compile(f"[0-9a-f]{{{ID_CHARS}}}", re.ASCII)
 _SIGNER_FIELDS = {"name", "key", "models", "expires"}
-_EXAMPLE = "docs/artifacts.md has an example of a trust file"
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
@@ -183,7 +176,7 @@ class Trust:
         Raises:
             ConfigError: It is missing, malformed, or other users could write to it or replace it.
         """
-        return _parsed(_read(path), path)
+        return _parsed(path)
 
     def check(self, signed: Signed, model: str, now_s: float) -> str:
         """Return the name of the signer, if he may sign sets for a model.
@@ -241,37 +234,8 @@ class Trust:
         return signer
 
 
-def _read(path: Path) -> bytes:
-    check_way(path)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise ConfigError(
-            f"the trust file {path} can't be read: {error.strerror}", hint=_EXAMPLE
-        ) from error
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"the trust file {path} is no file", hint=_EXAMPLE)
-        if not users.is_own(status.st_uid, fd, or_root=True) or status.st_mode & 0o022:
-            raise ConfigError(
-                f"other users may write to the trust file {path}",
-                hint="it has to belong to this user or root, and no other user may write to it: "
-                f"chmod go-w {path}",
-            )
-        return file.read(_MAX_TRUST_BYTES + 1)
-
-
-def _parsed(data: bytes, path: Path) -> Trust:
-    def wrong(what: str) -> NoReturn:
-        raise ConfigError(f"the trust file {path}: {what}", hint=_EXAMPLE)
-
-    if len(data) > _MAX_TRUST_BYTES:
-        wrong(f"it has more than {_MAX_TRUST_BYTES} bytes")
-    try:
-        found = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # ValueError: a number of many digits, too
-        wrong(str(error) or "it is nested too deeply")
+def _parsed(path: Path) -> Trust:
+    found, _, wrong = trustfile.load(path)
     revoked, entries = found.pop("revoked", []), found.pop("signer", [])
     if found:
         wrong(f"there is no setting {shown(next(iter(found)))}")
@@ -287,24 +251,21 @@ def _parsed(data: bytes, path: Path) -> Trust:
         if unknown := entry.keys() - _SIGNER_FIELDS:
             wrong(f"a signer has no {shown(min(unknown))}")
         name, models, expires = entry.get("name"), entry.get("models"), entry.get("expires")
-        key = _KEY.fullmatch(entry["key"]) if isinstance(entry.get("key"), str) else None
-        if key is None:
-            wrong(f"the `key` of a signer is {KEY_PREFIX} and 64 hexadecimal digits")
+        try:
+            key = parse(str(entry.get("key")))
+        except ConfigError as error:
+            wrong(f"the `key` of a signer: {error.message}")
         if not isinstance(name, str) or not name or has_control(name):
-            wrong(f"the signer {key[0]} needs a `name`")
+            wrong(f"the signer {key} needs a `name`")
         if not models or not _texts(models):
             wrong(f"the signer {shown(name)} needs `models`: a list of names or patterns")
-        try:
-            public = PublicKey(bytes.fromhex(key[1])).data
-        except ConfigError as error:
-            wrong(f"the `key` of {shown(name)}: {error.message}")
-        if public in signers:
-            wrong(f"{key[0]} is there twice")
+        if key.data in signers:
+            wrong(f"{key} is there twice")
         try:
             expires_s = _seconds(expires)
         except ValueError:
             wrong(f"`expires` of {shown(name)} is a date, such as 2027-06-30, or a date and time")
-        signers[public] = Signer(name, tuple(models), expires_s)
+        signers[key.data] = Signer(name, tuple(models), expires_s)
     return Trust(signers, frozenset(revoked))
 
 

@@ -22,10 +22,10 @@ from mx.artifacts import caches
 from mx.artifacts.carry import FetchedDocument, fetched
 from mx.artifacts.choosing import Search
 from mx.artifacts.document import COMPILE_CACHE
-from mx.artifacts.private import private_folder
 from mx.artifacts.usage import CacheWatch, Usage
 from mx.errors import ConfigError, MxError, OutputError
 from mx.log import event
+from mx.private import private_folder
 from mx.records import record
 
 log = logging.getLogger(__name__)

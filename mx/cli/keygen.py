@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from mx import keyfile
+from mx import keyfile, namekey
 from mx.cli import options, outcome
 from mx.config import Settings
 from mx.errors import ConfigError
+from mx.publickey import PublicKey
 from mx.units import parse_seconds
 
 
@@ -25,6 +26,9 @@ def keygen(
             help="Where to keep it. (default: the file that `name_key` names)", metavar="FILE"
         ),
     ] = "",
+    public: Annotated[
+        bool, typer.Option("--public", help="Make none: print the owner's key of FILE.")
+    ] = False,
     *,
     lender: Annotated[
         bool,
@@ -54,6 +58,9 @@ def keygen(
 ) -> None:
     """Make a name key: who has it owns the names that are bound with it, and may update them.
 
+    It prints the owner's key, which is public: `mx pull NAME --owner KEY` takes a name from this
+    owner alone.
+
     A process that binds a name makes one by itself where there is none, in
     ~/.local/state/mx/name.key. Make one here to give several hosts or users the same: copy the
     file, with mode 0600, and name it with `--name-key` or `MX_PEER_NAME_KEY`. It belongs into no
@@ -69,6 +76,8 @@ def keygen(
     - `mx keygen /etc/mx/team.key`
 
     - `mx keygen --lender lender.key --name llama-8b --name-key name.key`
+
+    - `mx keygen /etc/mx/team.key --public`
     """
     settings = options.settings_of(context)
     path = Path(file if lender else file or settings.name_key)
@@ -79,7 +88,9 @@ def keygen(
     try:
         if not (file or settings.is_set("name_key")):
             keyfile.require_own_folder(path)
-        keyfile.make(path, key)
+        key = keyfile.read(path) if public else keyfile.make(path, key)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no key file {path}", hint="leave out --public") from None
     except FileExistsError:
         raise ConfigError(
             f"there is a file {path} already",
@@ -89,8 +100,15 @@ def keygen(
         raise ConfigError(
             f"{path} can't be kept: {error.strerror}", hint="name a FILE in a folder of yours"
         ) from error
+    said = {"lender_key": str(path)}
+    if not lender:
+        said = {"name_key": str(path), "owner": str(PublicKey(namekey.NameKey(key).owner))}
     if as_json:
-        outcome.emit({"lender_key" if lender else "name_key": str(path)})
+        outcome.emit(said)
+    elif not lender:
+        outcome.write(said["owner"])
+    if public:
+        return
     may = f"lend {kinds} of {', '.join(name or ())}" if lender else "take over the names it is for"
     outcome.say(f"made the key {path}\n  keep it secret: who has it can {may}")
 
@@ -101,7 +119,6 @@ def _lender(
     from mx.codec import check_model_key
     from mx.core.types import ModelKey
     from mx.lenderkey import KINDS
-    from mx.namekey import LenderKey, NameKey
 
     if not names:
         raise ConfigError("a lender key is for some names", hint="give each with --name NAME")
@@ -115,10 +132,10 @@ def _lender(
     except ValueError as error:
         raise ConfigError(f"--expires {expires}: {error}", hint="such as 90d") from None
     try:
-        owner = NameKey(keyfile.read(Path(settings.name_key)))
+        owner = namekey.NameKey(keyfile.read(Path(settings.name_key)))
     except OSError as error:
         raise ConfigError(
             f"the name key {settings.name_key} can't be read: {error.strerror}",
             hint="name the owner's key file with --name-key FILE",
         ) from error
-    return LenderKey.issue(owner, names, words, int(expires_s), principal)
+    return namekey.LenderKey.issue(owner, names, words, int(expires_s), principal)

@@ -21,6 +21,7 @@ from mx.core.budget import Budget, Limits
 from mx.core.marks import Mark
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
 from mx.core.registration import Registration
+from mx.core.vouching import decode
 from mx.errors import ConfigError, NotAllowedError, UnknownSourceError
 from mx.lenderkey import check_lender
 from mx.publickey import is_signed
@@ -159,6 +160,15 @@ class Proofs:
                 f"the source does not hold the key of its commitment for {key.name}"
             )
         self._nonces.use(self._now(), source.nonce, principal)
+
+    def vouched(self, registration: Registration) -> Registration:
+        """Return a registration without its vouch, unless that is of its weights, and its
+        commitment has signed it."""
+        record = registration.record
+        key = replace(record.model, revision=registration.intent.replaces or record.model.revision)
+        found = decode(record.vouch, key, is_signed)
+        known = found is not None and found.identity == record.ref.identity
+        return registration if known else replace(registration, record=replace(record, vouch=b""))
 
     def receipt(self, bound: Receipt | None) -> bytes:
         """Return the receipt of a binding, b"" for none."""

@@ -227,6 +227,7 @@ class CoordinatorServicer(ListingServicer):
         self._proofs.check(
             registration, first.source, address, None if subject is None else subject.name
         )
+        registration = self._proofs.vouched(registration)
         receipt = self._proofs.read(registration.intent.receipt)
         return await self._state.register(
             registration, upload.documents, receipt=receipt, address=address
@@ -236,8 +237,12 @@ class CoordinatorServicer(ListingServicer):
         if len(request.digests) > _MAX_MISSING:
             raise PeerProtocolError(f"more than {_MAX_MISSING} digests")
         digests = [codec.digest_from_wire(digest, "digests") for digest in request.digests]
-        missing = await self._view(context).missing(digests)
-        return pb.MissingResponse(digests=missing, nonce=self._proofs.nonce())
+        view = self._view(context)
+        response = pb.MissingResponse(nonce=self._proofs.nonce())
+        response.digests.extend(await view.missing(digests))
+        if request.HasField("model"):
+            response.vouches.extend(await view.vouches(codec.key_from_wire(request.model)))
+        return response
 
     async def Heartbeat(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
@@ -361,6 +366,7 @@ class CoordinatorServicer(ListingServicer):
             newest=None if found.newest is None else codec.key_to_wire(found.newest),
             older=map(codec.key_to_wire, found.older),
             seen=self._proofs.seen(found.seen, self._state.store.latest),
+            vouch=found.vouch,
         )
         response.sources.extend(self._sources_that_fit(found.sources))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:

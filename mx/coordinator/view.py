@@ -160,6 +160,12 @@ class View:
         self.require((Right.SERVE,), key.name, action="layout")
         return await self._state.ask(lambda registry: registry.layout_version(key, unlisted))
 
+    async def vouches(self, key: ModelKey) -> list[bytes]:
+        """Return what owners have said of a variant, as `Registry.vouches`; nothing to a caller
+        that may not serve it."""
+        allowed = self._access.allows(self.caller, (Right.SERVE,), key.name)
+        return await self._state.ask(lambda registry: registry.vouches(key)) if allowed else []
+
     async def models(self, sees: Callable[[str], bool]) -> list[ModelStatus]:
         """Return the models that `sees`, made by this view, is true of."""
         found = await self._state.ask(Registry.models)

@@ -45,7 +45,8 @@ class Resolved:
 
     `newest` is what the name means; of a question with a pin only if that is another revision, and
     can be had whole, and None with a revision. `older` are older revisions that can be, if the
-    newest cannot. `seen` is what the asker knows of the name then, None for nothing.
+    newest cannot. `seen` is what the asker knows of the name then, None for nothing. `vouch` is
+    what the name's owner says of the weights, b"" if that is not known.
     """
 
     model: ModelKey
@@ -54,6 +55,7 @@ class Resolved:
     newest: ModelKey | None = None
     older: tuple[ModelKey, ...] = ()
     seen: Receipt | None = None
+    vouch: bytes = b""
 
 
 @record(frozen=True, slots=True, repr=False)

@@ -35,6 +35,7 @@ class Binding:
     the name has meant others before, with a higher number. `lapses_at_s` is until when it keeps its
     place among those that contest a name, though it has no source. With `lent` a lender key has
     made it: its owner may replace it. `commitment` is then the one that has certified that key.
+    `vouch` is what the owner says of it (`mx.core.vouching`), b"" if that is not known.
     """
 
     key: ModelKey
@@ -53,6 +54,7 @@ class Binding:
     published_s: float = 0.0
     outdated: bool = False
     lent: bool = False
+    vouch: bytes = b""
 
     def __post_init__(self) -> None:
         self.member = membership(self.key.variant)

@@ -50,6 +50,7 @@ from mx.core.ownership import Receipt
 from mx.core.store import CountedKind, Store
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import membership
+from mx.core.vouching import preferred
 from mx.records import record
 
 
@@ -160,6 +161,7 @@ class Bindings:
         origin: bool = True,
         published_s: float = 0.0,
         address: str = "",
+        vouch: bytes = b"",
     ) -> Binding:
         """Add a source to a binding, and make the binding if it is new.
 
@@ -174,6 +176,7 @@ class Bindings:
             origin: False for a relay.
             published_s: When its owner has published it, 0.0 if that is not known.
             address: Where the source registers from.
+            vouch: What an owner says of the weights, verified; b"" for nothing.
 
         Returns:
             The binding.
@@ -201,6 +204,8 @@ class Bindings:
             if binding.join(source_id, ref, origin=origin):
                 self._store.append(Answered(binding.ref, held=True))
                 self._store.append(Answered(had, held=False))
+            owner = state.bound.owner if binding.bound and state.bound else binding.commitment
+            binding.vouch = preferred(binding.vouch, vouch, owner, binding.ref)
             if was is not None and before == (key.name, binding.number):
                 was = None
             if was is not None and was.record.model.name == key.name:

@@ -32,6 +32,7 @@ from mx.core.registration import Registration
 from mx.core.store import CountedKind, Gone, Store
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState, cover
 from mx.core.variant import membership
+from mx.core.vouching import MOST, family
 from mx.errors import (
     NotAllowedError,
     StaleGenerationError,
@@ -163,11 +164,16 @@ class Registry:
             origin=origin,
             published_s=published_s,
             address=address,
+            vouch=record.vouch,
         )
         certificate = record.certificate if lends else b""
         commitment = commitment or lends
         record = replace(
-            record, model=admission.key, commitment=commitment, certificate=certificate
+            record,
+            model=admission.key,
+            commitment=commitment,
+            certificate=certificate,
+            vouch=b"",
         )
         record = self._as_named(record, binding.number)
         if known is not None:
@@ -356,6 +362,15 @@ class Registry:
         claimed = self._bindings.of(name).claimed
         return b"" if claimed is None else claimed.owner
 
+    def vouches(self, key: ModelKey) -> list[bytes]:
+        """Return what owners have said of a variant in a family of revisions, the newest first."""
+        found = (b for b in self._bindings.of(key.name).bindings() if b.bound and b.vouch)
+        root, variant = family(key.revision), key.variant
+        said = (
+            b.vouch for b in found if (family(b.key.revision), b.key.variant) == (root, variant)
+        )
+        return sorted(said, reverse=True)[:MOST]
+
     def sources(self, name: str = "") -> list[Listed]:
         """Return all sources, or those of one model name, in order of registration."""
         return [s for s in self._store.sources() if name in ("", s.record.model.name)]
@@ -496,7 +511,7 @@ class Registry:
         first = max(bindings, key=lambda binding: bool(serving[binding.number]))
         ref = first.ref if files is None else first.ref.with_files_of(files)
         everyone = [listed for each in serving.values() for listed in each]
-        return Resolved(first.key, ref, tuple(in_order(everyone)))
+        return Resolved(first.key, ref, tuple(in_order(everyone)), vouch=first.vouch)
 
     def _serving(self, binding: Binding) -> list[Listed]:
         listed = map(self._store.source, binding.sources)

@@ -297,7 +297,8 @@ class Manifest:
     """The immutable description of one variant.
 
     `roots` are the roots of the tensors' hash trees, in the order of `layout.tensors`. `documents`
-    maps digests to documents.
+    maps digests to documents. `vouch` is what the name's owner says of it (`mx.core.vouching`), b""
+    if that is not known.
     """
 
     ref: ManifestRef
@@ -305,6 +306,7 @@ class Manifest:
     packaging: Packaging
     roots: tuple[bytes, ...]
     documents: dict[bytes, bytes]
+    vouch: bytes = field(default=b"", compare=False)
 
     def __repr__(self) -> str:
         """One line: what it describes, and its pin."""
@@ -414,6 +416,7 @@ class SourceRecord:
     others; `by_owner` is the coordinator's: the commitment is that of the name's owner, and proved.
     With a `certificate` a lender key was, which the owner has certified (`mx.lenderkey`).
     `variant_fields` is the document of a processing key that is shortened (`mx.core.variant`).
+    `vouch` is what the name's owner says of the weights (`mx.core.vouching`): of listed ones b"".
     """
 
     source_id: str
@@ -433,6 +436,7 @@ class SourceRecord:
     by_owner: bool = False
     variant_fields: str = ""
     certificate: bytes = field(default=b"", repr=False)
+    vouch: bytes = field(default=b"", repr=False)
 
     @property
     def own_commitment(self) -> bytes:

@@ -15,10 +15,10 @@ from mx.artifacts.caches import GRAPHS
 from mx.artifacts.carry import fetched
 from mx.artifacts.choosing import Search
 from mx.artifacts.document import CUDA_GRAPH
-from mx.artifacts.private import private_folder
 from mx.artifacts.using import staging
 from mx.errors import ConfigError, MxError, OutputError
 from mx.graphs.export import Package
+from mx.private import private_folder
 
 _IMAGES = "images"
 _PIN = re.compile("[0-9a-f]{64}", re.ASCII)

@@ -71,6 +71,8 @@ class HeldModel:
     #: The stamps of the files that the weights were read from (`mx.storage.disk_file`); () if they
     #: were not read from files, or those may have changed meanwhile.
     stamps: tuple[Stamp, ...] = ()
+    #: What the name's owner said of it when it was registered last; b"": what the manifest has.
+    vouch: bytes = b""
     _rows: dict[bytes, bytes] = field(default_factory=dict, repr=False)
 
     @property
@@ -174,6 +176,7 @@ class HeldModel:
             variant_fields=document_of(self.key.variant),
             role=self.role,
             state=state,
+            vouch=self.vouch or self.manifest.vouch,
         )
 
 

@@ -73,6 +73,7 @@ class Registrar:
         self._name_key = name_key
         self._receipts: dict[ModelKey, bytes] = {}
         self._replaced: set[ModelKey] = set()  # of these, by updates
+        self._vouches: dict[tuple[str, str], bytes] = {}  # the last, by name and variant
         self._owners: dict[str, bytes] = {}  # the commitments that names belong to
         self._published_s: dict[HeldModel, float] = {}  # when the owner has published them
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
@@ -123,6 +124,9 @@ class Registrar:
             if held.scattered:
                 await in_thread(held.find_rows)
             record = self._current(held)
+            if not record.vouch:  # what is said of these comes after what was said last
+                last = self._vouches.get((held.key.name, held.key.variant), b"")
+                record = replace(record, vouch=last)
             receipt = self._receipts.get(before, b"")
             published_s = self._published_s.get(held, 0.0)
             intent = Intent(replaces, again or relay, receipt, publishes, published_s)
@@ -151,6 +155,7 @@ class Registrar:
         self._owners[listed.model.name] = listed.owner
         if listed.published_s:
             self._published_s[held] = listed.published_s
+        held.vouch = self._vouches[held.key.name, held.key.variant] = listed.vouch
         if replaces:
             self._forget_replaced(before, listed.model, held)
         event(

@@ -8,13 +8,14 @@ file systems of this machine: a change in place gives a file another stamp then.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from mx.storage.disk_file import Stamp
 NAME = "folders.json"
 #: How long ago files must have been changed when hashing begins, in nanoseconds.
 SETTLED_NS = 2_000_000_000
+#: How long another process may take that writes a file.
+LOCK_S = 20.0
 MAX_ENTRIES = 1000
 MAX_BYTES = 4 << 20
 
@@ -52,7 +55,7 @@ class FolderIndex:
         """
         wanted = tuple(sorted(files))
         with contextlib.suppress(OSError, NotAllowedError):
-            fd = self._opened_folder(make=False)
+            fd = opened(self._folder, make=False)
             try:
                 for stamps, identity, began_ns in reversed(_read(fd)):
                     if stamps == wanted and _settled(stamps, began_ns):
@@ -76,43 +79,103 @@ class FolderIndex:
         stamps = tuple(sorted(files))
         if not _settled(stamps, began_ns):
             return False
-        fd = self._opened_folder(make=True)
+        fd = opened(self._folder, make=True)
         try:
-            lock = os.open(f".{NAME}.lock", os.O_RDWR | os.O_CREAT | _SAFE, 0o600, dir_fd=fd)
-            try:
-                _check_private(lock)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(fd, NAME):
                 entries = [each for each in _read(fd) if each[0] != stamps]
                 _write(fd, [*entries, (stamps, identity, began_ns)])
-            finally:
-                os.close(lock)
         finally:
             os.close(fd)
         return True
 
-    def _opened_folder(self, *, make: bool) -> int:
-        if make and not self._folder.exists():
-            above = next(each for each in self._folder.parents if each.exists())
-            if not users.is_own(above.stat().st_uid, above):
-                raise NotAllowedError(
-                    f"{above} is another user's", hint="name a folder of yours with XDG_STATE_HOME"
-                )
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            status = os.fstat(fd)
-            if not users.is_own(status.st_uid, fd) or status.st_mode & 0o022:
-                raise NotAllowedError(
-                    f"others may write to {self._folder}",
-                    hint="make it yours alone (chmod 700), or name another XDG_STATE_HOME",
-                )
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def opened(folder: Path, *, make: bool) -> int:
+    """Open a folder of this user's alone, which is made if it is missing and `make` is True.
+
+    Raises:
+        NotAllowedError: Others may write to it.
+        OSError: It can't be opened or made.
+    """
+    if make and not folder.exists():
+        above = next(each for each in folder.parents if each.exists())
+        if not users.is_own(above.stat().st_uid, above):
+            raise NotAllowedError(
+                f"{above} is another user's", hint="name a folder of yours with XDG_STATE_HOME"
+            )
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        if not users.is_own(status.st_uid, fd) or status.st_mode & 0o022:
+            raise NotAllowedError(
+                f"others may write to {folder}",
+                hint="make it yours alone (chmod 700), or name another XDG_STATE_HOME",
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextlib.contextmanager
+def locked(folder: int, name: str) -> Iterator[None]:
+    """Keep other processes from writing a file in an opened folder, once they have ended that. One
+    that was stopped is not waited for longer than `LOCK_S`. Raises as `read`."""
+    lock = os.open(f".{name}.lock", os.O_RDWR | os.O_CREAT | _SAFE, 0o600, dir_fd=folder)
+    try:
+        _check_private(lock, name)
+        until_s = time.monotonic() + LOCK_S
+        while not _is_locked(lock):
+            if time.monotonic() >= until_s:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has had {name} too long")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Lock a file, unless another process has."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read(folder: int, name: str, most: int) -> bytes:
+    """Return up to `most` bytes and one of a file in an opened folder.
+
+    Raises:
+        NotAllowedError: Others may use it.
+        OSError: It can't be read.
+    """
+    fd = os.open(name, os.O_RDONLY | _SAFE, dir_fd=folder)
+    try:
+        _check_private(fd, name)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(most + 1)
+    finally:
+        os.close(fd)
+
+
+def write(folder: int, name: str, data: bytes) -> None:
+    """Put a file into an opened folder, in the place of one of that name. Raises OSError."""
+    made = f".{name}.{secrets.token_hex(8)}"
+    fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=folder)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)  # else a host that stops might leave none of it
+        os.rename(made, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(made, dir_fd=folder)
+        raise
 
 
 def _settled(stamps: tuple[Stamp, ...], began_ns: int) -> bool:
@@ -120,7 +183,7 @@ def _settled(stamps: tuple[Stamp, ...], began_ns: int) -> bool:
     return bool(stamps) and all(each[4] + SETTLED_NS <= began_ns for each in stamps)
 
 
-def _check_private(fd: int) -> None:
+def _check_private(fd: int, name: str) -> None:
     status = os.fstat(fd)
     if (
         not stat.S_ISREG(status.st_mode)
@@ -128,21 +191,15 @@ def _check_private(fd: int) -> None:
         or stat.S_IMODE(status.st_mode) & 0o077
         or status.st_nlink > 1
     ):
-        raise NotAllowedError(f"others may use {NAME}", hint="remove it")
+        raise NotAllowedError(f"others may use {name}", hint="remove it")
 
 
 def _read(folder: int) -> list[_Entry]:
     """Return the entries, oldest first; none if the index is not there, or is no index."""
     try:
-        fd = os.open(NAME, os.O_RDONLY | _SAFE, dir_fd=folder)
+        data = read(folder, NAME, MAX_BYTES)
     except FileNotFoundError:
         return []
-    try:
-        _check_private(fd)
-        with open(fd, "rb", closefd=False) as file:
-            data = file.read(MAX_BYTES + 1)
-    finally:
-        os.close(fd)
     try:
         if len(data) > MAX_BYTES:
             return []
@@ -165,16 +222,7 @@ def _write(folder: int, entries: list[_Entry]) -> None:
     entries = entries[-MAX_ENTRIES:]
     while len(data := json.dumps({"folders": entries}).encode()) > MAX_BYTES:
         entries = entries[len(entries) // 2 or 1 :]
-    name = f".{NAME}.{secrets.token_hex(8)}"
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=folder)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-        os.rename(name, NAME, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=folder)
-        raise
+    write(folder, NAME, data)
 
 
 def settles_in_s(files: Collection[Stamp]) -> float:

@@ -170,6 +170,8 @@ class Chain:
             return False  # reading from disk would fail too
         if isinstance(error, ConfigError) and described:
             return False
+        if self.options.owners and not (self.options.pin or (self.options.bound and described)):
+            return False  # no store shows whose its weights are
         # What the sources' manifest describes was looked for there.
         return not (self.options.bound and self.causes)
 

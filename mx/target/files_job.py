@@ -64,7 +64,7 @@ class FilesJob:
             raise
         except MxError:
             # Which weights a store's files belong to, only its weights could prove.
-            bound = self.options.pin or self.edition.log.told
+            bound = self.options.pin or self.options.owners or self.edition.log.told
             ready = None if bound or not self.options.stores else self._log.begin_again()
             if ready is None:
                 raise

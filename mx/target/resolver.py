@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from mx import trace
@@ -59,10 +60,14 @@ async def locate(locator: Locator) -> Located:
     """Look the model up once, at the coordinator or at the peer that the user named.
 
     Raises:
-        UnknownModelError, CoordinatorError, SourceError.
+        UnknownModelError, CoordinatorError, SourceError; ManifestError if it is not its owner's.
     """
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
+        if locator.where.owners:
+            from mx.target.owners import check  # most pulls name none
+
+            await in_thread(check, locator.where, located)
         span.set(sources=len(located.sources))
     return located
 
@@ -76,7 +81,8 @@ async def fetch_manifest(locator: Locator, located: Located) -> Manifest:
     with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-        return await in_thread(paused()(manifests.decode), located.ref, documents)
+        manifest = await in_thread(paused()(manifests.decode), located.ref, documents)
+        return replace(manifest, vouch=located.vouch)
 
 
 async def retry_until_found(

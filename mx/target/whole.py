@@ -123,7 +123,8 @@ class FromStore(Attempt):
             raise CheckpointError(
                 f"{held}, not {options.pin} as requested", hint="check the pin, and the place"
             )
-        if expected is not None and expected.identity != ref.identity:
+        signed = expected if options.owners else None  # with its files
+        if expected and (expected.identity != ref.identity or (signed and signed.pin != ref.pin)):
             loaded.arena.release()
             name = options.key
             raise CheckpointError(

@@ -35,7 +35,8 @@ class Resolution:
     `documents` are the verified documents that came with the answer: all of a small manifest, none
     of a large one. Of many sources an answer names some: `source_count` is how many there are.
     `newest` and `older` are as in `mx.core.answers.Resolved`; an older coordinator says neither.
-    `seen` is to be sent with later questions for the name.
+    `seen` is to be sent with later questions for the name. `vouch` is what its owner says of the
+    weights, which was not verified.
     """
 
     model: ModelKey
@@ -46,6 +47,7 @@ class Resolution:
     newest: ModelKey | None = None
     older: tuple[ModelKey, ...] = ()
     seen: bytes = b""
+    vouch: bytes = b""
 
 
 class CoordinatorClient(SourceCalls):
@@ -152,6 +154,7 @@ class CoordinatorClient(SourceCalls):
                 codec.key_from_wire(answer.newest) if answer.HasField("newest") else None,
                 tuple(self._lists.read("revision", answer.older, codec.key_from_wire)),
                 codec.receipt_from_wire(answer.seen),
+                answer.vouch[: codec.MAX_VOUCH_BYTES],
             )
 
         return await self._coordinators.ask(question)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -48,12 +49,16 @@ from mx.wire.status import planned_here
 from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2
 
+if TYPE_CHECKING:
+    from mx.publickey import PublicKey
+
 
 @record(frozen=True)
 class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
     coordinator, which `hold` tells that the model is going to be served. `allow_older` takes an
-    older revision where the newest can't be had whole."""
+    older revision where the newest can't be had whole. With `owners` the answer has to be
+    what one of these keys vouches for (`mx.target.owners`)."""
 
     name: str
     revision: str = ""
@@ -65,6 +70,7 @@ class LocateRequest:
     connect_timeout_s: float = 3.0
     hold: bool = False
     allow_older: bool = False
+    owners: tuple[PublicKey, ...] = ()
 
 
 @record(frozen=True)
@@ -74,7 +80,8 @@ class Located:
     All `sources` hold the weights of `ref`, or parts of them; their files may differ. `inlined` are
     those of the documents that came with the answer, by digest. `newest` is what the name means to
     the coordinator, and `older` are older revisions that can be had where that can't; None and ()
-    for a pin, a revision or a peer that the user named.
+    for a pin, a revision or a peer that the user named. `vouch` is what the name's owner is said to
+    say of the weights, b"" for nothing.
     """
 
     key: ModelKey
@@ -83,6 +90,7 @@ class Located:
     inlined: Mapping[bytes, bytes] = field(default_factory=dict)
     newest: ModelKey | None = None
     older: tuple[ModelKey, ...] = ()
+    vouch: bytes = b""
 
     @property
     def is_away(self) -> bool:
@@ -105,7 +113,7 @@ class Locator:
     """One pull's look-ups; on the loop. `close` it."""
 
     def __init__(self, where: LocateRequest) -> None:
-        self._where = where
+        self.where = self._where = where
         self._client: CoordinatorClient | None = None
         #: How many sources there were when `again` was called last; what the name means by then,
         #: if that is another revision which can be had whole.
@@ -150,7 +158,7 @@ class Locator:
                 hint="it is broken or lies: ask another one, or a source with `peer`",
             )
         planned_here(found.ref.layout_version, f"{found.model} is listed", remote)
-        located = _located(found.model, found.ref, found.sources, found.documents)
+        located = _located(found.model, found.ref, found.sources, found.documents, found.vouch)
         if self._pin:
             return located
         return replace(located, newest=found.newest, older=found.older)
@@ -233,7 +241,7 @@ class Locator:
             )
         ref = found[0].ref
         planned_here(ref.layout_version, f"{address} holds {found[0].model}", remote)
-        return _located(found[0].model, ref, found, {})
+        return _located(found[0].model, ref, found, {}, found[0].vouch)
 
     async def documents(self, located: Located) -> dict[bytes, bytes]:
         """Fetch the manifest's documents: from the coordinator, else from any source.
@@ -413,10 +421,11 @@ def _located(
     ref: ManifestRef,
     sources: Sequence[SourceRecord],
     inlined: Mapping[bytes, bytes],
+    vouch: bytes,
 ) -> Located:
     """Return an answer with only those sources that hold these weights."""
     same = [source for source in sources if source.ref.same_weights(ref)]
-    return Located(key, ref, tuple(same), inlined)
+    return Located(key, ref, tuple(same), inlined, vouch=vouch)
 
 
 def check_pin_of(name: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from blake3 import blake3
@@ -46,7 +47,8 @@ class Registered:
     `pin_only` the name stands for other weights, and readers find the source by its pin. `receipt`
     is to be brought when the source registers `model` again. `owner` is the commitment that the
     name belongs to, b"" if there is none, or an older coordinator does not say. `published_s` is to
-    be brought then, too (`mx.core.registration.Intent`).
+    be brought then, too (`mx.core.registration.Intent`). `vouch` is what was said of the weights,
+    which stands.
     """
 
     lease_s: float
@@ -56,6 +58,7 @@ class Registered:
     receipt: bytes = b""
     owner: bytes = b""
     published_s: float = 0.0
+    vouch: bytes = b""
 
 
 class SourceCalls:
@@ -109,7 +112,7 @@ class SourceCalls:
         """
         record = registration.record
         codec.check_model_key(record.model)
-        answer, model, receipt = await self._coordinators.ask(
+        answer, model, receipt, vouch = await self._coordinators.ask(
             lambda link: self._register_at(link, registration, documents, name_key)
         )
         self._secrets[record.source_id] = registration.secret
@@ -123,6 +126,7 @@ class SourceCalls:
             receipt,
             codec.commitment_from_wire(answer.owner),
             codec.published_from_wire(answer.published_s),
+            vouch,
         )
 
     async def _register_at(
@@ -131,27 +135,35 @@ class SourceCalls:
         registration: Registration,
         documents: Mapping[bytes, bytes],
         name_key: NameKey | None,
-    ) -> tuple[pb.RegisterResponse, ModelKey, bytes]:
+    ) -> tuple[pb.RegisterResponse, ModelKey, bytes, bytes]:
         """Register at one coordinator, whose nonces are its own."""
         for _ in range(_NONCES):
-            missing = await self._missing(link, registration.record, documents)
+            owned = registration.record.model if name_key else None
+            missing = await self._missing(link, registration.record, documents, owned)
             wanted = {digest: documents[digest] for digest in missing.digests}
-            proved, proof = _proved(registration, name_key, missing.nonce)
+            proved, proof = _proved(registration, name_key, missing.nonce, missing.vouches)
             source = codec.registration_to_wire(proved, proof, missing.nonce if proof else b"")
             try:
                 answer = await self._upload(link, source, wanted)
                 model = codec.key_from_wire(answer.model)
-                return answer, model, codec.receipt_from_wire(answer.receipt)
+                receipt = codec.receipt_from_wire(answer.receipt)
+                return answer, model, receipt, proved.record.vouch
             except UnknownSourceError as error:  # it restarted since it gave the nonce
                 refused = error
         raise CoordinatorError(refused.message)
 
     async def _missing(
-        self, link: Link, record: SourceRecord, documents: Mapping[bytes, bytes]
+        self,
+        link: Link,
+        record: SourceRecord,
+        documents: Mapping[bytes, bytes],
+        owned: ModelKey | None,
     ) -> pb.MissingResponse:
-        """Return which documents the coordinator lacks, and a nonce. Raises as `register`."""
+        """Return which documents the coordinator lacks, a nonce, and what was said of a model that
+        the source may own. Raises as `register`."""
+        model = None if owned is None else codec.key_to_wire(owned)
         missing: pb.MissingResponse = await link.stub.Missing(
-            pb.MissingRequest(digests=[digest for digest, _ in record.documents]),
+            pb.MissingRequest(digests=[digest for digest, _ in record.documents], model=model),
             timeout=link.timeout_s,
         )
         absent = [digest for digest in missing.digests if digest not in documents]
@@ -368,18 +380,25 @@ class SourceCalls:
 
 
 def _proved(
-    registration: Registration, name_key: NameKey | None, nonce: bytes
+    registration: Registration,
+    name_key: NameKey | None,
+    nonce: bytes,
+    vouches: Iterable[bytes] = (),
 ) -> tuple[Registration, bytes]:
-    """Return a registration with its commitment and statement, and the proof that it holds the name
-    key; without a key as it is, and b""."""
+    """Return a registration with its commitment, statement and vouch, and the proof that it holds
+    the name key; without a key as it is, and b""."""
     record, replaces = registration.record, registration.intent.replaces
     key, identity = record.model, record.ref.identity
     if name_key is None or not name_key.signs_for(key):
         return registration, b""
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
+    asked = replace(key, revision=replaces or key.revision)
+    known = [record.vouch, *vouches]
+    newer = bool(replaces) or registration.intent.publishes
+    vouch = name_key.vouch(asked, record.ref, known, time.time_ns() // 1000, updates=newer)
     said = proof(
         purpose,
-        replace(key, revision=replaces or key.revision),
+        asked,
         identity,
         record.source_id,
         record.endpoint,
@@ -388,6 +407,7 @@ def _proved(
     )
     record = replace(
         record,
+        vouch=vouch,
         commitment=name_key.commitment(key.name),
         statement=name_key.sign(key.name, statement(key, identity, replaces=replaces)),
         certificate=name_key.certificate(key.name),

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from mx.artifacts import caches
 from mx.artifacts.caches import CacheFile, check_files, hold, is_whole, lay_out, scan, variables
-from mx.artifacts.private import check_private
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError
+from mx.private import check_private
 from tests.support.privileges import NOBODY, as_nobody, as_root, done
 
 CONTENTS = {

@@ -165,7 +165,7 @@ BELIEVERS = """
 import json, os, sys
 from pathlib import Path
 from mx import keyfile
-from mx.artifacts import private as artifacts, trust
+from mx import private as artifacts, trustfile as trust
 from mx.coordinator.stores.sqlite import SqliteStore
 from mx.engines.replica import metrics
 from mx.errors import MxError

@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields", "publishes", "certificate", "published_s")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields", "publishes", "certificate", "published_s", "vouch")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Source(_message.Message):
     PUBLISHES_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_S_FIELD_NUMBER: _ClassVar[int]
+    VOUCH_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -77,7 +78,8 @@ class Source(_message.Message):
     publishes: bool
     certificate: bytes
     published_s: float
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ..., publishes: bool = ..., certificate: _Optional[bytes] = ..., published_s: _Optional[float] = ...) -> None: ...
+    vouch: bytes
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ..., publishes: bool = ..., certificate: _Optional[bytes] = ..., published_s: _Optional[float] = ..., vouch: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "mark")
@@ -124,18 +126,22 @@ class LayoutResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class MissingRequest(_message.Message):
-    __slots__ = ("digests",)
+    __slots__ = ("digests", "model")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    model: _common_pb2.ModelKey
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ...) -> None: ...
 
 class MissingResponse(_message.Message):
-    __slots__ = ("digests", "nonce")
+    __slots__ = ("digests", "nonce", "vouches")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    VOUCHES_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     nonce: bytes
-    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    vouches: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., nonce: _Optional[bytes] = ..., vouches: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("source_id", "readers", "gb_per_s", "state", "source_secret", "requests_port", "mark")
@@ -220,7 +226,7 @@ class ResolveRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ..., serves: bool = ..., allow_older: bool = ..., seen: _Optional[bytes] = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
-    __slots__ = ("model", "manifest", "sources", "documents", "source_count", "newest", "older", "seen")
+    __slots__ = ("model", "manifest", "sources", "documents", "source_count", "newest", "older", "seen", "vouch")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +235,7 @@ class ResolveResponse(_message.Message):
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     OLDER_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    VOUCH_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     sources: _containers.RepeatedCompositeFieldContainer[Source]
@@ -237,7 +244,8 @@ class ResolveResponse(_message.Message):
     newest: _common_pb2.ModelKey
     older: _containers.RepeatedCompositeFieldContainer[_common_pb2.ModelKey]
     seen: bytes
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ..., source_count: _Optional[int] = ..., newest: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., older: _Optional[_Iterable[_Union[_common_pb2.ModelKey, _Mapping]]] = ..., seen: _Optional[bytes] = ...) -> None: ...
+    vouch: bytes
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ..., source_count: _Optional[int] = ..., newest: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., older: _Optional[_Iterable[_Union[_common_pb2.ModelKey, _Mapping]]] = ..., seen: _Optional[bytes] = ..., vouch: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("name", "revision", "batches")
