@@ -87,10 +87,8 @@ class Marks:
         found = self._proofs.read_seen(told)
         if found is None or found[0].key.name != name:
             return None
-        seen, latest = found
-        if seen.this_life and latest > self._store.latest:
-            await self.heed(self._proofs.mark(Mark(self._store.epoch, latest)))
-            seen, _ = self._proofs.read_seen(told) or found
+        await self.heed(self._proofs.mark(found[1]))
+        seen, _ = self._proofs.read_seen(told) or found  # maybe an epoch has begun
         return None if seen.this_life else seen
 
     def _shows_loss(self, mark: Mark) -> bool:

@@ -207,14 +207,18 @@ class Proofs:
         data = _LATEST.pack(latest) + self._life() + bound.issued(time.time()).encode()
         return self._mac(_SEEN + data) + data
 
-    def read_seen(self, seen: bytes) -> tuple[Receipt, int] | None:
+    def read_seen(self, seen: bytes) -> tuple[Receipt, Mark] | None:
         """Return what a reader has seen, and how far the state had come then; None if that is not
-        this coordinator's."""
+        this coordinator's. The mark of another life has what is kept of its epoch."""
         mac, data = seen[:MAC_BYTES], seen[MAC_BYTES:]
         if not seen or not hmac.compare_digest(mac, self._mac(_SEEN + data)):
             return None
-        found = self._decoded(data[_LATEST.size :])
-        return None if found is None else (found, _LATEST.unpack_from(data)[0])
+        (latest,), data = _LATEST.unpack_from(data), data[_LATEST.size :]
+        found = self._decoded(data)
+        if found is None:
+            return None
+        epoch = self._epoch() if found.this_life else data[:_LIFE_BYTES].hex()
+        return found, Mark(epoch, latest)
 
     def mark(self, mark: Mark) -> bytes:
         """Return a mark as sources are told it."""

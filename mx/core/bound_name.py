@@ -80,6 +80,8 @@ class BoundName:
         """Record which updates there were when a receipt was issued."""
         root = receipt.base or self.root(receipt.key.revision)
         published_s = receipt.newest_s or receipt.issued_s
+        if self._differs(receipt):  # no revision here has these weights: a number that is free
+            self._reach(root, receipt.key.variant, max(receipt.newest + 1, 2), 0.0)
         bundle = membership(receipt.key.variant).bundle
         self._reach(root, receipt.key.variant, receipt.newest, published_s)
         self._reach(root, bundle, receipt.completed, published_s)
@@ -124,11 +126,22 @@ class BoundName:
         return update_number(key.revision, root) == self.reached(root, member.bundle)
 
     def missed(self, receipt: Receipt) -> bool:
-        """Return True if a receipt knows of newer updates."""
+        """Return True if a receipt knows of newer updates, or later weights under the newest."""
         root, variant = receipt.base or self.root(receipt.key.revision), receipt.key.variant
-        return receipt.newest > self.newest(
-            replace(receipt.key, revision=root)
-        ) or receipt.completed > self.completed(root, membership(variant).bundle)
+        return (
+            receipt.newest > self.newest(replace(receipt.key, revision=root))
+            or receipt.completed > self.completed(root, membership(variant).bundle)
+            or self._differs(receipt)
+        )
+
+    def _differs(self, receipt: Receipt) -> bool:
+        """Return True if a receipt of the newest revision is of other weights than are bound as it,
+        which were published later: the state is older, and has the number for others."""
+        binding, newest = self.get(receipt.key), self.newest(receipt.key)
+        if binding is None or not binding.member.alone or binding.identity == receipt.identity:
+            return False
+        number = update_number(receipt.key.revision, self.root(receipt.key.revision))
+        return number == newest == receipt.newest and receipt.newest_s > binding.published_s
 
     def forget_revision(self, revision: str) -> Revision:
         """Remove a revision, whose number stays taken, and return it."""

@@ -261,3 +261,28 @@ def test_an_owner_gets_its_name_back_though_the_coordinator_restarts_in_the_firs
     assert told is not None and told.tentative
     register_source(again, 2, owner, ALICE, keeps_pin=True, receipt=receipt_of(owner, ALICE))
     assert again.resolve("llama").ref == owner.ref
+
+
+def test_a_number_that_two_lives_have_used_is_not_taken_for_the_same() -> None:
+    """A backup is put back after the owner has begun anew, and readers have seen that."""
+    registry = lifeless()
+    old, new = owned(make_record(A), ALICE), owned(make_record(B), ALICE)
+    relay = make_record(A, role=SourceRole.RELAY)
+    register_source(registry, 0, old, ALICE)
+    register_source(registry, 0, relay, BOB)
+    seen = replace(receipt_of(new, ALICE), newest_s=50.0)  # `main`, too
+    registry.recall(1, replace(receipt_of(old, ALICE), newest_s=40.0))
+    assert registry.resolve("llama").ref == old.ref
+    registry.recall(1, seen)
+    with pytest.raises(UnknownModelError, match=r"means llama:main\.2"):
+        registry.resolve("llama")
+    was = receipt_of(new, ALICE, issued_s=60.0)
+    given = register_source(
+        registry, 2, new, ALICE, keeps_pin=True, receipt=was, published_s=50.0
+    ).record
+    assert not given.pin_only
+    assert registry.outdated_by(registry.source(new.source_id)) == "main"
+    again = register_source(
+        registry, 3, replace(new, generation=2), ALICE, replaces="main", published_s=50.0
+    ).record
+    assert again.model.revision == "main.3" and registry.resolve("llama").ref == new.ref
