@@ -378,7 +378,7 @@ class Bindings:
             entry.completed &= entry.bundles
             if not entry.variants:
                 del name.revisions[revision]
-        if not name.revisions:
+        if not name.revisions and not own:  # else its numbers stay taken
             state.bound = None
         for bundle in bundles:
             self._mean_anew(state, bundle)
