@@ -149,6 +149,7 @@ test-models: $(READY)
 	$(PY) -m tests.models $(ARGS)
 
 names: $(READY)
+	$(PY) -m tests.names.virtual --seed $(or $(SEED),1)
 	$(PY) -m tests.names --rounds $(or $(ROUNDS),500) --seed $(or $(SEED),1) --jobs 2 $(ARGS)
 
 kills: $(READY)

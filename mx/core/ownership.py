@@ -16,7 +16,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from mx.core.revisions import may_be_update
+from mx.core.revisions import may_be_update, update_number
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
 from mx.records import record
@@ -84,6 +84,12 @@ class Receipt:
     def weight(self) -> float:
         """By which it counts among receipts of different owners."""
         return self.rank or self.issued_s
+
+    def is_of_newest(self, key: ModelKey, commitment: bytes) -> bool:
+        """Return True if it was given for this key to its owner, and that was the newest update."""
+        root = self.base or key.revision
+        newest = update_number(key.revision, root) == self.newest
+        return newest and (self.key, self.commitment) == (key, commitment)
 
     def encode(self) -> bytes:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""

@@ -149,6 +149,8 @@ class Registry:
         before = None if known is None else known.record
         readers, gb_per_s = (known.readers, known.gb_per_s) if known else (0, 0.0)
         published_s = intent.published_s
+        if receipt is not None and receipt.is_of_newest(admission.key, commitment):
+            published_s = published_s or receipt.newest_s
         if not published_s and (intent.publishes or intent.replaces):
             published_s = self._bindings.published_now(
                 admission.key, admission.base, wall_s or self._now

@@ -20,6 +20,7 @@ from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
+    CoordinatorError,
     LocalError,
     MxError,
     NotAllowedError,
@@ -221,7 +222,14 @@ class Registrar:
             return held not in self._settling
 
         async def publish() -> None:
-            held.key = await self.list(held, replaces=replaces, stopped=ended)
+            while True:
+                try:
+                    held.key = await self.list(held, replaces=replaces, stopped=ended)
+                    return
+                except CoordinatorError as error:  # the answer may be lost: it joins its update
+                    if type(error) is not CoordinatorError or ended():
+                        raise
+                await asyncio.sleep(_SETTLE_LOOK_S)
 
         try:
             await uncut(publish())  # what is registered has that key, also if this is cancelled

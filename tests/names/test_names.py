@@ -7,7 +7,14 @@ import shutil
 
 import pytest
 
+from tests.names import virtual
 from tests.names.run import play
+
+
+@pytest.mark.timeout(600)
+def test_a_name_never_goes_back_in_virtual_time() -> None:
+    log = io.StringIO()
+    assert virtual.rounds(300, 1, log=log) == 0, log.getvalue()
 
 
 @pytest.mark.long
