@@ -105,7 +105,12 @@ class Coordinator:
         async def ask() -> None:
             await self.client.list_models()
 
-        await until_answered(ask)
+        try:
+            await until_answered(ask)
+        except MxError as error:
+            ended = None if self.process is None else self.process.poll()
+            said = (self._folder / "log").read_text(errors="replace")[-3000:]
+            raise AssertionError(f"{self.address} (exit code {ended}) is away: {said}") from error
 
 
 async def until_answered(work: Callable[[], Awaitable[_T]]) -> _T:
