@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mx.cuda import driver as drivers
+from mx.cuda.bindings import Driver
 from mx.cuda.device import (
     CudaEvent,
     CudaStream,
@@ -21,7 +22,6 @@ from mx.cuda.device import (
     PinnedMemory,
     PinnedRegion,
 )
-from mx.cuda.driver import Driver
 from mx.cuda.errors import CudaError, CudaMemoryError
 from mx.cuda.vmm import VmmMemory
 from mx.errors import CapacityError, ClosedError, ConfigError, LocalError
