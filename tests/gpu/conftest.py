@@ -82,7 +82,7 @@ def gpus(driver: Driver) -> int:
 @pytest.fixture
 def spy(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Give what counts the calls of this process and makes some fail."""
-    found = Spy(driver._d)  # type: ignore[attr-defined]
+    found = Spy(driver._d)
     monkeypatch.setattr(driver, "_d", found)
     return found
 

@@ -123,7 +123,7 @@ def test_what_the_driver_does_not_take_back_is_logged(
     gpu: Device, spy: Spy, caplog: pytest.LogCaptureFixture, dropped: bool
 ) -> None:
     event, freed = CudaEvent(gpu), spy.calls["cuEventDestroy"]
-    refused = gpu.driver._d.CUresult.CUDA_ERROR_INVALID_HANDLE  # type: ignore[attr-defined]
+    refused = gpu.driver._d.CUresult.CUDA_ERROR_INVALID_HANDLE
 
     def refuse(real: Any, handle: Any) -> Any:
         real(handle)
