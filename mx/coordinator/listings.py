@@ -40,16 +40,13 @@ class ListingServicer(PullsServicer):
         async with self._turn(context):
             found = await view.models(sees)
         models = (
-            pb.Model(
-                model=codec.key_to_wire(model.model),
-                manifest=codec.ref_to_wire(model.ref),
-                nbytes=model.nbytes,
-                layers=model.layers,
-                sources=model.sources,
-                pin_only=model.pin_only,
-                restored=model.restored,
+            codec.by_name(
+                pb.Model,
+                each,
+                model=codec.key_to_wire(each.model),
+                manifest=codec.ref_to_wire(each.ref),
             )
-            for model in found
+            for each in found
         )
         async for page in self._listed(models, context):
             yield pb.ListModelsResponse(models=page)
@@ -61,18 +58,7 @@ class ListingServicer(PullsServicer):
         sees = view.sees(request.name)
         async with self._turn(context):
             found = await view.bundles(request.name, sees)
-        bundles = (
-            pb.Bundle(
-                name=bundle.name,
-                revision=bundle.revision,
-                variant=bundle.variant,
-                ranks=bundle.ranks,
-                missing=bundle.missing,
-                missing_count=bundle.missing_count,
-                named=bundle.named,
-            )
-            for bundle in found
-        )
+        bundles = (codec.by_name(pb.Bundle, each) for each in found)
         async for page in self._listed(bundles, context):
             yield pb.ListBundlesResponse(bundles=page)
 
