@@ -40,12 +40,7 @@ _STYLES = {"complete": "green", "failed": "red"}
 @options.takes_settings
 def top(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Only what concerns this one.", metavar="MODEL", autocompletion=options.model_names
-        ),
-    ] = "",
+    model: Annotated[str, options.model_argument("Only what concerns this one.")] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     *,
     as_json: bool,
