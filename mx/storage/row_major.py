@@ -44,7 +44,7 @@ def row_major(
     begin = 0
     for part in _parts(whole, buffer.size):
         filled = buffer[: part.size]
-        piece, rows = memoryview(filled).cast("B"), filled.reshape(part.shape)
+        piece, rows = filled.data.cast("B"), filled.reshape(part.shape)
         if back:
             yield begin, piece
             part[...] = rows
