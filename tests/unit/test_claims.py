@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.errors import ConfigError
-from mx.memory import claims
+from mx.memory import live as claims
 from mx.memory.live import Claim, claim, merged
 
 ranges = st.lists(
