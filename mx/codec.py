@@ -6,9 +6,12 @@ a server answers it with INVALID_ARGUMENT. Every `*_to_wire` trusts its argument
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
 from mx.core.ownership import (
@@ -69,6 +72,8 @@ _ROLES = {
     SourceRole.ORIGIN: cpb.SOURCE_ROLE_ORIGIN,
     SourceRole.RELAY: cpb.SOURCE_ROLE_RELAY,
 }
+_T = TypeVar("_T")
+
 _NOT_IN = {"model name": ":[]", "revision": "[]", "variant": "[]"}
 
 
@@ -105,6 +110,29 @@ def _key_texts(key: ModelKey) -> tuple[tuple[str, str], ...]:
         ("revision", key.revision),
         ("variant", key.variant),
     )
+
+
+def by_name(kind: Callable[..., _T], value: Any, **given: Any) -> _T:
+    """Return a message, or an object of `mx.core`, with what another has under the same names.
+
+    Args:
+        kind: The class to make.
+        value: A message where that is no class of messages, else an object.
+        given: Fields that are made otherwise, or have other names there.
+    """
+    names = _shared_names(kind, value.__class__)
+    return kind(**{name: getattr(value, name) for name in names if name not in given}, **given)
+
+
+@functools.cache
+def _shared_names(*kinds: Any) -> tuple[str, ...]:
+    first, second = (
+        kind.DESCRIPTOR.fields_by_name
+        if hasattr(kind, "DESCRIPTOR")
+        else [each.name for each in fields(kind)]
+        for kind in kinds
+    )
+    return tuple(name for name in first if name in second)
 
 
 def key_to_wire(key: ModelKey) -> pb.ModelKey:
@@ -321,25 +349,15 @@ def check_held(table: AddressTable, held: Sequence[tuple[int, int]]) -> None:
 
 def source_to_wire(record: SourceRecord) -> cpb.Source:
     """Return the message of a record without its table's rows."""
-    return cpb.Source(
+    return by_name(
+        cpb.Source,
+        record,
         model=key_to_wire(record.model),
         manifest=ref_to_wire(record.ref),
-        endpoint=record.endpoint,
         place=place_to_wire(record.place),
-        generation=record.generation,
         role=_ROLES[record.role],
         state=_STATES[record.state],
         table=table_to_wire(record.table),
-        transports=record.transports,
-        source_id=record.source_id,
-        pin_only=record.pin_only,
-        requests_port=record.requests_port,
-        commitment=record.commitment,
-        statement=record.statement,
-        by_owner=record.by_owner,
-        variant_fields=record.variant_fields,
-        certificate=record.certificate,
-        vouch=record.vouch,
     )
 
 

@@ -36,50 +36,32 @@ if TYPE_CHECKING:
     from mx.errors import MxError
     from mx.target.report import LayerEvent, PullReport
 
+#: Where each name is.
 _HOMES = {
-    "BroadcastReport": "mx.api.broadcasting",
-    "BundleStatus": "mx.core.answers",
-    "Cache": "mx.api.caching",
-    "Estimate": "mx.core.estimates",
-    "EventKind": "mx.core.replicas",
-    "FleetEvent": "mx.core.replicas",
-    "LayerEvent": "mx.target.report",
-    "LocalRanks": "mx.core.local_ranks",
-    "MxError": "mx.errors",
-    "Observer": "mx.api.observe",
-    "Overview": "mx.api.observe",
-    "PlacedTensor": "mx.api.tables",
-    "PlannedPull": "mx.api.planning",
-    "ProcessingKey": "mx.core.variant",
-    "Progress": "mx.core.progress",
-    "Pull": "mx.api.target",
-    "PullReport": "mx.target.report",
-    "Replica": "mx.core.replicas",
-    "ReplicaState": "mx.core.replicas",
-    "Router": "mx.api.router",
-    "Shard": "mx.core.selection",
-    "Source": "mx.api.source",
-    "SourceTable": "mx.api.tables",
-    "Subset": "mx.core.selection",
-    "TopologyReport": "mx.api.survey",
-    "Watch": "mx.api.router_watch",
-    "broadcast": "mx.api.broadcasting",
-    "cache": "mx.api.caching",
-    "cached": "mx.api.caching",
-    "list_bundles": "mx.api.bundles",
-    "list_models": "mx.api.listing",
-    "list_sources": "mx.api.listing",
-    "list_tables": "mx.api.tables",
-    "load": "mx.api.load_tensors",
-    "offer": "mx.api.serving",
-    "plan": "mx.api.planning",
-    "pull": "mx.api.pulling",
-    "serve": "mx.api.serving",
-    "source_options": "mx.api.serving",
-    "start_source": "mx.api.serving",
-    "topology": "mx.api.survey",
-    "wait_for_bundle": "mx.api.bundles",
-    "wait_for_bundle_async": "mx.api.bundles",
+    "mx.api.broadcasting": ("BroadcastReport", "broadcast"),
+    "mx.api.bundles": ("list_bundles", "wait_for_bundle", "wait_for_bundle_async"),
+    "mx.api.caching": ("Cache", "cache", "cached"),
+    "mx.api.listing": ("list_models", "list_sources"),
+    "mx.api.load_tensors": ("load",),
+    "mx.api.observe": ("Observer", "Overview"),
+    "mx.api.planning": ("PlannedPull", "plan"),
+    "mx.api.pulling": ("pull",),
+    "mx.api.router": ("Router",),
+    "mx.api.router_watch": ("Watch",),
+    "mx.api.serving": ("offer", "serve", "source_options", "start_source"),
+    "mx.api.source": ("Source",),
+    "mx.api.survey": ("TopologyReport", "topology"),
+    "mx.api.tables": ("PlacedTensor", "SourceTable", "list_tables"),
+    "mx.api.target": ("Pull",),
+    "mx.core.answers": ("BundleStatus",),
+    "mx.core.estimates": ("Estimate",),
+    "mx.core.local_ranks": ("LocalRanks",),
+    "mx.core.progress": ("Progress",),
+    "mx.core.replicas": ("EventKind", "FleetEvent", "Replica", "ReplicaState"),
+    "mx.core.selection": ("Shard", "Subset"),
+    "mx.core.variant": ("ProcessingKey",),
+    "mx.errors": ("MxError",),
+    "mx.target.report": ("LayerEvent", "PullReport"),
 }
 
 __all__ = [
@@ -130,13 +112,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'mx.api' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(home), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'mx.api' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

@@ -11,12 +11,11 @@ from typing import IO
 from mx import config, forks, runtime
 from mx.api.cache_keeper import Keeper, require_free_port
 from mx.api.closing import Closable, Step
-from mx.api.common import tls_of
 from mx.api.serving import join_or_embed, named_by
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
 from mx.memory.budget import available_nbytes
-from mx.wire.address import is_local
+from mx.wire.address import is_local, tls_of
 from mx.wire.cache import CacheClient, CacheServicer, CacheStatus
 from mx.wire.client import CoordinatorClient
 from mx.wire.private import cache_socket, make_folder, socket_in_use

@@ -8,8 +8,9 @@ from mx import config, plugins
 from mx.codec import MAX_PORT
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError
-from mx.transport import TlsFiles, Transport
-from mx.wire.address import WILDCARDS, is_local, join_address, split_address
+from mx.transport import Transport
+from mx.wire.address import WILDCARDS, is_local, join_address, split_address, tls_of
+from mx.wire.client import CoordinatorClient
 
 DEFAULT_REVISION = "main"
 DEFAULT_VARIANT = "checkpoint"
@@ -21,12 +22,15 @@ def transports() -> dict[str, Transport]:
     return plugins.transports()
 
 
-def tls_of(settings: config.Settings) -> TlsFiles | None:
-    """Return the TLS files that the settings name; None if they name no certificate."""
-    if not settings.tls_cert:
-        return None
-    files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
-    return TlsFiles(*files, connection_age_s=settings.connection_age_s)
+def client_of(settings: config.Settings, coordinator: str | None) -> CoordinatorClient:
+    """Return a client of a coordinator, None for that of the settings; on the loop. Raises as the
+    client does."""
+    return CoordinatorClient(
+        coordinator or settings.coordinator,
+        tls=tls_of(settings),
+        insecure=settings.insecure,
+        timeout_s=settings.connect_timeout_s,
+    )
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from mx import config, runtime
-from mx.api.common import tls_of
+from mx.api.closing import Closable, Step
+from mx.api.common import client_of
 from mx.core.answers import ModelStatus
 from mx.core.reference import parse_reference
+from mx.errors import ClosedError
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 
@@ -75,13 +77,38 @@ async def asking(
     settings: config.Settings,
 ) -> T:
     """Ask as `ask` does; on the loop."""
-    client = CoordinatorClient(
-        coordinator or settings.coordinator,
-        tls=tls_of(settings),
-        insecure=settings.insecure,
-        timeout_s=settings.connect_timeout_s,
-    )
+    client = client_of(settings, coordinator)
     try:
         return await question(client)
     finally:
         await client.close()
+
+
+class CoordinatorUser(Closable):
+    """What asks one coordinator again and again, until it is closed. `coordinator` is HOST:PORT."""
+
+    def __init__(self, coordinator: str | None, settings: config.Settings | None) -> None:
+        """Connect on first use; the arguments are those of `ask`. Raises ConfigError."""
+        self._settings = settings = settings or config.load()
+        self.coordinator = coordinator or settings.coordinator
+        self._client: CoordinatorClient | None = None
+        runtime.made(self._begin)
+
+    async def _begin(self, loop: runtime.LoopThread) -> Self:
+        self._client = client_of(self._settings, self.coordinator)
+        super().__init__(loop)
+        return self
+
+    def _open_client(self) -> CoordinatorClient:
+        self._require_own()
+        if self._client is None:
+            raise ClosedError(f"the {type(self).__name__.lower()} was closed")
+        return self._client
+
+    def _closing_steps(self) -> list[Step]:
+        return [self._awaiting(self._disconnect)]
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from mx import config
 from mx.api.chain import PEERS, chain_of
-from mx.api.common import check_type, resolve_device, tls_of, transports, variant_text
+from mx.api.common import check_type, resolve_device, transports, variant_text
 from mx.core.reference import ModelReference, parse_reference
 from mx.errors import ConfigError, NotAllowedError
 from mx.target.options import PullOptions
-from mx.wire.address import is_local
+from mx.wire.address import is_local, tls_of
 from mx.wire.private import socket_in_use
 
 if TYPE_CHECKING:

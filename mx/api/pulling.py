@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Unpack
 
 from mx import config, runtime
 from mx.api.arguments import PullArguments, takes
-from mx.api.common import tls_of
 from mx.api.options import pull_options, settings_of
 from mx.api.target import Pull
+from mx.wire.address import tls_of
 
 if TYPE_CHECKING:
     from mx.target.options import PullOptions

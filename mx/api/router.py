@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from mx import config, runtime
-from mx.api.closing import Closable, Step
-from mx.api.common import check_type, tls_of, variant_text
+from mx.api.closing import Step
+from mx.api.common import check_type, variant_text
+from mx.api.listing import CoordinatorUser
 from mx.api.router_estimates import estimates
 from mx.api.router_watch import Watch
 from mx.core.allowed import AllowedHosts
@@ -19,7 +20,7 @@ from mx.core.reference import ModelReference, parse_reference
 from mx.core.replicas import Replica
 from mx.core.topology import Place
 from mx.core.variant import ProcessingKey
-from mx.errors import CapacityError, ClosedError, ConfigError
+from mx.errors import CapacityError, ConfigError
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 
@@ -31,7 +32,7 @@ MAX_WATCHES = 64
 MAX_PLACES = 4096
 
 
-class Router(Closable):
+class Router(CoordinatorUser):
     """A router's view of the replicas that a coordinator knows; blocking and async.
 
     Close it, or use it as a context manager, by `with` or `async with`. Each question has a
@@ -67,22 +68,9 @@ class Router(Closable):
         if isinstance(allow, str):
             raise ConfigError("`allow` is text", hint="it is a list of hosts and networks")
         self._allow = None if allow is None else AllowedHosts(allow)
-        self._settings = settings = settings or config.load()
-        self.coordinator = coordinator or settings.coordinator
         #: The open ones by their ids: who uses a watch keeps it, and it keeps the router.
         self._watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
-        self._client: CoordinatorClient | None = None
-        runtime.made(self._begin)
-
-    async def _begin(self, loop: runtime.LoopThread) -> Self:
-        self._client = CoordinatorClient(
-            self.coordinator,
-            tls=tls_of(self._settings),
-            insecure=self._settings.insecure,
-            timeout_s=self._settings.connect_timeout_s,
-        )
-        super().__init__(loop)
-        return self
+        super().__init__(coordinator, settings)
 
     def __repr__(self) -> str:
         """Return one line: the coordinator's address."""
@@ -267,12 +255,6 @@ class Router(Closable):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _open_client(self) -> CoordinatorClient:
-        self._require_own()
-        if self._client is None:
-            raise ClosedError("the router was closed")
-        return self._client
-
     def _ask(self, question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]]) -> T:
         return self._loop.run(question(self._open_client()))
 
@@ -331,12 +313,7 @@ class Router(Closable):
     def _closing_steps(self) -> list[Step]:
         watches = [watch() for watch in self._watches.valuerefs()]
         closing = [watch.close for watch in watches if watch is not None]
-        return [*closing, self._awaiting(self._disconnect)]
-
-    async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        return [*closing, *super()._closing_steps()]
 
 
 def _reference(model: str) -> ModelReference:

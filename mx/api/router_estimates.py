@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from mx import config, discovery
-from mx.api.common import check_type, tls_of, transports
+from mx.api.common import check_type, transports
 from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, Size, SourceLoad, estimate
 from mx.core.locality import with_verified_place
@@ -21,6 +21,7 @@ from mx.runtime import in_thread
 from mx.target.paths import path_or_reason
 from mx.target.resolver import describe
 from mx.transport import Path, Unavailable
+from mx.wire.address import tls_of
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 from mx.wire.locate import LocateRequest, Locator

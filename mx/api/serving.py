@@ -15,8 +15,8 @@ from mx import config, namekey, runtime
 from mx.api.common import (
     DEFAULT_REVISION,
     DEFAULT_VARIANT,
+    client_of,
     resolve_device,
-    tls_of,
     transports,
     variant_text,
 )
@@ -45,6 +45,7 @@ from mx.storage.safetensors import tensor_files
 from mx.text import has_control
 from mx.transport import Transport
 from mx.units import parse_ports
+from mx.wire.address import tls_of
 from mx.wire.client import CoordinatorClient
 
 if TYPE_CHECKING:
@@ -121,12 +122,7 @@ async def join_or_embed(
     Where `named_by` says that the user named the address, wait for it up to `wait_s` and embed
     none.
     """
-    client = CoordinatorClient(
-        address,
-        tls=tls_of(settings),
-        insecure=settings.insecure,
-        timeout_s=settings.connect_timeout_s,
-    )
+    client = client_of(settings, address)
     must_be_there = bool(named_by) or not embed
     try:
         patience_s = wait_s if must_be_there else 0.0

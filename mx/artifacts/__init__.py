@@ -20,24 +20,19 @@ if TYPE_CHECKING:
     from mx.artifacts.using import Obtained, Used, obtain, use
 
 _HOMES = {
-    "Obtained": "using",
-    "Used": "using",
-    "find": "carry",
-    "note": "recording",
-    "obtain": "using",
-    "publish": "publishing",
-    "record": "recording",
-    "serve": "carry",
-    "use": "using",
+    "carry": ("find", "serve"),
+    "publishing": ("publish",),
+    "recording": ("note", "record"),
+    "using": ("Obtained", "Used", "obtain", "use"),
 }
 
 __all__ = ["Obtained", "Used", "find", "note", "obtain", "publish", "record", "serve", "use"]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'mx.artifacts' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"mx.artifacts.{home}"), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"mx.artifacts.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'mx.artifacts' has no attribute {name!r}")

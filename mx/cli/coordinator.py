@@ -8,6 +8,7 @@ from mx.cli import notify, options, outcome
 from mx.cli.commands import Command
 from mx.coordinator import daemon
 from mx.core.budget import Limits
+from mx.wire.address import tls_of
 
 app = typer.Typer(
     name="mx-coordinator",
@@ -49,7 +50,7 @@ def coordinator(
     code = daemon.run(
         daemon.CoordinatorOptions(
             listen=settings.coordinator_listen,
-            tls=options.tls_of(settings),
+            tls=tls_of(settings),
             insecure=settings.insecure,
             state=settings.state,
             policy=settings.policy,

@@ -31,10 +31,7 @@ _MAX_SHOWN = 8
 @options.takes_settings
 def models(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="Only this one.", metavar="MODEL", autocompletion=options.model_names),
-    ] = "",
+    model: Annotated[str, options.model_argument("Only this one.")] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is, at each source.")
     ] = False,
@@ -139,12 +136,7 @@ def _say_sets(sets: int) -> None:
 @options.takes_settings
 def sources(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Only those of this one.", metavar="MODEL", autocompletion=options.model_names
-        ),
-    ] = "",
+    model: Annotated[str, options.model_argument("Only those of this one.")] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")
     ] = False,

@@ -20,7 +20,6 @@ from mx.errors import ConfigError
 if TYPE_CHECKING:
     from mx.coordinator.daemon import Coordinator
     from mx.core.selection import Slice
-    from mx.transport import TlsFiles
 
 #: Titles of the groups of settings in the help.
 _PANELS = {
@@ -44,6 +43,14 @@ def model_names(context: typer.Context, incomplete: str) -> list[str]:
     return names(context, incomplete)
 
 
+def model_argument(help: str) -> Any:
+    """Return the argument MODEL of a verb, for its annotation."""
+    return typer.Argument(help=help, metavar="MODEL", autocompletion=model_names)
+
+
+Revision = Annotated[
+    str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
+]
 Variant = Annotated[
     str,
     typer.Option(
@@ -51,6 +58,9 @@ Variant = Annotated[
         "(default: checkpoint, else the only one)",
         metavar="V",
     ),
+]
+NoAttach = Annotated[
+    bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
 ]
 OneTransport = Annotated[
     str | None,
@@ -239,16 +249,6 @@ def measuring(
     from mx.metrics import exporting
 
     return exporting(settings, coordinator)
-
-
-def tls_of(settings: Settings) -> TlsFiles | None:
-    """Return the TLS files, or None. `mx.config` has checked that there are three or none."""
-    if not settings.tls_cert:
-        return None
-    from mx.transport import TlsFiles
-
-    files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
-    return TlsFiles(*files, connection_age_s=settings.connection_age_s)
 
 
 _SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")

@@ -34,12 +34,7 @@ _DEVICE = 2
 def plan(
     context: typer.Context,
     model: Annotated[
-        str,
-        typer.Argument(
-            help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights.",
-            metavar="MODEL",
-            autocompletion=options.model_names,
-        ),
+        str, options.model_argument("NAME, NAME:REVISION, or NAME@PIN to insist on those weights.")
     ],
     source: Annotated[
         str,
@@ -50,14 +45,10 @@ def plan(
             metavar="WHERE",
         ),
     ] = "peer",
-    revision: Annotated[
-        str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
-    ] = "",
+    revision: options.Revision = "",
     variant: options.Variant = "",
     transport: options.OneTransport = None,
-    no_attach: Annotated[
-        bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
-    ] = False,
+    no_attach: options.NoAttach = False,
     only: options.Only = None,
     slices: options.Slices = None,
     device: options.Device = "cpu",

@@ -26,10 +26,8 @@ def pull(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models).",
-            metavar="MODEL",
-            autocompletion=options.model_names,
+        options.model_argument(
+            "NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models)."
         ),
     ],
     source: Annotated[
@@ -42,9 +40,7 @@ def pull(
             metavar="WHERE",
         ),
     ] = "peer",
-    revision: Annotated[
-        str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
-    ] = "",
+    revision: options.Revision = "",
     variant: options.Variant = "",
     out: Annotated[
         str | None,
@@ -78,9 +74,7 @@ def pull(
             autocompletion=lambda: ["chunks", "strong"],
         ),
     ] = "chunks",
-    no_attach: Annotated[
-        bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
-    ] = False,
+    no_attach: options.NoAttach = False,
     allow_older: Annotated[
         bool,
         typer.Option(

@@ -11,8 +11,8 @@ import typer
 from mx import config
 from mx.cli import live, notify, options, outcome
 from mx.cli.cache import run_cache
-from mx.cli.pipeline import run_pipeline
 from mx.cli.stop import Stop
+from mx.config import Settings
 from mx.errors import ConfigError
 from mx.units import count, format_bytes
 from mx.wire.address import split_address
@@ -21,7 +21,6 @@ from mx.wire.descriptors import raise_limit
 if TYPE_CHECKING:
     from mx.api import Source
     from mx.config import Settings
-
 
 #: The flags that say how a checkpoint is served.
 _OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device")
@@ -247,3 +246,56 @@ def _object(source: Source) -> dict[str, object]:
         "coordinator": source.coordinator_address,
         "embedded": source.embedded,
     }
+
+
+# -- `mx serve PIPELINE` ---------------------------------------------------------------------------
+
+
+def run_pipeline(
+    settings: Settings,
+    folder: str,
+    model: str,
+    revision: str,
+    variant: str,
+    device: str,
+    *,
+    update: bool,
+    as_json: bool,
+) -> None:
+    """Serve a pipeline until SIGTERM or Ctrl-C; the arguments are those of `mx serve`.
+
+    Raises:
+        MxError: As `mx.api.pipelines.serve_pipeline`.
+    """
+    if variant:
+        raise ConfigError(
+            "a pipeline has no variants", hint="leave out `variant`, or serve one component"
+        )
+    from mx.api.pipelines import serve_pipeline
+
+    with options.tracing(settings), options.measuring(settings):
+        stop = Stop()
+        with live.reading(folder) as on_progress:
+            pipeline = serve_pipeline(
+                folder,
+                model=model,
+                revision=revision,
+                coordinator=options.coordinator_of(settings),
+                device=device,
+                update=update,
+                settings=settings,
+                on_progress=on_progress,
+            )
+        with pipeline, stop.on_signals():
+            sizes = {str(s.model): s.manifest.layout.payload_nbytes for s in pipeline.sources}
+            if as_json:
+                outcome.emit({"pipeline": str(pipeline.model), "models": sizes})
+            outcome.say(
+                f"serving the pipeline {pipeline.model}\n"
+                + "".join(f"  {name}: {format_bytes(size)}\n" for name, size in sizes.items())
+                + "  stop with Ctrl-C"
+            )
+            notify.ready(f"serving the pipeline {pipeline.model}")
+            stop.wait()
+            if not pipeline.drain(settings.drain_grace_s):
+                outcome.say("some reads did not finish in time; they are cut")

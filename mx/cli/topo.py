@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 def topo(
     context: typer.Context,
     model: Annotated[
-        str,
-        typer.Argument(
-            help="Also the paths from the sources of this one.",
-            metavar="MODEL",
-            autocompletion=options.model_names,
-        ),
+        str, options.model_argument("Also the paths from the sources of this one.")
     ] = "",
     sources: Annotated[
         bool,

@@ -10,6 +10,7 @@ import typer
 
 from mx.cli import options, outcome
 from mx.errors import ConfigError, install_hint
+from mx.wire.address import tls_of
 
 
 @options.takes_settings
@@ -50,7 +51,7 @@ def web(context: typer.Context, *, as_json: bool) -> None:
             server.WebOptions(
                 listen=settings.web_listen,
                 coordinator=settings.coordinator,
-                tls=options.tls_of(settings),
+                tls=tls_of(settings),
                 insecure=settings.insecure,
                 timeout_s=settings.connect_timeout_s,
             ),

@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,10 +20,10 @@ from blake3 import blake3
 
 from mx import keyfile
 from mx.coordinator.events import log_changes
-from mx.coordinator.figures import Figures
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import CoordinatorState, open_state
 from mx.core.budget import Limits
+from mx.core.changes import ChangeKind, Tail
 from mx.errors import ConfigError
 from mx.log import event
 from mx.records import record
@@ -324,3 +325,55 @@ def run(
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
     asyncio.run(_serve(options, on_listening, beside, on_stopping))
     return 0
+
+
+# -- what a coordinator counts for its metrics. It follows the state, as watchers do ---------------
+
+
+class Figures:
+    """The figures of one coordinator, from now on. On its event loop.
+
+    `came` counts the sources that were listed, or came back, `gone` those that left, by reason.
+    """
+
+    def __init__(self, state: CoordinatorState, servicer: CoordinatorServicer) -> None:
+        """
+        Args:
+            state: The coordinator's.
+            servicer: The coordinator's.
+        """
+        self.state, self.servicer = state, servicer
+        self.gone: Counter[str] = Counter()
+        self._name_of: dict[str, str] = {}  # by source
+        self._epoch, self._epochs = state.epoch, 0
+        self.came = 0
+        state.follow(self._on_changes)
+        self.came = 0  # those were there
+
+    @property
+    def sources(self) -> Counter[str]:
+        """How many sources are listed, by the model's name."""
+        return Counter(self._name_of.values())
+
+    @property
+    def epochs(self) -> int:
+        """How often the state's epoch was seen to change."""
+        if self.state.epoch != self._epoch:
+            self._epoch, self._epochs = self.state.epoch, self._epochs + 1
+        return self._epochs
+
+    def _on_changes(self, tail: Tail) -> None:
+        _ = self.epochs
+        if tail.begins_again:
+            there = {change.record.source_id for change in tail.changes}
+            for lost in self._name_of.keys() - there:
+                del self._name_of[lost]
+                self.gone["lost"] += 1
+        for change in tail.changes:
+            source_id = change.record.source_id
+            if change.kind is ChangeKind.GONE:
+                del self._name_of[source_id]
+                self.gone[change.reason] += 1
+            else:
+                self.came += source_id not in self._name_of
+                self._name_of[source_id] = change.record.model.name

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from mx import codec
 from mx.coordinator.bounds import PrincipalLocks
-from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.view import Views
+from mx.core.changes import Change, ChangeKind
+from mx.core.types import SourceRecord
 from mx.wire.principals import payer_of
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -40,16 +42,13 @@ class ListingServicer(PullsServicer):
         async with self._turn(context):
             found = await view.models(sees)
         models = (
-            pb.Model(
-                model=codec.key_to_wire(model.model),
-                manifest=codec.ref_to_wire(model.ref),
-                nbytes=model.nbytes,
-                layers=model.layers,
-                sources=model.sources,
-                pin_only=model.pin_only,
-                restored=model.restored,
+            codec.by_name(
+                pb.Model,
+                each,
+                model=codec.key_to_wire(each.model),
+                manifest=codec.ref_to_wire(each.ref),
             )
-            for model in found
+            for each in found
         )
         async for page in self._listed(models, context):
             yield pb.ListModelsResponse(models=page)
@@ -61,18 +60,7 @@ class ListingServicer(PullsServicer):
         sees = view.sees(request.name)
         async with self._turn(context):
             found = await view.bundles(request.name, sees)
-        bundles = (
-            pb.Bundle(
-                name=bundle.name,
-                revision=bundle.revision,
-                variant=bundle.variant,
-                ranks=bundle.ranks,
-                missing=bundle.missing,
-                missing_count=bundle.missing_count,
-                named=bundle.named,
-            )
-            for bundle in found
-        )
+        bundles = (codec.by_name(pb.Bundle, each) for each in found)
         async for page in self._listed(bundles, context):
             yield pb.ListBundlesResponse(bundles=page)
 
@@ -112,3 +100,65 @@ class ListingServicer(PullsServicer):
         async with self._turns.of(payer_of(context)):
             await asyncio.sleep(0)
             yield
+
+
+# -- the wire messages of sources and their changes, each made once for all answers ----------------
+
+#: The most changes whose messages are kept: watchers read each at about the same time.
+_MAX_EVENTS = 2048
+
+_KINDS = {
+    ChangeKind.UP: pb.WatchEvent.KIND_SOURCE_UP,
+    ChangeKind.CHANGED: pb.WatchEvent.KIND_SOURCE_CHANGED,
+    ChangeKind.LAYERS: pb.WatchEvent.KIND_LAYERS,
+    ChangeKind.GONE: pb.WatchEvent.KIND_SOURCE_GONE,
+}
+
+
+class SourceMessages:
+    """The last messages of each source. Callers only read them, and copy them into answers."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, tuple[SourceRecord, pb.Source, int]] = {}
+        # By the id() of the changed record, which the entry itself keeps alive.
+        self._events: OrderedDict[
+            int, tuple[SourceRecord, dict[tuple[ChangeKind, str], pb.WatchEvent]]
+        ] = OrderedDict()
+
+    def source(self, record: SourceRecord) -> pb.Source:
+        """Return the message of a listed source; makes a new one if its record has changed."""
+        return self.sized(record)[0]
+
+    def sized(self, record: SourceRecord) -> tuple[pb.Source, int]:
+        """Return the message of a listed source, and its size in bytes."""
+        made = self._sources.get(record.source_id)
+        if made is None or made[0] is not record:
+            message = codec.source_to_wire(record)
+            made = self._sources[record.source_id] = (record, message, message.ByteSize())
+        return made[1:]
+
+    def event(self, change: Change) -> pb.WatchEvent:
+        """Return the message that watchers get for a change."""
+        record = change.record
+        _, events = self._events.setdefault(id(record), (record, {}))
+        key = (change.kind, change.reason)
+        event = events.get(key)
+        if event is None:
+            if change.kind is ChangeKind.GONE:
+                source = codec.source_to_wire(record)
+            else:
+                source = self.source(record)
+            event = events[key] = pb.WatchEvent(
+                kind=_KINDS[change.kind], source=source, reason=change.reason
+            )
+            if len(self._events) > _MAX_EVENTS:
+                self._events.popitem(last=False)
+        return event
+
+    def forget_all(self) -> None:
+        """Drop the messages of all sources; those that are still listed are made anew."""
+        self._sources.clear()
+
+    def forget(self, source_id: str) -> None:
+        """Drop the message of a source that is gone."""
+        self._sources.pop(source_id, None)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+from mx.codec import by_name
 from mx.coordinator.callers import own_host, takes_requests
 from mx.coordinator.paging import pages_of
 from mx.coordinator.view import Views
@@ -124,13 +125,7 @@ class PullsServicer:
         if len(request.source_hosts) > _MAX_SOURCE_HOSTS:
             raise PeerProtocolError(f"more than {_MAX_SOURCE_HOSTS} hosts")
         rates = [
-            pb.Rate(
-                source_host=rate.source_host,
-                host=rate.host,
-                gb_per_s=rate.gb_per_s,
-                age_s=rate.age_s,
-            )
-            for rate in self._view(context).rates(set(request.source_hosts))
+            by_name(pb.Rate, rate) for rate in self._view(context).rates(set(request.source_hosts))
         ]
         for page in pages_of(rates):
             yield pb.ListRatesResponse(rates=page)

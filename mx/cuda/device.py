@@ -15,11 +15,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from mx.cuda.driver import RELAXED_CAPTURE, DeviceAttribute, Driver
+from mx.cuda.driver import RELAXED_CAPTURE, DeviceAttribute
 from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ClosedError, ConfigError
+
+if TYPE_CHECKING:
+    from mx.cuda.bindings import Driver
 
 _PREFIX = "cuda:"
 #: The UUIDs of each driver's GPUs by ordinal, which stay as they are: they are asked for by the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
+from mx.codec import by_name
 from mx.graphs.bounds import (
     COUNTS,
     MAX_IMAGES_BYTES,
@@ -112,19 +113,19 @@ def _fill(message: pb.CudaGraph, graph: Graph) -> None:
     for name, value in graph.environment:
         message.environment.add(name=name, value=value)
     for region in graph.regions:
-        message.regions.add(base=region.base, nbytes=region.nbytes)
+        message.regions.append(by_name(pb.GraphRegion, region))
     for place in graph.weights:
-        message.weights.append(_place_message(place))
+        message.weights.append(by_name(pb.GraphPlace, place))
     for read in graph.inputs:
-        message.inputs.add(place=_place_message(read.place), value=read.value)
+        message.inputs.add(place=by_name(pb.GraphPlace, read.place), value=read.value)
     for output in graph.outputs:
-        message.outputs.add(place=_place_message(output.place), blake3=output.digest)
+        message.outputs.add(place=by_name(pb.GraphPlace, output.place), blake3=output.digest)
     for image in graph.images:
         message.images.add(blake3=image.digest, nbytes=image.nbytes)
     for library in graph.libraries:
-        message.libraries.add(name=library.name, build_id=library.build_id, fatbin=library.fatbin)
+        message.libraries.append(by_name(pb.GraphLibrary, library))
     for call in graph.calls:
-        message.calls.add(name=call.name, library=call.library)
+        message.calls.append(by_name(pb.GraphCall, call))
     for kernel in graph.kernels:
         source = {"image": kernel.image} if kernel.image is not None else {"call": kernel.call}
         message.kernels.add(
@@ -136,13 +137,7 @@ def _fill(message: pb.CudaGraph, graph: Graph) -> None:
     for node in graph.nodes:
         _fill_node(message.nodes.add(), node)
     for edge in graph.edges:
-        message.edges.add(
-            first=edge.first,
-            second=edge.second,
-            from_port=edge.from_port,
-            to_port=edge.to_port,
-            type=edge.type,
-        )
+        message.edges.append(by_name(pb.GraphEdge, edge))
 
 
 def _fill_node(message: pb.GraphNode, node: Node) -> None:
@@ -156,29 +151,11 @@ def _fill_node(message: pb.GraphNode, node: Node) -> None:
         message.kernel.parameters = node.values
         message.kernel.pointers.extend(node.pointers)
     elif isinstance(node, MemsetNode):
-        message.memset.address = node.address
-        message.memset.pitch = node.pitch
-        message.memset.value = node.value
-        message.memset.element_bytes = node.element_bytes
-        message.memset.width = node.width
-        message.memset.height = node.height
+        message.memset.CopyFrom(by_name(pb.GraphMemsetNode, node))
     elif isinstance(node, MemcpyNode):
-        message.memcpy.target = node.target
-        message.memcpy.source = node.source
-        message.memcpy.nbytes = node.nbytes
+        message.memcpy.CopyFrom(by_name(pb.GraphMemcpyNode, node))
     else:
         message.empty.SetInParent()
-
-
-def _place_message(place: GraphPlace) -> pb.GraphPlace:
-    return pb.GraphPlace(
-        name=place.name,
-        region=place.region,
-        offset=place.offset,
-        nbytes=place.nbytes,
-        dtype=place.dtype,
-        shape=place.shape,
-    )
 
 
 def _graph(message: pb.CudaGraph) -> Graph:
@@ -194,33 +171,23 @@ def _graph(message: pb.CudaGraph) -> Graph:
     graph = Graph(
         tuple((field.name, field.value) for field in message.environment),
         message.pin,
-        tuple(RegionSpec(region.base, region.nbytes) for region in message.regions),
+        tuple(by_name(RegionSpec, region) for region in message.regions),
         tuple(map(_place, message.weights)),
         tuple(Input(_place(read.place), read.value) for read in message.inputs),
         tuple(GraphOutput(_place(output.place), output.blake3) for output in message.outputs),
         tuple(Image(image.blake3, image.nbytes) for image in message.images),
-        tuple(Library(each.name, each.build_id, each.fatbin) for each in message.libraries),
-        tuple(LibraryCall(call.name, call.library) for call in message.calls),
+        tuple(by_name(Library, library) for library in message.libraries),
+        tuple(by_name(LibraryCall, call) for call in message.calls),
         tuple(map(_kernel, message.kernels)),
         tuple(map(_node, message.nodes)),
-        tuple(
-            Edge(edge.first, edge.second, edge.from_port, edge.to_port, edge.type)
-            for edge in message.edges
-        ),
+        tuple(by_name(Edge, edge) for edge in message.edges),
     )
     check(graph)
     return graph
 
 
 def _place(message: pb.GraphPlace) -> GraphPlace:
-    return GraphPlace(
-        message.name,
-        message.region,
-        message.offset,
-        message.nbytes,
-        message.dtype,
-        tuple(message.shape),
-    )
+    return by_name(GraphPlace, message, shape=tuple(message.shape))
 
 
 def _kernel(message: pb.GraphKernel) -> Kernel:
@@ -249,13 +216,9 @@ def _node(message: pb.GraphNode) -> Node:
             tuple(found.pointers),
         )
     if kind == "memset":
-        fill = message.memset
-        return MemsetNode(
-            fill.address, fill.pitch, fill.value, fill.element_bytes, fill.width, fill.height
-        )
+        return by_name(MemsetNode, message.memset)
     if kind == "memcpy":
-        copy = message.memcpy
-        return MemcpyNode(copy.target, copy.source, copy.nbytes)
+        return by_name(MemcpyNode, message.memcpy)
     if kind == "empty":
         return EmptyNode()
     raise GraphError("CUDA graph: a node of a kind that this release of mx does not know")

@@ -8,28 +8,135 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 from __future__ import annotations
 
 import contextlib
+import operator
+import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from itertools import compress, repeat
-from operator import add, attrgetter, sub
+from itertools import compress, islice, repeat, starmap
+from operator import add, attrgetter, itemgetter, le, lt, sub
 from typing import TYPE_CHECKING, TypeAlias
 
 from mx.buffers import memory_at
+from mx.core.digest import BlockHasher
 from mx.core.extents import ExtentMap
 from mx.core.types import Alias, Layout
-from mx.errors import ConfigError, MxError
+from mx.cuda.blake3 import UNIT_BYTES
+from mx.cuda.device import Device
+from mx.cuda.digest import RingDigester, digester
+from mx.cuda.driver import load
+from mx.cuda.ring import PinnedRing
+from mx.errors import ClosedError, ConfigError, MxError
 from mx.memory.allocations import Allocations
 from mx.memory.arena import MakeHasher
 from mx.memory.arrays import Array, all_are_now, arrays_of, wait_for_owners
-from mx.memory.claims import Claim, Ranges, claim, merged, overlap
 from mx.memory.collector import paused
-from mx.memory.hashing import SpanHashing
 from mx.text import listed
+from mx.transport import DeviceView, host_view
 from mx.views import ScatteredView, Span, View, Window
 
 if TYPE_CHECKING:
     from mx.memory.arena import Arena
     from mx.memory.device import LayerWindow
+
+
+class SpanHashing:
+    """Hashes blocks on the host or on a GPU. Thread-safe.
+
+    What a GPU needs for that is made at its first block, and kept until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gpus: dict[str, _GpuDigests] = {}
+        self._closed = False
+
+    def hasher(self, blocks: Sequence[Span]) -> BlockHasher | _ReadHasher:
+        """Return a hasher for blocks that land in these views, all of the host or of one GPU.
+
+        Does not block, unlike the hasher's own methods.
+        """
+        there = [block for block in blocks if isinstance(block, DeviceView)]
+        if there:
+            return _ReadHasher(self, there)
+        return BlockHasher([host_view(block) for block in blocks])
+
+    def digests(self, blocks: Sequence[DeviceView]) -> list[bytes]:
+        """Return the blake3 digest of each of some blocks of one GPU. Blocks.
+
+        Raises:
+            ClosedError: This was closed.
+            CudaError: The GPU has no memory left for it, or fails.
+        """
+        device = blocks[0].device
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the memory was given back")
+            gpu = self._gpus.get(device)
+            if gpu is None:
+                gpu = self._gpus[device] = _GpuDigests(device)
+        return gpu.digests(blocks)
+
+    def close(self) -> None:
+        """Free what GPUs needed, once no block is being hashed. Idempotent."""
+        with self._lock:
+            self._closed = True
+            gpus = list(self._gpus.values())
+            self._gpus.clear()
+        for gpu in gpus:
+            gpu.close()
+
+
+class _GpuDigests:
+    """What hashing needs of one GPU."""
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._ring: PinnedRing | None = None
+        with contextlib.ExitStack() as undo:
+            self._device = undo.enter_context(Device.open(load(), name))
+            self._digester = undo.enter_context(
+                contextlib.closing(digester(self._device, self._through))
+            )
+            self._ends = undo.pop_all()
+
+    def digests(self, blocks: Sequence[DeviceView]) -> list[bytes]:
+        """Return the blake3 digest of each block."""
+        # Kernels read whole units: beyond a tensor's end there may be no memory.
+        whole = [not (block.address | len(block)) % UNIT_BYTES for block in blocks]
+        places = [(block.address, len(block)) for block in blocks]
+        there = iter(self._digester.digests(list(compress(places, whole))))
+        odd = list(compress(places, map(operator.not_, whole)))
+        here = iter(RingDigester(self._through()).digests(odd) if odd else ())
+        return [next(there if each else here) for each in whole]
+
+    def _through(self) -> PinnedRing:
+        with self._lock:
+            if self._ring is None:
+                self._ring = PinnedRing(self._device)
+            return self._ring
+
+    def close(self) -> None:
+        self._ends.close()
+        if self._ring is not None:
+            self._ring.close()
+
+
+class _ReadHasher:
+    """The blocks of one read; see `mx.memory.arena.Hasher`."""
+
+    __slots__ = ("_blocks", "_hashing")
+
+    def __init__(self, hashing: SpanHashing, blocks: Sequence[DeviceView]) -> None:
+        self._hashing, self._blocks = hashing, blocks
+
+    def landed(self, payload_nbytes: int) -> None:
+        """Do nothing: the blocks of a read are one batch."""
+
+    def block_digests(self) -> bytes:
+        """Return the digests of all blocks, concatenated. Raises as `SpanHashing.digests`."""
+        return b"".join(self._hashing.digests(self._blocks))
+
 
 #: What to do where tensors are not what they were.
 _AS_BEFORE = "make them as they were and call `changing` again, or serve the tensors anew"
@@ -307,3 +414,83 @@ def is_tied(alias: Alias, array: Array, target: Array) -> bool:
 
 #: What a model's bytes are in.
 Memory: TypeAlias = "Arena | LiveMemory"
+
+
+# -- which memory of this process mx fills or lends ------------------------------------------------
+
+#: Half-open ranges of addresses.
+Ranges = list[tuple[int, int]]
+
+
+class Claim:
+    """Ranges of memory that one pull fills, or one source lends, until `release`."""
+
+    def __init__(self, ranges: Ranges, what: str, *, fills: bool) -> None:
+        self.ranges, self.what, self.fills = ranges, what, fills
+
+    def release(self) -> None:
+        """Give the ranges up. Idempotent."""
+        with _lock:
+            if self in _claims:
+                _claims.remove(self)
+
+
+_lock = threading.Lock()
+_claims: list[Claim] = []
+
+
+def claim(ranges: Ranges, what: str, *, fills: bool, beside: Claim | None = None) -> Claim:
+    """Claim memory, to fill it or to lend it. Any number of sources may lend the same memory.
+
+    Args:
+        ranges: Half-open ranges of addresses, as `merged` returns them.
+        what: Who claims it, for the error that another one gets.
+        fills: Whether it is to be filled.
+        beside: A claim of the same claimant's, which may have some of it.
+
+    Raises:
+        ConfigError: Some of it is filled by another pull, or is to be filled and is lent.
+    """
+    new = Claim(ranges, what, fills=fills)
+    with _lock:
+        for other in _claims:
+            if other is not beside and (fills or other.fills) and overlap(new.ranges, other.ranges):
+                raise ConfigError(
+                    f"some of these tensors' memory is in use: {other.what}",
+                    hint="close that one first, or give other tensors",
+                )
+        _claims.append(new)
+    return new
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges ascending, without empty ones and without overlaps."""
+    found: Ranges = []
+    ascending = sorted(ranges)
+    if all(starmap(lt, ascending)) and are_apart(ascending):  # as those of many tensors are
+        return ascending
+    for begin, end in ascending:
+        if begin == end:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def are_apart(ascending: Ranges) -> bool:
+    """Return True if no range overlaps the next one. They ascend by where they begin."""
+    begins = islice(map(itemgetter(0), ascending), 1, None)
+    return all(map(le, map(itemgetter(1), ascending), begins))
+
+
+def overlap(some: Ranges, others: Ranges) -> bool:
+    """Return True if any two ranges share a byte. Both are ascending, without overlaps."""
+    if len(some) > len(others):
+        some, others = others, some
+    for begin, end in some:
+        at = bisect_right(others, begin, key=lambda each: each[0])
+        if (at and others[at - 1][1] > begin) or (at < len(others) and others[at][0] < end):
+            return True
+    return False

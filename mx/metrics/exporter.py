@@ -13,11 +13,10 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mx import config, counters, runtime, trace
-from mx.api.common import tls_of
 from mx.errors import ConfigError, install_hint
 from mx.log import event
 from mx.metrics.labels import OTHER
-from mx.wire.address import require_protection
+from mx.wire.address import require_protection, tls_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
-import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,12 +16,12 @@ from typing import Any
 
 from mx import forks
 from mx.core.policy import is_own_host, subject_shown
-from mx.errors import LocalError, MxError, NotAllowedError
+from mx.errors import LocalError, NotAllowedError
 from mx.revocations import is_revoked
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
+from mx.wire.https import Certificates
 from mx.wire.principals import Caller
-from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
 
@@ -91,11 +89,11 @@ class Listener(ThreadingHTTPServer):
         """
         self.render = render
         self._tls = tls
-        self._context: tuple[tuple[int, ...], ssl.SSLContext] | None = None
+        self._certificates = None if tls is None else Certificates(tls, "", _say_refused)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}  # the oldest first
         host, port = split_address(address)
-        named = check_server_files(tls).hosts if tls is not None else ()
+        named = self._certificates.names if self._certificates is not None else ()
         #: What a request's Host may be besides an address: other sites' names can come to mean this
         #: server (DNS rebinding).
         self.names = ("localhost", host, socket.gethostname(), *named)
@@ -145,11 +143,11 @@ class Listener(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer, after the handshake."""
-        if self._tls is None:
+        if self._certificates is None:
             super().finish_request(request, client_address)
             return
         # The socket stays this one's, which is closed in any case.
-        with self._context_of(self._tls).wrap_socket(request.dup(), server_side=True) as secure:
+        with self._certificates.newest().wrap_socket(request.dup(), server_side=True) as secure:
             super().finish_request(secure, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -174,25 +172,9 @@ class Listener(ThreadingHTTPServer):
         """Log what has ended a connection."""
         _log.debug("a client of the metrics", exc_info=True)
 
-    def _context_of(self, tls: TlsFiles) -> ssl.SSLContext:
-        """Return the context for the files as they are now, or were when they last fitted together.
-        Raises OSError (ssl.SSLError too)."""
-        try:
-            files = (tls.certificate, tls.key, tls.authority)
-            state = tuple(os.stat(file).st_mtime_ns for file in files)
-            if self._context is None or self._context[0] != state:
-                if self._context is not None:
-                    check_server_files(tls)
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.verify_mode = ssl.CERT_REQUIRED
-                context.load_cert_chain(tls.certificate, tls.key)
-                context.load_verify_locations(tls.authority)
-                self._context = state, context
-        except (OSError, MxError) as error:  # one is not valid yet, or is being replaced
-            if self._context is None:
-                raise
-            _log.info("metrics go on with the earlier certificate: %s", error)
-        return self._context[1]
+
+def _say_refused(why: str) -> None:
+    _log.info("metrics go on with the earlier certificate: %s", why)
 
 
 def _cut(connection: socket.socket) -> None:

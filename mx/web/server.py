@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from mx.runtime import beside
 from mx.transport import TlsFiles
 from mx.web.board import Board
 from mx.web.browsers import Browsers
-from mx.web.certificates import Certificates
 from mx.web.connections import BoundedConnection
 from mx.web.follow import Follower
 from mx.wire.address import WILDCARDS, is_local, join_address, require_protection, split_address
 from mx.wire.client import CoordinatorClient
+from mx.wire.https import Certificates
 from mx.wire.ports import require_free
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[s
     # What stays on this machine needs no certificates, which browsers of this user may not have.
     secure = None if is_local(options.listen) else options.tls
     names = ["localhost", host, socket.gethostname()]
-    context = Certificates(secure, host) if secure is not None else None
+    shown = Certificates(secure, host, _say_refused) if secure is not None else None
     client = CoordinatorClient(
         options.coordinator,
         tls=options.tls,
@@ -207,14 +208,14 @@ async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[s
         with _bound(host, port) as sock:
             follower = Follower(client, Board())
             browsers = Browsers(follower, options.coordinator, _RAW_HEADERS)
-            if context is not None:
-                names += context.names
+            if shown is not None:
+                names += shown.names
             server = _Server(_config(Application(browsers, names)))
-            if context is not None:
-                server.config.ssl = context.context
-            shown = join_address(_shown(host, context), sock.getsockname()[1])
-            url = f"{'https' if context else 'http'}://{shown}/"
-            event(log, "web.listening", url=url, tls=context is not None)
+            if shown is not None:
+                server.config.ssl = _context(shown)
+            where = join_address(_shown(host, shown), sock.getsockname()[1])
+            url = f"{'https' if shown else 'http'}://{where}/"
+            event(log, "web.listening", url=url, tls=shown is not None)
             listening(url)
             await beside(server.until(stop, sock, browsers), follower.run())
     finally:
@@ -222,11 +223,26 @@ async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[s
     event(log, "web.stopped", url=url)
 
 
-def _shown(host: str, context: Certificates | None) -> str:
+def _say_refused(why: str) -> None:
+    event(log, "web.certificates", level=logging.WARNING, text=why)
+
+
+def _context(certificates: Certificates) -> ssl.SSLContext:
+    """Return a context that shows each browser the newest certificate."""
+
+    def on_handshake(browser: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
+        browser.context = certificates.newest()
+
+    context = certificates.newest()
+    context.sni_callback = on_handshake  # called with and without a server's name
+    return context
+
+
+def _shown(host: str, shown: Certificates | None) -> str:
     """Return the host by which a browser can open what listens at `host`."""
     if host not in WILDCARDS:
         return host
-    return context.names[0] if context is not None and context.names else socket.gethostname()
+    return shown.names[0] if shown is not None and shown.names else socket.gethostname()
 
 
 def _config(app: ASGIApp) -> uvicorn.Config:

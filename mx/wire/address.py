@@ -9,6 +9,7 @@ import socket
 import threading
 from urllib.parse import unquote
 
+from mx.config import Settings
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
 
@@ -48,6 +49,14 @@ def split_address(address: str) -> tuple[str, int]:
             hint="write HOST:PORT, like 127.0.0.1:7600 or [::1]:7600",
         )
     return host, int(port)
+
+
+def tls_of(settings: Settings) -> TlsFiles | None:
+    """Return the TLS files that the settings name; None if they name no certificate."""
+    if not settings.tls_cert:
+        return None
+    files = (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_crl)
+    return TlsFiles(*files, connection_age_s=settings.connection_age_s)
 
 
 def each_address(text: str) -> tuple[str, ...]:

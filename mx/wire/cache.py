@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from mx import codec
 from mx.core.types import ManifestRef, ModelKey
@@ -16,6 +16,8 @@ from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.rpc import Stub
 from mx.wire.status import planned_here
 from mx.wire.v1 import cache_pb2 as pb
+
+_T = TypeVar("_T")
 
 #: How often the cache reports that a model still arrives.
 REPORT_S = 0.5
@@ -123,15 +125,7 @@ class CacheClient:
             MxError: The cache does not answer, or refuses; or it holds the model in a layout that
                 this process does not plan.
         """
-        request = pb.HoldRequest(
-            name=wanted.name,
-            revision=wanted.revision,
-            variant=wanted.variant,
-            coordinator=wanted.coordinator,
-            offered_at=wanted.offered_at,
-            only_if_held=wanted.only_if_held,
-        )
-        call = self._stub.Hold(request)
+        call = self._stub.Hold(codec.by_name(pb.HoldRequest, wanted))
         answers, timeout_s = aiter(call), self._timeout_s
         try:
             while True:
@@ -170,25 +164,16 @@ class CacheClient:
         """
         with translating(self.remote):
             answer = await self._stub.Status(pb.CacheStatusRequest(), timeout=self._timeout_s)
-        return CacheStatus(
-            answer.budget_bytes,
-            answer.held_bytes,
-            answer.lingering_bytes,
-            answer.evictions,
-            tuple(
-                CachedModel(
-                    codec.key_from_wire(each.model),
-                    codec.ref_from_wire(each.manifest),
-                    each.endpoint,
-                    each.nbytes,
-                    each.in_use,
-                    each.offered,
-                    each.idle_s,
-                    each.mapped_by,
-                )
-                for each in answer.models
-            ),
+        models = tuple(
+            codec.by_name(
+                CachedModel,
+                each,
+                model=codec.key_from_wire(each.model),
+                ref=codec.ref_from_wire(each.manifest),
+            )
+            for each in answer.models
         )
+        return codec.by_name(CacheStatus, answer, models=models)
 
 
 class CacheServicer:
@@ -210,14 +195,7 @@ class CacheServicer:
 
     async def Hold(self, request: pb.HoldRequest, context: Any) -> AsyncIterator[pb.HoldEvent]:
         del context
-        wanted = WantedModel(
-            request.name,
-            request.revision,
-            request.variant,
-            request.coordinator,
-            request.offered_at,
-            request.only_if_held,
-        )
+        wanted = codec.by_name(WantedModel, request)
         key = ModelKey(
             wanted.name.partition("@")[0], wanted.revision or "main", wanted.variant or "checkpoint"
         )
@@ -240,25 +218,8 @@ class CacheServicer:
     async def Status(self, request: pb.CacheStatusRequest, context: Any) -> pb.CacheStatusResponse:
         del request, context
         status = await self._status()
-        return pb.CacheStatusResponse(
-            budget_bytes=status.budget_bytes,
-            held_bytes=status.held_bytes,
-            lingering_bytes=status.lingering_bytes,
-            evictions=status.evictions,
-            models=[
-                pb.CachedModel(
-                    model=codec.key_to_wire(each.model),
-                    manifest=codec.ref_to_wire(each.ref),
-                    endpoint=each.endpoint,
-                    nbytes=each.nbytes,
-                    in_use=each.in_use,
-                    offered=each.offered,
-                    idle_s=each.idle_s,
-                    mapped_by=each.mapped_by,
-                )
-                for each in status.models
-            ],
-        )
+        models = [_with_model(pb.CachedModel, each) for each in status.models]
+        return codec.by_name(pb.CacheStatusResponse, status, models=models)
 
 
 def _answer(holding: asyncio.Future[HeldAt]) -> pb.HoldEvent:
@@ -266,10 +227,9 @@ def _answer(holding: asyncio.Future[HeldAt]) -> pb.HoldEvent:
         held = holding.result()
     except MxError as error:
         return pb.HoldEvent(not_held=pb.NotHeld(reason=str(error)[:1000]))
-    return pb.HoldEvent(
-        held=pb.Held(
-            model=codec.key_to_wire(held.model),
-            manifest=codec.ref_to_wire(held.ref),
-            endpoint=held.endpoint,
-        )
-    )
+    return pb.HoldEvent(held=_with_model(pb.Held, held))
+
+
+def _with_model(kind: Callable[..., _T], value: CachedModel | HeldAt) -> _T:
+    model, manifest = codec.key_to_wire(value.model), codec.ref_to_wire(value.ref)
+    return codec.by_name(kind, value, model=model, manifest=manifest)

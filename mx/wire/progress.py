@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from mx.codec import (
     MAX_TOTAL_BYTES,
+    by_name,
     key_from_wire,
     key_to_wire,
     port_from_wire,
@@ -51,22 +52,15 @@ _PHASES = {
 def pull_to_wire(status: PullStatus) -> pb.PullProgress:
     """Return the message; sources and layers beyond a coordinator's limits are left out."""
     ready = status.ready & ((1 << MAX_LAYERS) - 1)
-    return pb.PullProgress(
-        pull_id=status.pull_id,
+    return by_name(
+        pb.PullProgress,
+        status,
         model=key_to_wire(status.model),
         host=status.host[:_MAX_HOST_CHARS],
-        pid=status.pid,
         phase=_PHASES[status.phase],
         layers=min(status.layers, MAX_LAYERS),
         ready=ready.to_bytes((ready.bit_length() + 7) // 8, "little"),
-        nbytes=status.nbytes,
-        done_bytes=status.done_bytes,
-        seconds=status.seconds,
         sources=status.sources[:MAX_SOURCES],
-        retries=status.retries,
-        gb_per_s=status.gb_per_s,
-        requests_port=status.requests_port,
-        requests_host=status.requests_host,
         measured_host=status.measured_host[:_MAX_HOST_CHARS],
     )
 
@@ -99,23 +93,18 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
             split_address(source)
         except ConfigError as error:
             raise PeerProtocolError(f"a source of a pull: {error.message}") from None
-    return PullStatus(
+    return by_name(
+        PullStatus,
+        message,
         pull_id=source_id_from_wire(message.pull_id),
         model=key_from_wire(message.model),
-        host=message.host,
-        pid=message.pid,
         phase=phase,
-        layers=message.layers,
         ready=ready,
-        nbytes=message.nbytes,
-        done_bytes=message.done_bytes,
         seconds=rate_from_wire(message.seconds, "seconds"),
         sources=tuple(message.sources),
-        retries=message.retries,
         gb_per_s=rate_from_wire(message.gb_per_s, "gb_per_s"),
         requests_port=port_from_wire(message.requests_port),
         requests_host=_requests_host(message.requests_host),
-        measured_host=message.measured_host,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mx.cuda import driver as cuda
+from mx.cuda.bindings import Driver
 from mx.cuda.device import CudaStream, Device, PinnedMemory
 from mx.transport import Unavailable
 from tests.gpu.claims import FIGURES, table
@@ -58,20 +59,20 @@ def _warm() -> Iterator[None]:
 
 
 @pytest.fixture
-def driver() -> cuda.Driver:
+def driver() -> Driver:
     """Give the driver of this process."""
     return cuda.load()
 
 
 @pytest.fixture
-def gpu(driver: cuda.Driver) -> Iterator[Device]:
+def gpu(driver: Driver) -> Iterator[Device]:
     """Give GPU 0."""
     with Device(driver, 0) as device:
         yield device
 
 
 @pytest.fixture
-def gpus(driver: cuda.Driver) -> int:
+def gpus(driver: Driver) -> int:
     """Give the number of GPUs, which are two or more: else the test is skipped."""
     if driver.device_count() < 2:
         pytest.skip("one GPU only")
@@ -79,9 +80,9 @@ def gpus(driver: cuda.Driver) -> int:
 
 
 @pytest.fixture
-def spy(driver: cuda.Driver, monkeypatch: pytest.MonkeyPatch) -> Spy:
+def spy(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Give what counts the calls of this process and makes some fail."""
-    found = Spy(driver._d)  # type: ignore[attr-defined]
+    found = Spy(driver._d)
     monkeypatch.setattr(driver, "_d", found)
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mx.cuda import driver as drivers
+from mx.cuda.bindings import Driver
 from mx.cuda.device import (
     CudaEvent,
     CudaStream,
@@ -21,7 +22,6 @@ from mx.cuda.device import (
     PinnedMemory,
     PinnedRegion,
 )
-from mx.cuda.driver import Driver
 from mx.cuda.errors import CudaError, CudaMemoryError
 from mx.cuda.vmm import VmmMemory
 from mx.errors import CapacityError, ClosedError, ConfigError, LocalError
@@ -123,7 +123,7 @@ def test_what_the_driver_does_not_take_back_is_logged(
     gpu: Device, spy: Spy, caplog: pytest.LogCaptureFixture, dropped: bool
 ) -> None:
     event, freed = CudaEvent(gpu), spy.calls["cuEventDestroy"]
-    refused = gpu.driver._d.CUresult.CUDA_ERROR_INVALID_HANDLE  # type: ignore[attr-defined]
+    refused = gpu.driver._d.CUresult.CUDA_ERROR_INVALID_HANDLE
 
     def refuse(real: Any, handle: Any) -> Any:
         real(handle)

@@ -187,7 +187,7 @@ def test_a_copy_that_the_driver_refuses_fails_its_read_alone(spy: Spy) -> None:
 
 
 def test_refused_peer_access_leaves_the_way_through_the_host(gpus: int, spy: Spy) -> None:
-    cannot = cuda.load()._d.CUresult.CUDA_SUCCESS, 0  # type: ignore[attr-defined]
+    cannot = cuda.load()._d.CUresult.CUDA_SUCCESS, 0
     spy.replace("cuDeviceCanAccessPeer", lambda *_: cannot)
     with rig(here="1", nvlinks=4) as bench, pytest.raises(PathError) as caught:
         bench.open(bench.source(4096))

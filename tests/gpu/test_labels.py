@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mx.cuda.driver import Driver
+from mx.cuda.bindings import Driver
 from mx.testing.bench import Bench
 from mx.testing.child import GRANT_ID
 from mx.testing.memory import Kind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mx.core.topology import Gpu, GpuPeer
-from mx.cuda.driver import Driver
+from mx.cuda.bindings import Driver
 from mx.hardware.gpus import GpusFound, read_gpus
 from tests.gpu.rig import Spy
 

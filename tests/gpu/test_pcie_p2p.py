@@ -2,7 +2,7 @@
 
 import pytest
 
-from mx.cuda.driver import Driver
+from mx.cuda.bindings import Driver
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from tests.support import gpu_rig
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from mx.cuda.bindings import Driver
 from mx.cuda.device import device_key
-from mx.cuda.driver import Driver
 from mx.testing.conformance import Harness, TransportSuite
 from mx.testing.harness import HERE
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mx.cuda.driver import Driver
+from mx.cuda.bindings import Driver
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from mx.testing.harness import HERE
 

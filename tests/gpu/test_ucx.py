@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from mx.cuda.driver import Driver
+from mx.cuda.bindings import Driver
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from mx.testing.harness import HERE
 from mx_transports.ucx.nixl import PACKAGES

@@ -6,7 +6,7 @@ The transports below are made in this process and, by name, in the children that
 from __future__ import annotations
 
 from mx.core.topology import Gpu, GpuPeer, Place
-from mx.cuda import driver as cuda
+from mx.cuda.bindings import Driver
 from mx.testing.conformance import Harness, Kind
 from mx.units import MIB
 from mx_transports.cuda_ipc import CudaIpcTransport
@@ -25,7 +25,7 @@ def pcie_p2p() -> PciePeerTransport:
     return PciePeerTransport(STEP_BYTES, STEP_BYTES)
 
 
-def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:
+def place(driver: Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:
     """A process's place on "cpu" or on GPU "0", "1", as its topology would report it."""
     uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
     found = tuple(
@@ -45,7 +45,7 @@ def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = Tru
 
 
 def harness(
-    name: str, kind: Kind, driver: cuda.Driver, there: str, here: str, *, nvlinks: int = 0
+    name: str, kind: Kind, driver: Driver, there: str, here: str, *, nvlinks: int = 0
 ) -> Harness:
     """Return a harness of the transport `name`: memory of `kind` on `there`, read from `here`."""
     return Harness(

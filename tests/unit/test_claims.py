@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.errors import ConfigError
-from mx.memory import claims
-from mx.memory.claims import Claim, claim, merged
+from mx.memory import live as claims
+from mx.memory.live import Claim, claim, merged
 
 ranges = st.lists(
     st.integers(0, 40).flatmap(lambda at: st.tuples(st.just(at), st.integers(at, at + 8))),

@@ -19,8 +19,7 @@ from mx.core.estimates import (
 )
 from mx.core.paths import Medium, Path
 from mx.core.planner import Plan, plan
-from mx.core.progress_board import ENDED_S, WINDOW_S, ProgressBoard
-from mx.core.pull_changes import PullChanges
+from mx.core.progress_board import ENDED_S, WINDOW_S, ProgressBoard, PullChanges
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import (
     FRESH_S,

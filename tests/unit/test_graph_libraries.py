@@ -8,8 +8,7 @@ import pytest
 from blake3 import blake3
 
 from mx.errors import ConfigError
-from mx.graphs.eager import EagerCall, identified, library_differences
-from mx.graphs.libraries import identify
+from mx.graphs.eager import EagerCall, identified, identify, library_differences
 from tests.support.driver.build import compiler
 from tests.support.libraries import library
 

@@ -15,7 +15,7 @@ from mx.api.tensors import in_place
 from mx.core.layout import plan_layout
 from mx.core.types import Layout
 from mx.errors import ClosedError, ConfigError
-from mx.memory import claims
+from mx.memory import live as claims
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.memory.in_place import InPlace

@@ -21,7 +21,7 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.types import Layout, ModelKey
 from mx.errors import ClosedError, ConfigError
-from mx.memory import claims
+from mx.memory import live as claims
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.memory.live import LiveMemory

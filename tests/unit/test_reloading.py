@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from mx.transport import TlsFiles
-from mx.web import certificates
-from mx.web.certificates import Certificates
-from mx.wire import reloading
+from mx.web.server import _context, _say_refused
+from mx.wire import https, reloading
+from mx.wire.https import Certificates
 from mx.wire.reloading import ServerFiles, client_files
 from tests.support.certificates import Authority
 
@@ -55,18 +55,18 @@ async def test_what_is_not_valid_yet_is_used_once_it_is(
     caplog.set_level(logging.INFO, "mx")
     monkeypatch.setattr(reloading, "AGAIN_S", 0.2)
     monkeypatch.setattr(reloading, "LOOK_S", 0.05)
-    monkeypatch.setattr(certificates, "AGAIN_S", 0.2)
+    monkeypatch.setattr(https, "AGAIN_S", 0.2)
     authority = Authority(tmp_path, "ca")
     server, client, page, browser = map(authority.certificate, ("server", "client", "page", "b"))
-    served, shown = ServerFiles(server, ""), Certificates(page, "")
-    first, serial = client_files(client)[0], _serial(shown.context, browser)
+    served, shown = ServerFiles(server, ""), _context(Certificates(page, "", _say_refused))
+    first, serial = client_files(client)[0], _serial(shown, browser)
     for files in (server, client, page):
         authority.postpone(files, LATER_S)
     soon_s = time.monotonic() + LATER_S - 1.0  # certificates have whole seconds
     served.start()
     try:
         await _until(lambda: client_files(client)[0] != first)
-        await _until(lambda: _serial(shown.context, browser) != serial)
+        await _until(lambda: _serial(shown, browser) != serial)
         await _until(lambda: any("certificates.replaced" in m for m in caplog.messages))
     finally:
         await served.stop()

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from mx.coordinator.events import log_changes
-from mx.coordinator.messages import SourceMessages
+from mx.coordinator.listings import SourceMessages
 from mx.core.changes import Change, ChangeKind, Tail
 from tests.support.records import make_documents, make_record
 

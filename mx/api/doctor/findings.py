@@ -8,11 +8,11 @@ from dataclasses import field
 from pathlib import Path
 
 from mx import config, discovery
-from mx.api.common import tls_of, transports
+from mx.api.common import transports
 from mx.discovery import Topology
 from mx.records import record
 from mx.transport import TlsFiles
-from mx.wire.address import is_local
+from mx.wire.address import is_local, tls_of
 
 
 class Level(enum.Enum):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 
-from mx.api.common import tls_of
 from mx.api.doctor.findings import ExaminedHost, Finding, failure, note, ok, warning
 from mx.api.listing import asking
 from mx.api.survey import topology
@@ -27,7 +26,7 @@ from mx.errors import (
 from mx.records import record
 from mx.text import listed
 from mx.units import count
-from mx.wire.address import resolve
+from mx.wire.address import resolve, tls_of
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.lease import Lease

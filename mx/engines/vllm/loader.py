@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+import platform
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import mx
 from mx import artifacts, config
-from mx.core.variant import ProcessingKey
+from mx.core.variant import ProcessingKey, shortened
 from mx.engines.compiling import CompileCaches
 from mx.engines.replica.configuration import check_configuration
+from mx.engines.replica.keys import fields_of, short
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
@@ -25,7 +27,6 @@ from mx.engines.replica.run import LOADED, PROCESSED, GivenUpError, RankRun
 from mx.engines.replica.tensors import device_of, slots_of
 from mx.engines.vllm import processed
 from mx.engines.vllm.compiled import configuration_of
-from mx.engines.vllm.key import engine_version, is_known, key_of
 from mx.engines.vllm.worker import watch
 
 log = logger_of("vLLM")
@@ -253,3 +254,70 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             return
         for layer in self._feed.layers():
             yield from self._run.compared(layer.tensors().items())
+
+
+# -- the processing keys of what a rank of vLLM holds ----------------------------------------------
+
+#: Versions whose loading was tried; others are used with a warning.
+KNOWN = ("0.32",)
+#: Parts of the names of variables that say nothing about the form of tensors.
+_ELSEWHERE = (
+    "CACHE", "CPU_OMP", "DEBUG", "DEVICES", "DIR", "HOST", "ID", "LOG", "PATH", "PORT", "RANK",
+    "SERVER", "THREADS", "TIMEOUT", "URL", "V1_MULTIPROCESSING", "WORKER",
+)  # fmt: skip
+
+
+def engine_version() -> str:
+    """Return vLLM's version."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def is_known(engine: str) -> bool:
+    """Return True for a version of vLLM that mx was tried with."""
+    return ".".join(engine.split(".")[:2]) in KNOWN
+
+
+def key_of(vllm_config: Any, ranks: Mapping[str, tuple[int, int]], state: str) -> ProcessingKey:
+    """Return the key of one rank's tensors.
+
+    Args:
+        vllm_config: The engine's configuration.
+        ranks: By axis ("tp", "pp", "dp") the rank and the size.
+        state: "loaded" for the tensors before vLLM processes them, "processed" for those after.
+
+    Raises:
+        Exception: A key can't represent this version or platform of vLLM.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    fields = fields_of("vllm", engine_version(), model, ranks, state)
+    if getattr(parallel, "enable_expert_parallel", False):
+        fields["experts"] = "parallel"
+    if ranks["dp"][1] > 1 and getattr(model, "is_moe", True):
+        fields["dp"] = "{}/{}".format(*ranks["dp"])  # each is a bundle of its own
+    if state == PROCESSED:
+        fields["device"] = _device()
+        fields["kernels"] = short([vllm_config.kernel_config.compute_hash(), _environment()])
+    return shortened(fields)
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that choose kernels, and with them the form of processed tensors."""
+    from vllm import envs
+
+    return {
+        name: str(value)
+        for name, value in envs.compile_factors().items()
+        if name.startswith("VLLM_") and not any(part in name for part in _ELSEWHERE)
+    }
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return f"cpu-{platform.machine()}"
+    capability = current_platform.get_device_capability()  # None where a platform has no such thing
+    version = "any" if capability is None else capability.as_version_str()
+    return f"{current_platform.device_type}-{version}"
