@@ -77,6 +77,7 @@ class Registrar:
         self._vouches: dict[tuple[str, str], bytes] = {}  # the last, by name and variant
         self._owners: dict[str, bytes] = {}  # the commitments that names belong to
         self._published_s: dict[HeldModel, float] = {}  # when the owner has published them
+        self._published: set[tuple[str, bytes]] = set()  # weights, under names, by this process
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
         self._settling: dict[HeldModel, asyncio.Task[None]] = {}
@@ -157,6 +158,8 @@ class Registrar:
         if listed.published_s:
             self._published_s[held] = listed.published_s
         held.vouch = self._vouches[held.key.name, held.key.variant] = listed.vouch
+        if replaces or publishes:
+            self._published.add((held.key.name, held.manifest.ref.identity))
         if replaces:
             self._forget_replaced(before, listed.model, held)
         event(
@@ -210,7 +213,9 @@ class Registrar:
         raise AssertionError
 
     def _on_outdated(self, held: HeldModel, replaces: str) -> None:
-        if held not in self._settling:
+        # A coordinator can't have published what its owner has not.
+        published = (held.key.name, held.manifest.ref.identity) in self._published
+        if published and held not in self._settling:
             settling = self._publish_again(held, replaces)
             self._settling[held] = asyncio.create_task(settling, name="mx-settle")
 

@@ -394,7 +394,9 @@ def _proved(
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
     asked = replace(key, revision=replaces or key.revision)
     known = [record.vouch, *vouches]
-    newer = bool(replaces) or registration.intent.publishes
+    # What was published before, and is now to have another number, is no newer for that.
+    intent = registration.intent
+    newer = not intent.published_s and (bool(replaces) or intent.publishes)
     vouch = name_key.vouch(asked, record.ref, known, time.time_ns() // 1000, updates=newer)
     said = proof(
         purpose,
