@@ -55,7 +55,7 @@ def certified(source: SourceRecord) -> Certificate:
     try:
         public, kinds, expires_s, principal = json.loads(said)
         found = Certificate(bytes.fromhex(public), tuple(kinds), int(expires_s), str(principal))
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise NotAllowedError(f"the lender key of {name} is of another version") from None
     if found.expires_s <= time.time():
         raise NotAllowedError(

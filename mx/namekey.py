@@ -201,7 +201,9 @@ class LenderKey(NameKey):
                 str(name): (bytes.fromhex(commitment), bytes.fromhex(certificate))
                 for name, (commitment, certificate) in found["certificates"].items()
             }
-            return cls(bytes.fromhex(found["seed"]), certificates)
+            if len(seed := bytes.fromhex(found["seed"])) != keyfile.KEY_BYTES:
+                raise ValueError
+            return cls(seed, certificates)
         except OSError as error:
             why = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

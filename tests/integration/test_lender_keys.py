@@ -15,6 +15,7 @@ import torch
 
 import mx
 from mx import api, config, keyfile
+from mx.core.ownership import certificate_text
 from mx.core.types import ModelKey, SourceRecord
 from mx.engines.replica import choice
 from mx.engines.replica.lender import Lender
@@ -25,6 +26,7 @@ from mx.lenderkey import STATES, Certificate, certified, check_lender
 from mx.namekey import LenderKey, NameKey
 from tests.support.clients import client_of
 from tests.support.commands import Run, start_coordinator
+from tests.support.records import make_documents, make_record
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -246,15 +248,19 @@ async def test_what_a_coordinator_and_readers_refuse(fleet: Fleet, stack: ExitSt
     assert check_lender(record, None, updates=False) == found.public
     late = Certificate(found.public, found.kinds, int(time.time()) - 1)
     said = late.encode()
-    from mx.core.ownership import certificate_text
-
     expired = fleet.owner.sign("m", certificate_text("m", said)) + said
     assert not fleet.owner.vouched(replace(record, certificate=expired))
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"", "it is none"), (b"[]", "it is none"), (b"{}", "it is none"), (b"\xff" * 32, "none")],
+    [
+        (b"", "it is none"),
+        (b"[]", "it is none"),
+        (b"{}", "it is none"),
+        (b"\xff" * 32, "none"),
+        (b'{"seed": "00", "certificates": {}}', "none"),
+    ],
 )
 def test_a_file_that_is_no_lender_key_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "lender.key"
@@ -288,3 +294,17 @@ def test_keygen_makes_a_lender_key(run: Run, tmp_path: Path) -> None:
         refused = run("keygen", "--lender", str(tmp_path / "no.key"), *more)
         assert refused.wait() == 2 and says in refused.err
     assert not (tmp_path / "no.key").exists()
+
+
+@pytest.mark.parametrize(
+    "said", [b"[1]", b'["00", ["states"], Infinity, ""]', b"[" * 2000, b"\xff"]
+)
+def test_a_certificate_that_its_signer_wrote_wrongly_is_refused(said: bytes) -> None:
+    """Everyone may sign one, with a key pair of their own."""
+    key = NameKey(b"o" * 32)
+    signed = key.sign("m", certificate_text("m", said)) + said
+    record = make_record(make_documents("A"), name="m", variant=str(KEY))
+    record = replace(record, commitment=key.commitment("m"), certificate=signed)
+    with pytest.raises(NotAllowedError):
+        certified(record)
+    assert not key.vouched(record)
