@@ -26,8 +26,8 @@ from mx.wire.listing import SourceStatus
 
 T = TypeVar("T")
 
-#: The most open watches of one router.
-MAX_WATCHES = 64
+#: The most open watches of one router: each has two streams, and a connection has at most 100.
+MAX_WATCHES = 40
 #: The most places of one question.
 MAX_PLACES = 4096
 
@@ -131,7 +131,7 @@ class Router(CoordinatorUser):
             model: NAME, NAME:REVISION or NAME@PIN; empty for all models. It need not be there yet.
 
         Raises:
-            CapacityError: The router has 64 watches open.
+            CapacityError: The router has 40 watches open.
             ConfigError: `model` is not a model's name.
             ClosedError: The router was closed.
         """

@@ -39,7 +39,7 @@ class Limits:
 
     connections: int = 16_384
     calls: int = 16_384
-    requests_nbytes: int = 80 * MIB
+    requests_nbytes: int = 48 * MIB
     answers_nbytes: int = 256 * MIB
     documents_nbytes: int = 384 * MIB
     models: int = 4096

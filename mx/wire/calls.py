@@ -22,7 +22,7 @@ from mx.wire.address import address_of_peer
 #: Of a principal with so many calls, connections with more than so many are ended: gRPC would
 #: cancel calls of others, too, once more than 16,384 wait for the event loop.
 _MANY_CALLS = 2048
-_MANY_CALLS_OF_CONNECTION = 128
+_MANY_CALLS_OF_CONNECTION = 64
 #: A connection that does not take a message for this long is ended.
 UNREAD_S = 60.0
 #: A first message that is complete needs less than this to be seen here, however busy the loop is.

@@ -73,8 +73,11 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     # A client that connects and sends nothing is disconnected after this.
     ("grpc.server_handshake_timeout_ms", 5000),
-    # One process has a handful of streams open; more than this wait at the client.
-    ("grpc.max_concurrent_streams", 256),
+    # One process has a handful of streams open; more than this wait at the client. Each may hold a
+    # request, which gRPC takes in before a call is seen here.
+    ("grpc.max_concurrent_streams", 100),
+    # With it gRPC resets calls of a connection that has fewer, once others have many.
+    ("grpc.http.overload_protection", 0),
     # A message is taken in before it is asked for, and as much of the next one as the window has.
     ("grpc.http2.lookahead_bytes", 16 * KIB),
     # It would widen the windows of connections that send much.

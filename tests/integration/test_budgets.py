@@ -40,6 +40,8 @@ MIB = 1 << 20
 ONE, TWENTY = 64 * MIB, 256 * MIB
 #: As large as a server takes, and larger.
 SIZES = (65_000, 4 * MIB)
+#: As many calls as a server allows a connection at a time.
+STREAMS = 100
 REGISTER, OPEN = "/mx.wire.v1.Coordinator/Register", "/mx.wire.v1.Peer/Open"
 SECRET = b"s" * 32
 
@@ -54,13 +56,20 @@ def memory(pid: int, what: str) -> int:
 
 @contextmanager
 def half_sent(
-    address: str, *, nbytes: int, path: str = REGISTER, files: TlsFiles | None = None
+    address: str,
+    *,
+    nbytes: int,
+    path: str = REGISTER,
+    files: TlsFiles | None = None,
+    connections: int = 1,
+    again: bool = False,
 ) -> Iterator[Callable[[], int]]:
-    """Run a client that begins 250 messages and withholds the last byte of each. Gives what
-    returns how many calls it has made."""
+    """Run a client that begins 250 messages on each connection and withholds the last byte of each.
+    Gives what returns how many calls it has made."""
     shown = ("--tls", files.certificate, files.key, files.authority) if files else ()
     command = [
         *(sys.executable, "-m", "tests.support.half_sent", address, "--seconds=60"),
+        *(f"--connections={connections}", *(("--again",) if again else ())),
         *(f"--nbytes={nbytes}", f"--path={path}", *shown),
     ]
     env = environment()
@@ -73,7 +82,7 @@ def half_sent(
             assert child.stdout is not None
             words = child.stdout.readline().split()
             gone, there = int(words[-1]), int(words[3])
-            made = max(made, there + 250 * gone)
+            made = max(made, there + STREAMS * gone)
             return made
 
         try:
@@ -98,7 +107,7 @@ async def cost_of(
             for calls in running:
                 await asyncio.to_thread(calls)
             await honest()
-        assert all(calls() >= 250 for calls in running)
+        assert all(calls() >= STREAMS for calls in running)
     return memory(pid, "VmHWM") - before
 
 
@@ -144,6 +153,18 @@ async def test_half_sent_requests_with_a_certificate_cost_a_coordinator_little(
     if not right:
         until(lambda: "connections.faulty" in command.err, "its connection has ended")
         assert "may do nothing here" in command.err
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_half_sent_requests_on_twenty_connections_of_one_principal_cost_little(
+    site: Site, authority: Authority, nbytes: int
+) -> None:
+    (files,) = tenants(site, authority, 1)
+    command = site.coordinator("--policy", str(site.policy))
+    async with client_of(site.address, tls=site.files("reader"), timeout_s=60.0) as client:
+        attacks = [half_sent(site.address, nbytes=nbytes, files=files, connections=20)]
+        cost = await cost_of(command.process.pid, attacks, client.list_models)
+    assert cost <= ONE, f"{cost >> 20} MiB"
 
 
 def tenants(site: Site, authority: Authority, count: int) -> list[TlsFiles]:

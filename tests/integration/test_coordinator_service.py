@@ -485,11 +485,11 @@ async def test_invalid_reports_and_reports_on_others_pulls_are_refused() -> None
 
 async def test_many_pulls_come_in_pages() -> None:
     async with coordinator() as client, AsyncExitStack() as stack:
-        clients = [CoordinatorClient(client.remote.address) for _ in range(2)]
+        clients = [CoordinatorClient(client.remote.address) for _ in range(8)]
         for each in clients:
             stack.push_async_callback(each.close)
         for number in range(400):
-            report = await stack.enter_async_context(clients[number % 2].reporting())
+            report = await stack.enter_async_context(clients[number % 8].reporting())
             await report(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
         while len(await client.list_pulls()) < 400:
             await asyncio.sleep(0.01)

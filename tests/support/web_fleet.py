@@ -21,8 +21,8 @@ from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError
 from mx.wire.client import CoordinatorClient
 
-#: A connection has at most 256 streams.
-STREAMS = 200
+#: A connection has at most 100 streams.
+STREAMS = 80
 NBYTES = 141 << 30
 
 

@@ -71,12 +71,12 @@ def test_answers_that_are_not_taken_are_counted() -> None:
 
 def test_a_connection_is_greedy_only_where_its_address_is() -> None:
     running = Calls()
-    for _ in range(200):
+    for _ in range(100):
         running.begin(Call("10.0.0.1")).completed()  # many models of one process
     for port in range(3000):
         running.begin(Call("10.0.0.2", port)).completed()  # many processes of one address
     assert running.greedy() == frozenset()
-    for _ in range(129):
+    for _ in range(65):
         running.begin(Call("10.0.0.2", 5000)).completed()
     assert running.greedy() == {"ipv4:10.0.0.2:5000"}
 
