@@ -39,7 +39,6 @@ class Draft:
     sources: dict[str, Listed | None] = field(default_factory=dict)
     put: dict[str, None] = field(default_factory=dict)
     gone: dict[str, Gone | None] = field(default_factory=dict)
-    gone_read: set[str] = field(default_factory=set)
     due: set[str] = field(default_factory=set)
     expired: set[str] = field(default_factory=set)
     renewals: dict[str, Renewal] = field(default_factory=dict)

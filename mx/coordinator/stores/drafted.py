@@ -50,8 +50,6 @@ class DraftedStore(MemoryStore):
         draft = self._draft
         if draft is None:
             return super().decide(state)
-        if state.name not in draft.names:
-            self.name(state.name)  # it is compared, also if the steps have not read it
         draft.names[state.name] = state
         draft.decided[state.name] = None
         return None
@@ -145,7 +143,6 @@ class DraftedStore(MemoryStore):
         draft = self._draft
         if draft is None:
             return super().gone(source_id)
-        draft.gone_read.add(source_id)
         found = draft.gone.get(source_id, self._gone.get(source_id))
         return found if found is not None and found.until_s > draft.now else None
 

@@ -1,9 +1,9 @@
 """The state in Redis, which several coordinators share.
 
 All of the state is in each coordinator's memory, and one script decides each commit: it compares
-the versions of what the steps have read, and writes all or nothing. Commits are numbered; each is
-one entry of a stream that every coordinator follows. One that has missed some begins again with all
-there is.
+the last commit with the one that the steps have seen, and writes all or nothing. Commits are
+numbered; each is one entry of a stream that every coordinator follows. One that has missed some
+begins again with all there is.
 
 If Redis comes back with less than was kept, a new epoch begins, in doubt.
 """
@@ -32,7 +32,6 @@ from mx.coordinator.stores.redis_records import (
     decode_all,
     named,
     pages_of,
-    read_of,
     record_of,
 )
 from mx.core.digest import document_digest
@@ -54,9 +53,9 @@ from mx.wire.audit import write_forged
 log = logging.getLogger(__name__)
 
 _HASHES = ("names", "sources", "gone")
-_COMMITTED = ("meta", "versions", "stream", "documents", "spared", *_HASHES)
+_COMMITTED = ("meta", "stream", "documents", "spared", *_HASHES)
 #: What there is of a state, but for documents, which prove themselves.
-_STATE = ("meta", "versions", "stream", "spared", *_HASHES)
+_STATE = ("meta", "stream", "spared", *_HASHES)
 #: How long commits of others wait here before all is read anew.
 _STUCK_S = 2 * WRITE_S
 #: The commits that the stream keeps, about.
@@ -95,7 +94,6 @@ class RedisStore(LeasedStore):
         self._mac = mac
         self._number = 0
         self._token = ""
-        self._versions: dict[str, str] = {}
         self._listed_s: dict[str, float] = {}
         self._following = asyncio.Lock()
         self._followed_s = self._read_anew_s = -math.inf  # the last commit, and the last try
@@ -150,7 +148,7 @@ class RedisStore(LeasedStore):
                     args=[found[0].get(b"token", b"")],
                 )
             found = await self._read(self.clock() + self._doubt_s)
-        meta, names, sources, gone, versions, digests = found
+        meta, names, sources, gone, digests = found
         if int(meta[b"version"]) > VERSION:
             raise ConfigError(
                 f"the state at {link.name} is of a later version of mx: "
@@ -178,7 +176,6 @@ class RedisStore(LeasedStore):
             MemoryStore.renew(self, source_id, *lease, first=source_id not in leases)
         for source_id, each in sorted(values[2].items(), key=lambda each: each[1].until_s):
             self._gone[source_id] = each
-        self._versions = {field.decode(): token.decode() for field, token in versions.items()}
         self._number, self._token = int(meta[b"commit"]), meta[b"token"].decode()
         self._followed_s = time.monotonic()
         self._latest = int(meta[b"latest"])
@@ -197,7 +194,7 @@ class RedisStore(LeasedStore):
                 keys=[link.key("meta")], args=[epoch, VERSION, doubt, self._latest, *said]
             )
             pipe = link.client.pipeline(transaction=True)
-            for name in ("meta", *_HASHES, "versions"):
+            for name in ("meta", *_HASHES):
                 pipe.hgetall(link.key(name))
             pipe.hkeys(link.key("documents"))
             found: list[Any] = await pipe.execute()
@@ -317,24 +314,21 @@ class RedisStore(LeasedStore):
     def _arguments(self, commit: Commit, token: str) -> list[Any]:
         """Return the arguments of the script."""
         draft, now = commit.draft, self.clock()
-        read, documents = read_of(draft), self._named(draft)
+        documents = self._named(draft)
         leases = [
             (each, self._left_ms(draft.renewals.get(each), now))
             for each in commit.listed_s
             if each not in self._sources
         ]
         record = record_of(commit, leases)
-        signed = ["", "", ""]
+        signed = ["", ""]
         if self._mac is not None:
             head = self._head_after(draft, token)
-            signed = [self._token, *self._mac.of_commit(head, self._token, record, commit.writes)]
+            signed = self._mac.of_commit(head, self._token, record, commit.writes)
         flat: list[Any] = [
             self.epoch, token, record, len(draft.entries), _KEPT_COMMITS, self._link.key("lease:"),
-            *signed, len(read),
+            self._token, *signed, len(draft.expired), *draft.expired, len(documents), *documents,
         ]  # fmt: skip
-        for field in read:
-            flat += [field, self._versions.get(field, "")]
-        flat += [len(draft.expired), *draft.expired, len(documents), *documents]
         for each in (commit.writes, leases):
             flat.append(len(each))
             for values in each:
@@ -356,11 +350,6 @@ class RedisStore(LeasedStore):
     def _take(self, number: int, token: str, commit: Commit) -> None:
         """Apply the next commit to the memory."""
         for kind, key, value in commit.writes:
-            field = f"{kind}:{key}"
-            if value:
-                self._versions[field] = token
-            else:
-                self._versions.pop(field, None)
             if kind == "sources":
                 self._ended.discard(key)
                 if value:

@@ -52,13 +52,6 @@ def commit_of(draft: Draft, listed_s: Mapping[str, float], now: float) -> Commit
     return Commit(draft, writes, since)
 
 
-def read_of(draft: Draft) -> list[str]:
-    """Return the values that a draft has read or written, whose versions are compared."""
-    read = [f"names:{name}" for name in {*draft.names, *draft.decided}]
-    read += [f"sources:{each}" for each in {*draft.sources, *draft.put}]
-    return read + [f"gone:{each}" for each in {*draft.gone_read, *draft.gone}]
-
-
 def named(draft: Draft) -> set[bytes]:
     """Return the documents that a draft's entries come to name."""
     found: list[tuple[bytes, int]] = []

@@ -2,25 +2,20 @@
 
 `meta` has the epoch, until when it is in doubt, the number of the last commit and its token, the
 number of the last entry, the MAC of the state as of a commit (`mac_of`), and by which key that is.
-`versions` has the token of the commit that wrote each value last.
 """
 
-#: Keep a commit if nothing that it read has changed. All writes come after all checks; where Redis
+#: Keep a commit if it follows the last one. All writes come after all checks; where Redis
 #: is full it refuses the first one.
 COMMIT = """
-local meta, versions, stream, documents, spared = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local hashes = {names = KEYS[6], sources = KEYS[7], gone = KEYS[8]}
+local meta, stream, documents, spared = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local hashes = {names = KEYS[5], sources = KEYS[6], gone = KEYS[7]}
 local at = 0
 local function take() at = at + 1; return ARGV[at] end
 local function times() return tonumber(take()) end
 local epoch, token, record, entries, kept, lease = take(), take(), take(), take(), take(), take()
-local base, state_mac, commit_mac = take(), take(), take()
+local before, state_mac, commit_mac = take(), take(), take()
 if redis.call('HGET', meta, 'epoch') ~= epoch then return {'changed'} end
-if base ~= '' and redis.call('HGET', meta, 'token') ~= base then return {'changed'} end
-for _ = 1, times() do
-  local field, version = take(), take()
-  if (redis.call('HGET', versions, field) or '') ~= version then return {'changed'} end
-end
+if redis.call('HGET', meta, 'token') ~= before then return {'changed'} end
 for _ = 1, times() do
   if redis.call('EXISTS', lease .. take()) == 1 then return {'alive'} end
 end
@@ -30,23 +25,19 @@ for _ = 1, times() do
   if redis.call('HEXISTS', documents, digest) == 0 then missing[#missing + 1] = digest end
 end
 if #missing > 1 then return missing end
-local before = redis.call('HGET', meta, 'token') or ''
 local number = redis.call('HINCRBY', meta, 'commit', 1)
 redis.call('HINCRBY', meta, 'latest', entries)
 redis.call('HSET', meta, 'token', token)
 for _ = 1, times() do
   local kind, key, value = take(), take(), take()
-  local field = kind .. ':' .. key
   if value == '' then
     redis.call('HDEL', hashes[kind], key)
-    redis.call('HDEL', versions, field)
     if kind == 'sources' then
       redis.call('DEL', lease .. key)
       redis.call('HDEL', spared, key)
     end
   else
     redis.call('HSET', hashes[kind], key, value)
-    redis.call('HSET', versions, field, token)
   end
 end
 for _ = 1, times() do
@@ -60,7 +51,7 @@ if new_epoch ~= '' then
     redis.call('HSET', meta, 'latest', lowest)
   end
 end
-if base ~= '' then redis.call('HSET', meta, 'mac', state_mac, 'mac_of', token) end
+if state_mac ~= '' then redis.call('HSET', meta, 'mac', state_mac, 'mac_of', token) end
 -- An entry that no coordinator has added could have a later number: then the stream begins anew.
 local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', '1')[1]
 if last and tonumber(string.match(last[1], '^%d+')) >= number then redis.call('DEL', stream) end
