@@ -9,9 +9,10 @@ import contextlib
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
-from mx.errors import LocalError, MxError, SourceError, release_frames
+from mx.errors import LocalError, MxError, SourceError
 from mx.testing import spans
 from mx.testing.child import GRANT_ID
 from mx.testing.harness import GENERATION, PEER, Harness, RemoteSource
@@ -194,7 +195,7 @@ class Bench:
                 [memory.region(index) for index, memory in enumerate(memories)], options
             )
         except MxError as error:
-            release_frames(error)
+            traceback.clear_frames(error.__traceback__)  # those of the transport, too
             for memory in memories:
                 memory.close()
             raise
@@ -208,7 +209,7 @@ class Bench:
         try:
             return self.source(nbytes, kind=Kind.SCATTERED, places=places)
         except LocalError as error:
-            release_frames(error)
+            traceback.clear_frames(error.__traceback__)
             return error.message
 
     def remote(self, *sizes: int) -> tuple[RemoteSource, Session]:

@@ -13,8 +13,7 @@ set up what the transport needs; a subclass may override a test. This module its
 
 Each rule works on a bench of its own with a new transport, raises RuleBroken where the transport
 does not keep it, and returns otherwise. Rules about what a transport does not have (paths that
-attach, a network, an exposure that sends) hold for it as they are. `mx.testing.broken` holds, for
-each, a fake that breaks that rule and no other.
+attach, a network, an exposure that sends) hold for it as they are.
 """
 
 from __future__ import annotations

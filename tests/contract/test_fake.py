@@ -2,9 +2,10 @@
 
 import pytest
 
-from mx.testing import broken, conformance
+from mx.testing import conformance
 from mx.testing.conformance import Harness, TransportSuite
 from mx.testing.fake import FakeHarness
+from tests.support import broken
 
 pytestmark = pytest.mark.long
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mx.testing.broken.base import BrokenFake, exposure, session, transport
 from mx.testing.fake import FakeExposure, FakeSession
 from mx.transport import (
     Grant,
 )
+from tests.support.broken.base import BrokenFake, exposure, session, transport
 
 
 @transport("refuses_other_weights")

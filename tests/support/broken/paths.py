@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mx.testing.broken.base import BrokenFake, exposure, transport
 from mx.testing.fake import FakeExposure
 from mx.transport import (
     ExposedRegion,
@@ -15,6 +14,7 @@ from mx.transport import (
     Session,
 )
 from mx.units import KIB
+from tests.support.broken.base import BrokenFake, exposure, transport
 
 SLICE_BYTES = 256 * KIB
 

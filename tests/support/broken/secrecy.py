@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mx.testing.broken.base import BrokenFake, transport
 from mx.transport import TlsFiles
+from tests.support.broken.base import BrokenFake, transport
 
 
 @transport("encrypts")

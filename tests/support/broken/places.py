@@ -8,11 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from mx.buffers import address_of, memory_at
-from mx.errors import (
-    LocalError,
-    StaleGenerationError,
-)
-from mx.testing.broken.base import BrokenFake, exposure, session, transport
+from mx.errors import LocalError, StaleGenerationError
 from mx.testing.fake import STEP_BYTES, FakeExposure, FakeSession
 from mx.transport import (
     ExposedRegion,
@@ -25,6 +21,7 @@ from mx.transport import (
     host_view,
     spans_of,
 )
+from tests.support.broken.base import BrokenFake, exposure, session, transport
 
 
 @session("right_bytes")

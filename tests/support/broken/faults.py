@@ -11,12 +11,12 @@ from mx.errors import (
     PeerRefusedError,
     SourceError,
 )
-from mx.testing.broken.base import BrokenFake, exposure, session, transport
 from mx.testing.fake import FakeExposure, FakeSession
 from mx.transport import (
     Read,
     host_view,
 )
+from tests.support.broken.base import BrokenFake, exposure, session, transport
 
 
 @session("peer_dies")

@@ -16,7 +16,6 @@ from mx.errors import (
     MxError,
     PeerLostError,
 )
-from mx.testing.broken.base import BrokenFake, exposure, session, transport
 from mx.testing.fake import FakeExposure, FakeSession
 from mx.transport import (
     Grant,
@@ -26,6 +25,7 @@ from mx.transport import (
     Viable,
     host_view,
 )
+from tests.support.broken.base import BrokenFake, exposure, session, transport
 
 
 @transport("probes")

@@ -3,7 +3,7 @@
 Each mistake is one that a real transport could make.
 """
 
-from mx.testing.broken import content, faults, life, paths, places, secrecy
-from mx.testing.broken.base import BROKEN, BrokenFake
+from tests.support.broken import content, faults, life, paths, places, secrecy
+from tests.support.broken.base import BROKEN, BrokenFake
 
 __all__ = ["BROKEN", "BrokenFake", "content", "faults", "life", "paths", "places", "secrecy"]
