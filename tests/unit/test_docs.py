@@ -77,3 +77,11 @@ def test_faults_are_found(tmp_path: Path) -> None:
     )
     assert anchors_of(made) == {"one-two", "a-b", "a-b-1"}
     assert links_of(made) == ["yes"]
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:mx|tests|transports|benchmarks|proto)/[\w./-]+)`", text)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
