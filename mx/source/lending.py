@@ -6,30 +6,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from mx.core.lending import Lent, LentEvent, LentState
-from mx.core.types import SourceRole
-from mx.core.variant import membership
-from mx.errors import (
-    BindingError,
-    ClosedError,
-    ConfigError,
-    CoordinatorError,
-    LocalError,
-    NotAllowedError,
-    UnknownModelError,
-)
+from mx.errors import ClosedError, ConfigError, CoordinatorError, LocalError
 from mx.log import event
 from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut, unexpected
 from mx.source.changes import MemoryChange
 from mx.source.model import HeldModel, hashed_again
+from mx.source.registrar import INTERRUPTED
+from mx.source.retirement import Retirement
 from mx.source.served import MemoryFaults
-
-if TYPE_CHECKING:
-    from mx.source.server import SourceServer
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +30,6 @@ LIST_S, LIST_AGAIN_S = 10.0, 0.5
 #: coordinator that does not answer takes another.
 ENTER_S = 10.0
 
-INTERRUPTED = "`changing` was interrupted"
 FAILED = "`changing` ended with an error"
 
 
@@ -52,11 +40,26 @@ class Lending:
     thread whose change it is only tells it what it wants.
     """
 
-    def __init__(self, server: SourceServer, held: HeldModel) -> None:
+    def __init__(
+        self,
+        held: HeldModel,
+        retirement: Retirement,
+        offer: Callable[[HeldModel], Coroutine[Any, Any, None]],
+        list_changed: Callable[[HeldModel, bytes, Callable[[], bool]], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            held: What is lent.
+            retirement: Takes it away from its readers.
+            offer: Serves it again.
+            list_changed: Registers it as it is now, as `Registrar.list_changed`.
+        """
         self.held = held
         self._state = LentState()
         self._listed = held.manifest.ref.identity  # under `held.key`
-        self._server = server
+        self._retirement = retirement
+        self._offer = offer
+        self._list_changed = list_changed
         self._change: MemoryChange | None = None  # that runs, or ran last
         self._changing: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
@@ -135,12 +138,10 @@ class Lending:
     async def _withdraw(self, why: str, *, written: bool = False) -> None:
         """Stop serving the memory. `written`: readers are told that it changed."""
         if written:
-            self._server.retirement.written(self.held.arena)
+            self._retirement.written(self.held.arena)
         self._say_withdrawn(why)
         async with self._busy:
-            await uncut(
-                self._server.retirement.retire_memory(self.held.arena, 0.0, changed=written)
-            )
+            await uncut(self._retirement.retire_memory(self.held.arena, 0.0, changed=written))
 
     def _say_withdrawn(self, why: str, level: int = logging.ERROR) -> None:
         self._state.step(LentEvent.WITHDRAW, why)
@@ -251,11 +252,11 @@ class Lending:
         async def retire() -> None:
             until_s = time.monotonic() + change.grace_s
             async with self._busy:  # what hashes it has stopped then
-                await self._server.retirement.retire_memory(
+                await self._retirement.retire_memory(
                     self.held.arena, change.grace_s, lambda: change.gone or self._is_closed()
                 )
                 left_s = max(0.0, until_s - time.monotonic())
-                await self._server.retirement.let_go(self.held.key, left_s)
+                await self._retirement.let_go(self.held.key, left_s)
 
         self._retiring = retiring = asyncio.create_task(retire(), name="mx-withdraw")
         done, _ = await asyncio.wait((retiring,), timeout=change.grace_s + ENTER_S)
@@ -290,10 +291,10 @@ class Lending:
             raise LocalError(FAILED)
         self.held = now
         try:
-            await uncut(self._server.offer(now))
+            await uncut(self._offer(now))
             await self._list(now, stopped)
         except BaseException:
-            await uncut(self._server.retirement.retire(now.source_id, 0.0))
+            await uncut(self._retirement.retire(now.source_id, 0.0))
             raise
         self._state.step(LentEvent.LIST)
         self._listed = now.manifest.ref.identity
@@ -305,36 +306,10 @@ class Lending:
             if stopped():
                 raise ClosedError(INTERRUPTED)
             try:
-                await self._try_list(now, stopped)
+                await self._list_changed(now, self._listed, stopped)
             except CoordinatorError as error:
                 if type(error) is not CoordinatorError or time.monotonic() >= until_s:
                     raise
             else:
                 return
             await asyncio.sleep(LIST_AGAIN_S)
-
-    async def _try_list(self, now: HeldModel, stopped: Callable[[], bool]) -> None:
-        registrar = self._server.registrar
-        if registrar is None:
-            return
-        try:
-            same = now.manifest.ref.identity == self._listed
-            if same and (now.role is SourceRole.RELAY or membership(now.key.variant).alone):
-                now.key = await registrar.list(now, again=True)
-            elif now.role is SourceRole.ORIGIN:
-                now.key = await registrar.list(now, replaces=now.key.revision, stopped=stopped)
-            else:
-                raise BindingError(f"{now.key} was pulled, and belongs to another source")
-        except (BindingError, NotAllowedError) as error:
-            if stopped():
-                raise ClosedError(INTERRUPTED) from error
-            try:
-                now.key = await registrar.key_of(now)
-                now.key = await registrar.list(now)
-            except (BindingError, UnknownModelError):
-                raise type(error)(
-                    f"{error.message}; no source has registered the new weights",
-                    hint=error.hint
-                    or "once the name's owner has registered them, call `changing` again",
-                ) from error
-        registrar.keep_listed(now)

@@ -20,6 +20,7 @@ from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
+    ClosedError,
     CoordinatorError,
     LocalError,
     MxError,
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 #: For how long a registration is tried again while a coordinator that has lost its state can't say
 #: whose the name is, and how often.
 _SETTLE_S, _SETTLE_LOOK_S = 80.0, 1.0
+#: What a change that is not waited for any more ends with.
+INTERRUPTED = "`changing` was interrupted"
 
 
 class Registrar:
@@ -181,6 +184,43 @@ class Registrar:
         for key in self._replaced - used:
             self._receipts.pop(key, None)
         self._replaced &= used
+
+    async def list_changed(
+        self, held: HeldModel, listed: bytes, stopped: Callable[[], bool]
+    ) -> None:
+        """Register live memory as it is after a change, and keep it listed: under a new revision
+        if this process owns its name, else only where its weights are bound already.
+
+        Args:
+            held: The model, whose key gets the revision.
+            listed: The identity that it was registered with before.
+            stopped: As `list` does.
+
+        Raises:
+            ClosedError: It was stopped.
+            MxError: As `list`.
+        """
+        try:
+            same = held.manifest.ref.identity == listed
+            if same and (held.role is SourceRole.RELAY or membership(held.key.variant).alone):
+                held.key = await self.list(held, again=True)
+            elif held.role is SourceRole.ORIGIN:
+                held.key = await self.list(held, replaces=held.key.revision, stopped=stopped)
+            else:
+                raise BindingError(f"{held.key} was pulled, and belongs to another source")
+        except (BindingError, NotAllowedError) as error:
+            if stopped():
+                raise ClosedError(INTERRUPTED) from error
+            try:
+                held.key = await self.key_of(held)
+                held.key = await self.list(held)
+            except (BindingError, UnknownModelError):
+                raise type(error)(
+                    f"{error.message}; no source has registered the new weights",
+                    hint=error.hint
+                    or "once the name's owner has registered them, call `changing` again",
+                ) from error
+        self.keep_listed(held)
 
     async def list_as_newest(self, held: HeldModel) -> ModelKey:
         """Register a model as what its name means: as an update, unless the newest revision has

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from mx.core.leases import MARGIN_S
 from mx.core.types import ModelKey
@@ -20,7 +20,6 @@ from mx.source.doubts import looked_at
 from mx.source.exposures import withdraw
 from mx.source.grants import Grants
 from mx.source.model import HeldModel
-from mx.source.registrar import Registrar
 from mx.source.served import Served
 from mx.source.service import PeerServicer
 from mx.transport import Exposure
@@ -38,19 +37,19 @@ class Retirement:
         self,
         servicer: PeerServicer,
         grants: Grants,
-        registrar: Callable[[], Registrar | None],
+        unlist: Callable[[HeldModel], Awaitable[None]],
         stall_timeout_s: float,
     ) -> None:
         """
         Args:
             servicer: What serves them.
             grants: The grants of their readers.
-            registrar: Returns what lists them, if they are listed.
+            unlist: Deregisters a model, if it is listed.
             stall_timeout_s: How long a reader may stand still.
         """
         self._servicer = servicer
         self._grants = grants
-        self._registrar = registrar
+        self._unlist = unlist
         self._stall_timeout_s = stall_timeout_s
         #: Why a source that lends nothing serves no reader any more; "" while it does.
         self.withdrawn = ""
@@ -89,10 +88,7 @@ class Retirement:
             served.changed = True
             self._servicer.cut(source_id)
         event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
-        registrar = self._registrar()
-        if registrar is not None:
-            # Live memory comes back under its name.
-            await registrar.unlist(served.held, keeps_name=served.held.live)
+        await self._unlist(served.held)
         leases = self._grants.leases
         await until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
         finished = not leases.of_source(source_id)

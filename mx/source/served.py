@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from mx.core.types import SourceRecord
 from mx.records import record
 from mx.source.model import HeldModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
-
-if TYPE_CHECKING:
-    from mx.source.lending import Lending
 
 
 class Participant(Protocol):
@@ -72,6 +69,25 @@ class MemoryFaults:
     wrong: str = ""
 
 
+class Watchman(Protocol):
+    """What looks after memory that is lent."""
+
+    @property
+    def lends(self) -> bool:
+        """True while it is lent."""
+
+    @property
+    def why(self) -> str:
+        """Why it was withdrawn, until it is lent again; else ""."""
+
+    async def check(self) -> bool:
+        """Withdraw the memory if its owner no longer uses it. Return True if it is lent."""
+
+    async def doubt(self, look: Callable[[], MemoryFaults]) -> bool:
+        """Hash some of the memory again with `look`, which blocks, and withdraw all of it if that
+        is not what was registered. Return True if it is right."""
+
+
 @record
 class Served:
     """A held model with its exposures, by transport name."""
@@ -90,7 +106,7 @@ class Served:
     #: True while its name stands for other weights at the coordinator.
     pin_only: bool = False
     #: Looks after the memory if it is lent.
-    watchman: Lending | None = None
+    watchman: Watchman | None = None
 
     @property
     def transports(self) -> tuple[str, ...]:

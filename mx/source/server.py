@@ -8,7 +8,7 @@ import logging
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -110,7 +110,7 @@ class SourceServer:
         self._servicer = PeerServicer(self._record, self._doubts, self._grants)
         #: Takes sources away again.
         self.retirement = Retirement(
-            self._servicer, self._grants, lambda: self.registrar, options.stall_timeout_s
+            self._servicer, self._grants, self._unlist, options.stall_timeout_s
         )
         #: Looks after live memory, if this process lends any.
         self.lending: Lending | None = None
@@ -288,7 +288,7 @@ class SourceServer:
         if not held.live or held.growing:
             return None
         if self.lending is None:
-            self.lending = Lending(self, held)
+            self.lending = Lending(held, self.retirement, self.offer, self._list_changed)
             watching = self.lending.watch()
             self._tasks.append(asyncio.create_task(watching, name="mx-lent-memory"))
         return self.lending
@@ -365,6 +365,17 @@ class SourceServer:
             lambda source_id: limits.gb_per_s(source_id, models[source_id].sent_bytes()),
             self.options.name_key,
         )
+
+    async def _unlist(self, held: HeldModel) -> None:
+        if self.registrar is not None:
+            # Live memory comes back under its name.
+            await self.registrar.unlist(held, keeps_name=held.live)
+
+    async def _list_changed(
+        self, held: HeldModel, listed: bytes, stopped: Callable[[], bool]
+    ) -> None:
+        if self.registrar is not None:
+            await self.registrar.list_changed(held, listed, stopped)
 
     async def _rename(self, held: HeldModel) -> None:
         """Serve a model under another source id. Readers of the source that it was may finish.
