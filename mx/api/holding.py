@@ -31,6 +31,7 @@ def hold(
     *,
     layout_version: int | None = None,
     files: Path | None = None,
+    follow: Collection[Path] = (),
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -42,6 +43,7 @@ def hold(
         device: "cpu" or "cuda:UUID".
         layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel with tensors; None: no files do.
+        follow: Folders that links of a checkpoint's side files may lead to.
         on_progress: As for `serve`.
         cancelled: As for `serve`.
 
@@ -60,6 +62,7 @@ def hold(
                 device=device,
                 shortcuts=device == "cpu",
                 threads=2,
+                follow=follow,
                 progress=on_progress,
                 cancelled=cancelled,
             )

@@ -263,6 +263,7 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool
     lines += _steps(report.steps, shows_all=all_steps)
     if out is not None:
         lines.append(f"  written to {out}")
+        lines += [f"  {line}" for line in report.folder.lines()]
     name = with_pin(report.model, report.pin)
     lines.append(f"  pin {name} {outcome.pin_covers(report.pin_covers_files)}")
     if not kept:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mx.config import Settings
 
 #: The flags that say how a checkpoint is served.
-_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device")
+_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device", "follow")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -78,6 +78,13 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder that the checkpoint's files may be links into; may be repeated.",
+            metavar="DIR",
+        ),
+    ] = None,
     artifacts: Annotated[
         list[str] | None,
         typer.Option(
@@ -164,6 +171,7 @@ def serve(
                     update=update,
                     coordinator=options.coordinator_of(settings),
                     device=device,
+                    follow=follow or (),
                     settings=settings,
                     on_progress=on_progress,
                 )
@@ -222,6 +230,7 @@ def _announce(checkpoint: Source | None, sets: Sequence[Source], *, as_json: boo
             f"  at {checkpoint.endpoint}, coordinator: {where} {checkpoint.coordinator_address}\n"
             f"  pin {checkpoint.pinned} {outcome.pin_covers(checkpoint.manifest.ref.packaging)}\n"
         )
+        text += "".join(f"  {line}\n" for line in checkpoint.notes.lines())
     for each in sets:
         text += (
             f"serving {each.model.name}: {format_bytes(each.manifest.layout.payload_nbytes)}\n"
@@ -245,6 +254,7 @@ def _object(source: Source) -> dict[str, object]:
         "endpoint": source.endpoint,
         "coordinator": source.coordinator_address,
         "embedded": source.embedded,
+        **source.notes.to_json(),
     }
 
 

@@ -12,8 +12,8 @@ from mx import config
 
 _QUOTED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 _ARGUMENTS = (
-    "allow_older cache checkpoint device files_only hold json model only out python revision "
-    "transport update variant verify"
+    "allow_older cache checkpoint device files_only follow hold json model only out python "
+    "revision transport update variant verify"
 )
 _FLAGS = (
     {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS.split()}

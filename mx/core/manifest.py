@@ -64,6 +64,8 @@ __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 MAX_CHUNKS = 1 << 20
 #: Of the packaging document. That of the layout document is the layout version.
 PACKAGING_VERSION = 2
+#: The side files of it that an earlier release would refuse.
+_NEWER = "more_side_files"
 
 
 def encode(
@@ -271,21 +273,24 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
     unknown = [name for file in packaging.files for name in file.tensors if name not in index_of]
     if unknown:
         raise ManifestError(f"the files hold {unknown[0]!r}, which is not a tensor of the layout")
-    return write_json(
-        {
-            "files": [
-                [
-                    file.path,
-                    # Pairs: a header's metadata keeps its order.
-                    None if file.metadata is None else list(file.metadata.items()),
-                    [index_of[name] for name in file.tensors],
-                ]
-                for file in packaging.files
-            ],
-            "side_files": [[s.path, s.nbytes, s.digest.hex()] for s in packaging.side_files],
-            "version": PACKAGING_VERSION,
-        }
-    )
+    sides: dict[bool, list[object]] = {False: [], True: []}
+    for side in packaging.side_files:
+        sides[side.newer].append([side.path, side.nbytes, side.digest.hex()])
+    document: dict[str, object] = {
+        "files": [
+            [
+                file.path,
+                # Pairs: a header's metadata keeps its order.
+                None if file.metadata is None else list(file.metadata.items()),
+                [index_of[name] for name in file.tensors],
+            ]
+            for file in packaging.files
+        ],
+        "side_files": sides[False],
+        "version": PACKAGING_VERSION,
+    }
+    # The release before reads what it knows, and leaves these out.
+    return write_json(document | ({_NEWER: sides[True]} if sides[True] else {}))
 
 
 def _read_packaging(data: bytes, names: list[str]) -> Packaging:
@@ -305,12 +310,14 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
             case _:
                 raise ManifestError("a file in the packaging document is malformed")
     side_files = []
-    for entry in take_list(document, "side_files", list, what):
-        match entry:
-            case [str(path), int(nbytes), str(digest)] if type(nbytes) is int:
-                side_files.append(SideFile(path, nbytes, _unhex(digest)))
-            case _:
-                raise ManifestError("a side file in the packaging document is malformed")
+    keys = ["side_files", *([_NEWER] if _NEWER in document else [])]
+    for key in keys:
+        for entry in take_list(document, key, list, what):
+            match entry:
+                case [str(path), int(nbytes), str(digest)] if type(nbytes) is int:
+                    side_files.append(SideFile(path, nbytes, _unhex(digest), key == _NEWER))
+                case _:
+                    raise ManifestError("a side file in the packaging document is malformed")
     if not files and not side_files:  # then there is no document: one packaging has one pin
         raise ManifestError("the packaging document holds no files")
     return Packaging(tuple(files), tuple(side_files))

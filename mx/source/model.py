@@ -177,6 +177,7 @@ class HeldModel:
             role=self.role,
             state=state,
             vouch=self.vouch or self.manifest.vouch,
+            notes=self.manifest.notes,
         )
 
 
@@ -194,6 +195,7 @@ def hold_checkpoint(
     device: str = "cpu",
     shortcuts: bool = False,
     threads: int,
+    follow: Collection[Path] = (),
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -206,6 +208,7 @@ def hold_checkpoint(
         device: "cpu" or a GPU.
         shortcuts: Whether to compute the shortcut digests too.
         threads: The number of threads that read and hash.
+        follow: Folders that links of side files may lead to.
         progress: Called with (bytes read, bytes in all), from those threads.
         cancelled: Polled; if it returns True, the load stops with an error.
 
@@ -221,6 +224,7 @@ def hold_checkpoint(
         layout_version=layout_version,
         shortcuts=shortcuts,
         threads=threads,
+        follow=follow,
         progress=progress,
         cancelled=cancelled,
     )
@@ -346,7 +350,7 @@ def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
             f"{folder} is no folder", hint="`files` is the folder with the model's config.json"
         )
     try:
-        found, documents, _ = read_side_files(folder, None, ())
+        found, documents, _ = read_side_files(folder, ())
     except OSError as error:
         raise read_error(error, folder) from error
     return Packaging(side_files=found), documents

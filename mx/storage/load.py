@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -83,6 +84,7 @@ def load_checkpoint(
     layout_version: int | None = None,
     shortcuts: bool = False,
     threads: int,
+    follow: Collection[Path] = (),
     opened: Callable[[Checkpoint], None] = lambda checkpoint: None,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -95,6 +97,7 @@ def load_checkpoint(
         layout_version: As for `plan_layout`.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
+        follow: Folders that links of side files may lead to.
         opened: Called with the checkpoint, whose side files are read, before its tensors are.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         cancelled: Called while reading; returning True stops it.
@@ -109,7 +112,7 @@ def load_checkpoint(
         LocalError: The disk fails.
         ClosedError: `cancelled` returned True.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, follow)
     opened(checkpoint)
     return load_opened(
         checkpoint,
@@ -163,6 +166,7 @@ def load_opened(
             filled.roots,
             checkpoint.side_documents,
         )
+        manifest = replace(manifest, notes=checkpoint.notes)
     except BaseException:
         arena.release()
         raise

@@ -288,7 +288,14 @@ class ObjectBytes:
 
 
 def _open(requests: Requests) -> Checkpoint:
-    listed = {meta["path"]: meta for meta in requests.listing() if _is_near(meta["path"])}
+    left_out: dict[str, str] = {}
+    listed = {}
+    for meta in requests.listing():
+        path = meta["path"]
+        if _is_near(path):
+            listed[path] = meta
+        else:
+            left_out[path] = f"is hidden, or more than {MAX_DEPTH} folders deep"
     names = sorted((path for path in listed if "/" not in path), key=natural_key)
     where = requests.where
     shards, index = chosen_files(names, where)
@@ -311,7 +318,7 @@ def _open(requests: Requests) -> Checkpoint:
         return bytes(requests.get(meta, 0, min(meta["size"], MAX_SIDE_FILE_BYTES + 1)))
 
     side: SideFiles = take_side_files(
-        sorted(listed.items(), key=lambda item: _walked(item[0])), read, index, shards, {}
+        sorted(listed.items(), key=lambda item: _walked(item[0])), read, shards, left_out
     )
     return assembled(where, files, index, shard_of, side)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
+from mx.core.notes import Notes
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import ConfigError
@@ -45,13 +46,18 @@ class Checkpoint:
     side_documents: dict[bytes, bytes] = field(repr=False)
     left_out: dict[str, str] = field(repr=False)
 
+    @property
+    def notes(self) -> bytes:
+        """What a source says of it beside its manifest."""
+        return Notes(self.left_out).encode()
+
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every tensor, in file order."""
         return tuple(tensor.spec for file in self.files for tensor in file.tensors)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, follow: Collection[Path] = ()) -> Checkpoint:
     """Find and check the safetensors files at `path`: one file, or a folder of them.
 
     A folder is read as transformers or diffusers read it: `model.safetensors`, else the shards of
@@ -59,6 +65,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Args:
         path: A safetensors file, or a folder.
+        follow: Folders that links of side files may lead to; see `read_side_files`.
 
     Raises:
         ConfigError: There is no such file at `path`, or this user may not read it.
@@ -73,7 +80,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     side: SideFiles = ((), {}, {})
     if path.is_dir():
         try:
-            side = read_side_files(root, index_path, shards)
+            side = read_side_files(root, shards, follow)
         except OSError as error:
             raise read_error(error, root) from error
     return assembled(root, files, index_path, shard_of, side)

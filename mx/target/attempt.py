@@ -134,6 +134,7 @@ class Attempt:
             left=list(left),
             control_s=max(0.0, log.first_read_s - log.started_s),
             newest=self._history.newest,
+            notes=manifest.notes,
         )
 
     async def _commit(self, delivery: Delivery, report: PullReport) -> PullReport:
