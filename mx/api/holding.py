@@ -32,6 +32,7 @@ def hold(
     layout_version: int | None = None,
     files: Path | None = None,
     follow: Collection[Path] = (),
+    weights: Collection[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -44,6 +45,7 @@ def hold(
         layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel with tensors; None: no files do.
         follow: Folders that links of a checkpoint's side files may lead to.
+        weights: Patterns of the paths of copies of its main weights that travel, too.
         on_progress: As for `serve`.
         cancelled: As for `serve`.
 
@@ -63,6 +65,7 @@ def hold(
                 shortcuts=device == "cpu",
                 threads=2,
                 follow=follow,
+                weights=weights,
                 progress=on_progress,
                 cancelled=cancelled,
             )
@@ -159,7 +162,7 @@ async def taken_in(
 
 async def _released(taking: asyncio.Future[HeldModel]) -> None:
     with contextlib.suppress(Exception):  # its caller does not wait for it any more
-        (await taking).release()
+        (await taking).release_all()
 
 
 def check_names(layout: Layout, names: Collection[str] | None) -> None:

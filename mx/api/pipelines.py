@@ -154,7 +154,7 @@ def _held_files(
 ) -> HeldModel:
     """Return a model of a pipeline's small files, and of the pins of its components."""
     check_model_key(key)
-    files, documents, _ = read_side_files(root, ())
+    files, documents, _ = read_side_files(root)
     said = json.dumps(pins, sort_keys=True).encode()
     side = SideFile(COMPONENTS, len(said), document_digest(said))
     documents = documents | {side.digest: said}

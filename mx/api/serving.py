@@ -224,6 +224,7 @@ def serve(
     non_persistent_buffers: bool = False,
     files: str | Path | None = None,
     follow: Collection[str | Path] = (),
+    weights: Collection[str] = (),
     max_readers: int | None = None,
     max_bandwidth: int | str | None = None,
     wait_s: float | None = None,
@@ -264,6 +265,8 @@ def serve(
         follow: Folders that a checkpoint's configuration and tokenizer files may be links into.
             Others may be so only inside its own folder, or in Hugging Face's cache inside the same
             repository.
+        weights: Patterns of the paths of copies of the checkpoint's main weights (another
+            precision, another form, an average) that travel too, as its other tensor files do.
         max_readers: Readers at a time at most; None takes the settings' number, 0 is no bound.
         max_bandwidth: What all readers get together at most: "500MB/s", or bytes per second; None
             takes the settings' bandwidth, 0 is no bound.
@@ -318,6 +321,7 @@ def serve(
                 layout_version=layout_version,
                 files=folder,
                 follow=followed,
+                weights=weights,
                 on_progress=on_progress,
                 cancelled=stopped,
             )
@@ -364,7 +368,7 @@ async def _ended(
     """Close what `serve` has made before it failed."""
     await server.close()
     if held is not None:
-        held.release()  # not before: exposures hand out its descriptor
+        held.release_all()  # not before: exposures hand out its descriptor
     if embedded is not None:
         await embedded.stop()
 

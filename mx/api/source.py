@@ -216,6 +216,7 @@ class Source(Closable):
         *,
         grace_s: float = 10.0,
         follow: Collection[str | Path] = (),
+        weights: Collection[str] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ModelKey:
         """Serve new weights as a new revision in place of the current ones.
@@ -237,6 +238,7 @@ class Source(Closable):
             what: The new weights, as for `serve`.
             grace_s: Seconds that readers of the old weights have to finish.
             follow: As for `serve`.
+            weights: As for `serve`.
             on_progress: As for `serve`.
 
         Returns:
@@ -271,6 +273,7 @@ class Source(Closable):
                     old.device,
                     layout_version=old.manifest.layout.version,
                     follow=resolved_folders(follow),
+                    weights=weights,
                     on_progress=on_progress,
                     cancelled=stopped,
                 )
@@ -284,7 +287,7 @@ class Source(Closable):
         held = await taken_in(take, self._closing.is_set)
         same = held.manifest.ref.identity == old.manifest.ref.identity
         if same and membership(old.key.variant).alone:
-            held.release()
+            held.release_all()
             return
         await self._server.offer_beside(old.source_id, held)
         # To its end: what is published stays, and what is outdated must not stay listed.

@@ -14,6 +14,8 @@ from mx.cli.cache import run_cache
 from mx.cli.stop import Stop
 from mx.config import Settings
 from mx.errors import ConfigError
+from mx.storage.companions import COPY
+from mx.text import listed
 from mx.units import count, format_bytes
 from mx.wire.address import split_address
 from mx.wire.descriptors import raise_limit
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from mx.config import Settings
 
 #: The flags that say how a checkpoint is served.
-_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device", "follow")
+_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device", "follow", "weights")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -83,6 +85,14 @@ def serve(
         typer.Option(
             help="A folder that the checkpoint's files may be links into; may be repeated.",
             metavar="DIR",
+        ),
+    ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Copies of the main weights to serve beside them: a path or pattern, such as "
+            "model.fp16.safetensors; may be repeated.",
+            metavar="GLOB",
         ),
     ] = None,
     artifacts: Annotated[
@@ -172,6 +182,7 @@ def serve(
                     coordinator=options.coordinator_of(settings),
                     device=device,
                     follow=follow or (),
+                    weights=weights or (),
                     settings=settings,
                     on_progress=on_progress,
                 )
@@ -230,7 +241,11 @@ def _announce(checkpoint: Source | None, sets: Sequence[Source], *, as_json: boo
             f"  at {checkpoint.endpoint}, coordinator: {where} {checkpoint.coordinator_address}\n"
             f"  pin {checkpoint.pinned} {outcome.pin_covers(checkpoint.manifest.ref.packaging)}\n"
         )
-        text += "".join(f"  {line}\n" for line in checkpoint.notes.lines())
+        notes = checkpoint.notes
+        if notes.companions or COPY in notes.left_out.values():
+            main = listed([file.path for file in checkpoint.manifest.packaging.files])
+            text += f"  main weights: {main}\n"
+        text += "".join(f"  {line}\n" for line in notes.lines())
     for each in sets:
         text += (
             f"serving {each.model.name}: {format_bytes(each.manifest.layout.payload_nbytes)}\n"
@@ -254,6 +269,7 @@ def _object(source: Source) -> dict[str, object]:
         "endpoint": source.endpoint,
         "coordinator": source.coordinator_address,
         "embedded": source.embedded,
+        "main": [file.path for file in source.manifest.packaging.files],
         **source.notes.to_json(),
     }
 

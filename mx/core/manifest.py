@@ -37,16 +37,19 @@ from mx.core.layout import (
 )
 from mx.core.layout_rules import RULES
 from mx.core.packaging import (
+    MAX_COMPANIONS,
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
     MAX_SIDE_FILES_BYTES,
     TENSOR_SUFFIX,
+    bad_companion_path,
     bad_path,
     bad_path_set,
     bad_side_path,
 )
 from mx.core.types import (
     Alias,
+    Companion,
     Layout,
     Manifest,
     ManifestRef,
@@ -64,8 +67,8 @@ __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 MAX_CHUNKS = 1 << 20
 #: Of the packaging document. That of the layout document is the layout version.
 PACKAGING_VERSION = 2
-#: The side files of it that an earlier release would refuse.
-_NEWER = "more_side_files"
+#: What an earlier release leaves out: side files that it would refuse, and further tensor files.
+_NEWER, _COMPANIONS = "more_side_files", "companions"
 
 
 def encode(
@@ -290,7 +293,12 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
         "version": PACKAGING_VERSION,
     }
     # The release before reads what it knows, and leaves these out.
-    return write_json(document | ({_NEWER: sides[True]} if sides[True] else {}))
+    companions = [
+        [each.path, each.nbytes, each.identity.hex(), each.packaging.hex()]
+        for each in packaging.companions
+    ]
+    newer = {_NEWER: sides[True], _COMPANIONS: companions}
+    return write_json(document | {key: found for key, found in newer.items() if found})
 
 
 def _read_packaging(data: bytes, names: list[str]) -> Packaging:
@@ -318,9 +326,16 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
                     side_files.append(SideFile(path, nbytes, _unhex(digest), key == _NEWER))
                 case _:
                     raise ManifestError("a side file in the packaging document is malformed")
+    companions = []
+    for entry in take_list(document, _COMPANIONS, list, what) if _COMPANIONS in document else ():
+        match entry:
+            case [str(path), int(nbytes), str(identity), str(digest)] if type(nbytes) is int:
+                companions.append(Companion(path, nbytes, _unhex(identity), _unhex(digest)))
+            case _:
+                raise ManifestError("a companion in the packaging document is malformed")
     if not files and not side_files:  # then there is no document: one packaging has one pin
         raise ManifestError("the packaging document holds no files")
-    return Packaging(tuple(files), tuple(side_files))
+    return Packaging(tuple(files), tuple(side_files), tuple(companions))
 
 
 def _metadata(pairs: list[object] | None) -> dict[str, str] | None:
@@ -350,7 +365,7 @@ def _unhex(text: str) -> bytes:
     except ValueError:
         digest = b""
     if len(digest) != 32 or digest.hex() != text:
-        raise ManifestError("a side file's digest is not 64 hexadecimal digits")
+        raise ManifestError("a file's digest is not 64 hexadecimal digits")
     return digest
 
 
@@ -364,6 +379,14 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
     packed = list(chain.from_iterable(file.tensors for file in packaging.files))
     if packaging.files and not len(packed) == len(names) == len(set(packed)):
         raise ManifestError("the files do not hold each tensor exactly once")
+    if len(packaging.companions) > MAX_COMPANIONS:
+        raise ManifestError(f"there are more than {MAX_COMPANIONS} companions")
+    for each in packaging.companions:
+        reason = bad_companion_path(each.path)
+        if reason is None and not 0 < each.nbytes <= MAX_CHUNKS * MOST_CHUNK_BYTES:
+            reason = "has no size that a model has"
+        if reason is not None:
+            raise ManifestError(f"the companion {shown(each.path)} {reason}")
     if len(packaging.side_files) > MAX_SIDE_FILES:
         raise ManifestError(f"there are more than {MAX_SIDE_FILES} side files")
     for side in packaging.side_files:
@@ -374,8 +397,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
             raise ManifestError(f"the side file {shown(side.path)} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
         raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
-    reason = bad_path_set(
-        [*(f.path for f in packaging.files), *(s.path for s in packaging.side_files)]
-    )
+    beside = (*packaging.side_files, *packaging.companions)
+    reason = bad_path_set([*(f.path for f in packaging.files), *(each.path for each in beside)])
     if reason is not None:
         raise ManifestError(f"the files clash: {reason}")

@@ -18,6 +18,11 @@ MAX_SIDE_FILES = 1000
 #: All side files together: sources hold them in memory, and tokenizers are large.
 MAX_SIDE_FILES_BYTES = 256 * MIB
 MAX_PATH_BYTES = 512
+#: Further tensor files beside the main weights, and the most characters of the path of one, which
+#: names its variant.
+MAX_COMPANIONS = 256
+MAX_COMPANION_CHARS = 160
+_NOT_IN_VARIANTS = ",=[]@"
 #: Of a tensor and of a layer.
 MAX_NAME_CHARS = 1024
 TENSOR_SUFFIX = ".safetensors"
@@ -75,6 +80,18 @@ def bad_side_path(path: str) -> str | None:
     if _BINARY.fullmatch(name):
         return None if any(s in name for s in _BINARY_STEMS) else "is not known to be a tokenizer"
     return "is not JSON, text or a tokenizer"
+
+
+def bad_companion_path(path: str) -> str | None:
+    """Return why a tensor file of this path must not be a companion, or None if it may."""
+    reason = bad_path(path)
+    if reason is None and not path.endswith(TENSOR_SUFFIX):
+        reason = f"does not end in {TENSOR_SUFFIX}"
+    if reason is None and (
+        len(path) > MAX_COMPANION_CHARS or path != path.strip() or set(path) & set(_NOT_IN_VARIANTS)
+    ):
+        reason = f"has a name that is too long, or holds one of {_NOT_IN_VARIANTS}"
+    return reason
 
 
 def bad_link_target(path: str) -> str | None:

@@ -230,12 +230,29 @@ class SideFile:
     newer: bool = False
 
 
+@record(frozen=True, slots=True)
+class Companion:
+    """A further tensor file of a checkpoint, beside the main weights: a variant of its own, with
+    this identity and, for the file's header, this packaging."""
+
+    path: str
+    nbytes: int
+    identity: bytes
+    packaging: bytes
+
+    @property
+    def pin(self) -> str:
+        """The pin of the file, in hexadecimal."""
+        return pin_of(self.identity, self.packaging).hex()
+
+
 @record(frozen=True)
 class Packaging:
-    """The files of a checkpoint; none if the source has none."""
+    """The files of a checkpoint; none if the source has none. `files` hold the main weights."""
 
     files: tuple[PackagedFile, ...] = ()
     side_files: tuple[SideFile, ...] = ()
+    companions: tuple[Companion, ...] = ()
 
 
 @record(frozen=True)

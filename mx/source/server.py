@@ -243,13 +243,16 @@ class SourceServer:
         """Expose a model; from now on the Peer service describes it and grants reads.
 
         Args:
-            held: The model. The server owns its arena from now on, unless it is borrowed.
+            held: The model, which is exposed after its companions. The server owns their arenas
+                from now on, unless the model is borrowed.
             participant: Its part in a swarm; None for that of an origin.
 
         Raises:
             LocalError: No transport can serve the model.
         """
         # To its end, else what a thread has exposed by then would belong to nothing.
+        for each in held.companions:
+            await uncut(self._offer(each, None))
         await uncut(self._offer(held, participant))
 
     async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
@@ -341,7 +344,8 @@ class SourceServer:
         registrar = self.registrar
         for served in list(self._servicer.models.values()):
             listing = registrar.list_as_newest if update else registrar.list
-            served.held.key = await uncut(listing(served.held))
+            list_it = listing if served.held.takes_name else registrar.list
+            served.held.key = await uncut(list_it(served.held))
             if served.newer:  # withdrawn meanwhile
                 await registrar.unlist(served.held)
             else:
@@ -418,6 +422,9 @@ class SourceServer:
             await registrar.end_settling(old.held)
             # A coordinator that has restarted may not know yet what is replaced.
             await registrar.list(old.held, again=True)
+            for each in held.companions:
+                await registrar.list(each)
+                registrar.keep_listed(each)
         except BaseException:
             await uncut(self._take_back(held))
             raise
@@ -455,10 +462,11 @@ class SourceServer:
         return "" if self.registrar is None else await self.registrar.named_revision(key)
 
     async def _take_back(self, held: HeldModel) -> None:
-        if held.source_id in self._servicer.models:
-            await self.retirement.retire(held.source_id, 0.0)
-        else:
-            held.release()
+        for each in (held, *held.companions):
+            if each.source_id in self._servicer.models:
+                await self.retirement.retire(each.source_id, 0.0)
+            else:
+                each.release()
 
     # -------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
     MAX_SIDE_FILES_BYTES,
+    TENSOR_SUFFIX,
     bad_link_target,
     bad_path_set,
     bad_side_content,
@@ -38,30 +39,48 @@ _INDEX = re.compile(r".*\.index(\.\w+)?\.json", re.S)
 SideFiles = tuple[tuple[SideFile, ...], dict[bytes, bytes], dict[str, str]]
 
 
-def read_side_files(root: Path, taken: Collection[str], follow: Collection[Path] = ()) -> SideFiles:
-    """Read the files below `root` that may be transferred.
-
-    Args:
-        root: The checkpoint's folder.
-        taken: The paths of the tensor files.
-        follow: Folders that links may lead to, beside `root` and, where the tensor files are links
-            into it, the `blobs` of one repository in Hugging Face's cache.
+def read_side_files(root: Path) -> SideFiles:
+    """Read the files below `root` that may be transferred with weights that are not there.
 
     Raises:
         LocalError, ConfigError, CheckpointError: A file that may be transferred can't be read.
         OSError: A folder can't be listed.
     """
-
-    def read(location: Path) -> bytes:
-        try:
-            with open(open_regular(location, os.O_NOFOLLOW), "rb") as file:
-                return file.read(MAX_SIDE_FILE_BYTES + 1)
-        except OSError as error:
-            raise read_error(error, location) from error
-
     left_out: dict[str, str] = {}
-    walk = _Walk(root, taken, follow, left_out)
-    return take_side_files(walk.files(), read, taken, left_out)
+    return take_side_files(walk(root, (), (), left_out), read_side_file, (), left_out)
+
+
+def read_side_file(location: Path) -> bytes:
+    """Return the bytes of a file that `walk` has found, or at least one more than may be
+    transferred.
+
+    Raises:
+        LocalError, ConfigError, CheckpointError: It can't be read.
+    """
+    try:
+        with open(open_regular(location, os.O_NOFOLLOW), "rb") as file:
+            return file.read(MAX_SIDE_FILE_BYTES + 1)
+    except OSError as error:
+        raise read_error(error, location) from error
+
+
+def walk(
+    root: Path, taken: Collection[str], follow: Collection[Path], left_out: dict[str, str]
+) -> list[tuple[str, Path]]:
+    """Return the files below `root`, as their paths and where to read them, in the order that a pin
+    covers.
+
+    Args:
+        root: The checkpoint's folder.
+        taken: The paths of its main tensor files.
+        follow: Folders that links of side files may lead to, beside `root` and, where the tensor
+            files are links into it, the `blobs` of one repository in Hugging Face's cache.
+        left_out: Gets what is no file that may be read, with the reasons.
+
+    Raises:
+        OSError: A folder can't be listed.
+    """
+    return [*_Walk(root, taken, follow, left_out).files()]
 
 
 def take_side_files(
@@ -75,7 +94,7 @@ def take_side_files(
     Args:
         files: The files' paths, in the order of a folder's walk, and where to read them.
         read: Returns a file's bytes, or at least one more than may be transferred.
-        taken: The paths of the tensor files.
+        taken: The paths of the tensor files that are transferred.
         left_out: Files that are left out already, with the reasons; gets the others.
 
     Raises:
@@ -86,7 +105,7 @@ def take_side_files(
     documents: dict[bytes, bytes] = {}
     total = 0
     for path, location in files:
-        if path in taken:
+        if path in taken or path in left_out:
             continue
         reason = bad_side_path(path)
         if reason is None and len(found) == MAX_SIDE_FILES:
@@ -174,7 +193,7 @@ class _Walk:
                 path = prefix + entry.name
                 if entry.is_symlink():
                     location = Path(os.path.realpath(entry.path))
-                    reason = self._bad_link(location)
+                    reason = self._bad_link(location, is_tensors=path.endswith(TENSOR_SUFFIX))
                     if reason is None:
                         yield path, location
                     else:
@@ -190,8 +209,9 @@ class _Walk:
                 else:
                     folders.append((path + "/", depth + 1))
 
-    def _bad_link(self, location: Path) -> str | None:
-        """Return why a link from the checkpoint's folder to `location` may not be followed.
+    def _bad_link(self, location: Path, *, is_tensors: bool) -> str | None:
+        """Return why a link from the checkpoint's folder to `location` may not be followed. Tensors
+        may be anywhere: what is no safetensors file is refused.
 
         A folder from a stranger could link config.json to a private key, which serving would
         publish. So a link is followed only inside the folder and below folders that the user has
@@ -203,6 +223,8 @@ class _Walk:
             return "is a link to a folder"
         if not location.is_file():
             return "is a link to nothing"
+        if is_tensors:
+            return None
         for folder in (self._base, *self._follow):
             if location.is_relative_to(folder):
                 reason = bad_link_target(location.relative_to(folder).as_posix())

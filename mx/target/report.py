@@ -119,6 +119,18 @@ class FilesReport:
     source: str
 
 
+@record(frozen=True, slots=True)
+class CompanionReport:
+    """A further tensor file that was pulled to `out` beside the main weights. `sources` (HOST:PORT,
+    or a store's place) are empty if an earlier pull had left it there."""
+
+    path: str
+    bytes: int
+    pin: str
+    seconds: float
+    sources: list[str] = field(default_factory=list)
+
+
 _Document = bytes  # of a report `bytes` is a field
 
 #: Outcomes of a step, see `StepReport`.
@@ -159,6 +171,7 @@ class PullReport:
     says which weights these are: neither a pin nor any source. `steps` is empty but for a pull from
     "auto". `newest` is what the name meant, if that could not be had whole and `model` is an older
     revision (`allow_older`). `notes` is what the source says of its folder, see `folder`.
+    `companions` are those that were written.
     """
 
     model: str
@@ -180,6 +193,7 @@ class PullReport:
     steps: list[StepReport] = field(default_factory=list)
     newest: str = ""
     notes: _Document = b""
+    companions: list[CompanionReport] = field(default_factory=list)
 
     @property
     def folder(self) -> Notes:
@@ -263,6 +277,8 @@ class PullReport:
         found: dict[str, object] = {} if self.files is None else {"files": asdict(self.files)}
         if self.defined_by:
             found["defined_by"] = self.defined_by
+        if self.companions:
+            found["companions"] = [asdict(each) for each in self.companions]
         if self.newest:
             found["newest"] = self.newest
         if self.steps:

@@ -3,6 +3,7 @@ listing."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -130,3 +131,63 @@ def test_a_link_to_a_private_key_never_travels(run: Run, tmp_path: Path) -> None
     assert key not in b"".join(tree(out).values())
     refused = run("serve", str(folder), "--follow", str(home / "nowhere"), *at)
     assert refused.wait() == EXIT_CONFIG and "--follow" in refused.json()["error"]["hint"]
+
+
+# -- companions -----------------------------------------------------------------------------------
+
+DENSE, HEADS, CONSOLIDATED = (
+    "2_Dense/model.safetensors",
+    "mtp.safetensors",
+    "consolidated.safetensors",
+)
+
+
+def weights(seed: int, *names: str, rows: int = 300) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn(rows, 100) for name in names}
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> Path:
+    """A folder whose weights are sharded, with companions and copies beside them."""
+    folder = written(tmp_path / "m", TRAVELS | {"2_Dense/config.json": b"{}", "m.py": b"x"})
+    shards = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]}
+    of = {name: path for path, names in shards.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
+    for number, (path, names) in enumerate(shards.items()):
+        save_file(weights(number, *names), folder / path, metadata={"format": "pt"})
+    save_file(weights(2, "linear.weight"), folder / DENSE, metadata={"made": "by hand"})
+    save_file(weights(3, "mtp.0", "mtp.1"), folder / HEADS)
+    save_file(weights(4, "layers.0"), folder / CONSOLIDATED)
+    save_file({k: v.half() for k, v in weights(0, "a").items()}, folder / "model.fp16.safetensors")
+    return folder
+
+
+COPIES = {CONSOLIDATED, "model.fp16.safetensors"}
+
+
+def test_companions_arrive_beside_the_main_weights(
+    run: Run, sentences: Path, tmp_path: Path
+) -> None:
+    out, main = tmp_path / "out", tmp_path / "main"
+    coordinator, _ = start_coordinator(run)
+    at = ("--coordinator", coordinator)
+    source = run("serve", str(sentences), "--model", "m", *at, "--json").json()
+    assert named(source).keys() == {*COPIES, "m.py"}
+    assert source["main"] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    pulled = run("pull", "m", *at, "--out", str(out), "--json")
+    assert pulled.wait() == EXIT_OK, pulled.err
+    assert covers(named(pulled.json()), missing(sentences, out))
+    assert {each["path"] for each in pulled.json()["companions"]} == {DENSE, HEADS}
+    listed = run("models", *at, "--json")
+    assert listed.wait() == EXIT_OK
+    assert [each["variant"] for each in listed.json()["models"]] == ["checkpoint"]
+    verified = run("verify", str(out), source["pin"])
+    assert verified.wait() == EXIT_OK, verified.err
+    again = run("serve", str(out), "--model", "m", *at, "--json").json()
+    assert again["pin"] == source["pin"] and named(again) == {}
+    alone = run("pull", "m", *at, "--out", str(main), "--main")
+    assert alone.wait() == EXIT_OK
+    assert f"without its companions, as --main asks: {DENSE}, {HEADS}" in alone.out
+    assert not {DENSE, HEADS} & set(tree(main))
+    assert set(tree(out)) - set(tree(main)) == {DENSE, HEADS}
