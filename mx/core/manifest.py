@@ -397,7 +397,6 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
             raise ManifestError(f"the side file {shown(side.path)} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
         raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
-    beside = (*packaging.side_files, *packaging.companions)
-    reason = bad_path_set([*(f.path for f in packaging.files), *(each.path for each in beside)])
+    reason = bad_path_set(packaging.paths)
     if reason is not None:
         raise ManifestError(f"the files clash: {reason}")

@@ -82,6 +82,11 @@ def bad_side_path(path: str) -> str | None:
     return "is not JSON, text or a tokenizer"
 
 
+def is_index(path: str) -> bool:
+    """Return True for an index of safetensors files, whatever variant of the weights it is of."""
+    return path.endswith(".index.json") and f"{TENSOR_SUFFIX}." in path
+
+
 def bad_companion_path(path: str) -> str | None:
     """Return why a tensor file of this path must not be a companion, or None if it may."""
     reason = bad_path(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from mx.core.layout import TensorSpec, permuted_stride
@@ -74,8 +75,8 @@ class CheckpointWriter(StagedWriter):
         packaging = manifest.packaging
         if not packaging.files:  # the source served tensors, not a checkpoint
             packaging = default_packaging(manifest.layout)
-        beside = (*packaging.files, *manifest.packaging.companions)
-        super().__init__(out, manifest.packaging.side_files, [each.path for each in beside])
+        tensor_files = replace(packaging, companions=manifest.packaging.companions).tensor_files
+        super().__init__(out, manifest.packaging.side_files, tensor_files)
         self.companions = companions
         self._manifest = manifest
         self._packaging = packaging

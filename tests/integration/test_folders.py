@@ -135,11 +135,8 @@ def test_a_link_to_a_private_key_never_travels(run: Run, tmp_path: Path) -> None
 
 # -- companions -----------------------------------------------------------------------------------
 
-DENSE, HEADS, CONSOLIDATED = (
-    "2_Dense/model.safetensors",
-    "mtp.safetensors",
-    "consolidated.safetensors",
-)
+DENSE, HEADS = "2_Dense/model.safetensors", "mtp.safetensors"
+CONSOLIDATED = "consolidated.safetensors"
 
 
 def weights(seed: int, *names: str, rows: int = 300) -> dict[str, torch.Tensor]:
@@ -188,6 +185,6 @@ def test_companions_arrive_beside_the_main_weights(
     assert again["pin"] == source["pin"] and named(again) == {}
     alone = run("pull", "m", *at, "--out", str(main), "--main")
     assert alone.wait() == EXIT_OK
-    assert f"without its companions, as --main asks: {DENSE}, {HEADS}" in alone.out
+    assert f"without its companions, as --main asks: {HEADS}, {DENSE}" in alone.out
     assert not {DENSE, HEADS} & set(tree(main))
     assert set(tree(out)) - set(tree(main)) == {DENSE, HEADS}
