@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
+from mx import config
 from mx.core import manifest as manifests
 from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap
@@ -34,6 +35,7 @@ from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
 from mx.records import record
 from mx.storage.disk_file import Stamp
+from mx.storage.hub_blobs import check_blobs
 from mx.storage.landing import Filled
 from mx.storage.load import destination, load_opened
 from mx.storage.osfile import read_error
@@ -272,7 +274,9 @@ def hold_checkpoint(
         )
 
     try:
-        held = hold_opened(open_checkpoint(path, follow, weights), key)
+        checkpoint = open_checkpoint(path, follow, weights)
+        check_blobs(checkpoint.hub, config.state_folder(), cancelled)
+        held = hold_opened(checkpoint, key)
     except BaseException:
         for each in companions:
             each.release()

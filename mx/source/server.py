@@ -243,17 +243,17 @@ class SourceServer:
         """Expose a model; from now on the Peer service describes it and grants reads.
 
         Args:
-            held: The model, which is exposed after its companions. The server owns their arenas
-                from now on, unless the model is borrowed.
+            held: The model, and its companions. The server owns their arenas from now on, unless
+                the model is borrowed.
             participant: Its part in a swarm; None for that of an origin.
 
         Raises:
             LocalError: No transport can serve the model.
         """
         # To its end, else what a thread has exposed by then would belong to nothing.
-        for each in held.companions:
-            await uncut(self._offer(each, None))
         await uncut(self._offer(held, participant))
+        for each in held.companions:  # the ports for data may be few
+            await uncut(self._offer(each, None))
 
     async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
         with trace.span("serve.expose", model=str(held.key)):
@@ -342,7 +342,8 @@ class SourceServer:
         if self.registrar is None:  # else the last attempt has failed
             self.registrar = self._new_registrar(coordinator)
         registrar = self.registrar
-        for served in list(self._servicer.models.values()):
+        # Who finds a model finds its companions, too.
+        for served in sorted(self._servicer.models.values(), key=lambda s: s.held.takes_name):
             listing = registrar.list_as_newest if update else registrar.list
             list_it = listing if served.held.takes_name else registrar.list
             served.held.key = await uncut(list_it(served.held))
@@ -512,7 +513,7 @@ class SourceServer:
         # What NVML says is known since the model was exposed.
         place = discovery.at_device(self._place, held.device)
         record = held.record(self.endpoint, place, transports, self._servicer.state)
-        return replace(record, requests_port=self.requests_port)
+        return replace(record, requests_port=0 if held.is_companion else self.requests_port)
 
     def _record(self, served: Served) -> SourceRecord:
         return self.record(served.held)

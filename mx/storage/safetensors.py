@@ -19,6 +19,7 @@ from mx.storage.companions import take_companions
 from mx.storage.disk_file import DiskFile, read_tensor_file
 from mx.storage.header import MAX_HEADER_BYTES, StoredFile
 from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
+from mx.storage.hub_blobs import HubFiles, hub_files
 from mx.storage.osfile import open_regular, read_error
 from mx.storage.shards import (
     check_index,
@@ -57,7 +58,9 @@ class Checkpoint:
         """
         for each, file in self.companions:
             if each == path:
-                return assembled(self.root, (file,), None, None, ((), {}, {}))
+                folder = path.rpartition("/")[0]
+                root = f"{self.root}/{folder}" if isinstance(self.root, str) else self.root / folder
+                return assembled(root, (file,), None, None, ((), {}, {}))
         raise CheckpointError(
             f"{self.root} has no companion {path}", hint="the folder has changed: serve it again"
         )
@@ -66,7 +69,24 @@ class Checkpoint:
     def notes(self) -> bytes:
         """What a source says of it beside its manifest."""
         sizes = {path: sum(t.end - t.begin for t in f.tensors) for path, f in self.companions}
-        return Notes(self.left_out, companions=sizes).encode()
+        hub = self.hub
+        notes = Notes(
+            self.left_out,
+            repository=hub.repository,
+            commit=hub.commit,
+            sha256=hub.sha256,
+            companions=sizes,
+        )
+        return notes.encode()
+
+    @cached_property
+    def hub(self) -> HubFiles:
+        """What Hugging Face's cache says of the files, if they are in it."""
+        if isinstance(self.root, str):
+            return HubFiles()
+        sides = [side.path for side in self.packaging.side_files]
+        paths = [*(file.path for file in self.files), *(path for path, _ in self.companions)]
+        return hub_files(self.root, [*paths, *sides])
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:

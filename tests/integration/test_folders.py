@@ -3,19 +3,17 @@ listing."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Iterable
+import hashlib
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from mx.errors import EXIT_CONFIG, EXIT_OK
-from tests.support.commands import Run, serve, start_coordinator
-from tests.support.folders import tree
+from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_OK
+from tests.support.commands import Run, environment, serve, start_coordinator
+from tests.support.folders import covers, missing, named, tree, written
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -37,48 +35,6 @@ STAYS = {
     "net.onnx": b"x",
     "page.html": b"<p>",
 }
-
-
-def written(folder: Path, files: dict[str, bytes]) -> Path:
-    """Return the folder, with these files in it, and weights."""
-    for path, data in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(data)
-    return folder
-
-
-def missing(folder: Path, out: Path) -> set[str]:
-    """Return what `diff -r` finds only in the first folder; fail if it finds anything else."""
-    command = ["diff", "-r", "--no-dereference", str(folder), str(out)]
-    found = set()
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
-    for line in run.stdout.splitlines():
-        assert line.startswith("Only in "), line
-        where, _, name = line.removeprefix("Only in ").partition(": ")
-        path = Path(where, name)
-        assert path.is_relative_to(folder), line
-        inner = path.relative_to(folder).as_posix()
-        found.add(inner + "/" if path.is_dir() and not path.is_symlink() else inner)
-    return found
-
-
-def covers(named: Iterable[str], absent: Iterable[str]) -> bool:
-    """Return True if each absent path is named, or is a folder all of whose files are; and if
-    nothing else is named."""
-    names, gone = set(named), set(absent)
-    for path in gone:
-        if path not in names and not (
-            path.endswith("/") and any(name.startswith(path) for name in names)
-        ):
-            return False
-    return all(
-        name in gone or any(path.endswith("/") and name.startswith(path) for path in gone)
-        for name in names
-    )
-
-
-def named(answer: dict[str, Any]) -> dict[str, str]:
-    return {each["path"]: each["reason"] for each in answer["left_out"]}
 
 
 def test_what_is_missing_is_what_was_named(run: Run, tmp_path: Path) -> None:
@@ -133,58 +89,43 @@ def test_a_link_to_a_private_key_never_travels(run: Run, tmp_path: Path) -> None
     assert refused.wait() == EXIT_CONFIG and "--follow" in refused.json()["error"]["hint"]
 
 
-# -- companions -----------------------------------------------------------------------------------
-
-DENSE, HEADS = "2_Dense/model.safetensors", "mtp.safetensors"
-CONSOLIDATED = "consolidated.safetensors"
+# -- Hugging Face's cache -------------------------------------------------------------------------
 
 
-def weights(seed: int, *names: str, rows: int = 300) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return {name: torch.randn(rows, 100) for name in names}
-
-
-@pytest.fixture
-def sentences(tmp_path: Path) -> Path:
-    """A folder whose weights are sharded, with companions and copies beside them."""
-    folder = written(tmp_path / "m", TRAVELS | {"2_Dense/config.json": b"{}", "m.py": b"x"})
-    shards = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]}
-    of = {name: path for path, names in shards.items() for name in names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
-    for number, (path, names) in enumerate(shards.items()):
-        save_file(weights(number, *names), folder / path, metadata={"format": "pt"})
-    save_file(weights(2, "linear.weight"), folder / DENSE, metadata={"made": "by hand"})
-    save_file(weights(3, "mtp.0", "mtp.1"), folder / HEADS)
-    save_file(weights(4, "layers.0"), folder / CONSOLIDATED)
-    save_file({k: v.half() for k, v in weights(0, "a").items()}, folder / "model.fp16.safetensors")
-    return folder
-
-
-COPIES = {CONSOLIDATED, "model.fp16.safetensors"}
-
-
-def test_companions_arrive_beside_the_main_weights(
-    run: Run, sentences: Path, tmp_path: Path
-) -> None:
-    out, main = tmp_path / "out", tmp_path / "main"
+def test_blobs_are_compared_with_the_sha256_that_names_them(run: Run, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--o--m"
+    snapshot = repository / "snapshots" / "c0ffee"
+    blobs = repository / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(100, 100)}, tmp_path / "weights")
+    data = (tmp_path / "weights").read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    (blobs / digest).write_bytes(data)
+    (blobs / ("1" * 40)).write_text("{}")  # git's sha1: of small files
+    (snapshot / "model.safetensors").symlink_to(blobs / digest)
+    (snapshot / "config.json").symlink_to(blobs / ("1" * 40))
     coordinator, _ = start_coordinator(run)
-    at = ("--coordinator", coordinator)
-    source = run("serve", str(sentences), "--model", "m", *at, "--json").json()
-    assert named(source).keys() == {*COPIES, "m.py"}
-    assert source["main"] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    pulled = run("pull", "m", *at, "--out", str(out), "--json")
-    assert pulled.wait() == EXIT_OK, pulled.err
-    assert covers(named(pulled.json()), missing(sentences, out))
-    assert {each["path"] for each in pulled.json()["companions"]} == {DENSE, HEADS}
-    listed = run("models", *at, "--json")
+    state, at = tmp_path / "state", ("--coordinator", coordinator, "--json")
+    time.sleep(2.1)  # what was changed just now is compared again each time
+    env = environment(XDG_STATE_HOME=str(state))
+    served = run("serve", str(snapshot), "--model", "o/m", *at, env=env).json()
+    assert served["hub"] == {
+        "repository": "o/m",
+        "commit": "c0ffee",
+        "sha256": {"model.safetensors": digest},
+    }
+    index = state / "mx" / "blobs.json"
+    assert digest in index.read_text()
+    listed = run("models", "o/m", *at)
     assert listed.wait() == EXIT_OK
-    assert [each["variant"] for each in listed.json()["models"]] == ["checkpoint"]
-    verified = run("verify", str(out), source["pin"])
-    assert verified.wait() == EXIT_OK, verified.err
-    again = run("serve", str(out), "--model", "m", *at, "--json").json()
-    assert again["pin"] == source["pin"] and named(again) == {}
-    alone = run("pull", "m", *at, "--out", str(main), "--main")
-    assert alone.wait() == EXIT_OK
-    assert f"without its companions, as --main asks: {HEADS}, {DENSE}" in alone.out
-    assert not {DENSE, HEADS} & set(tree(main))
-    assert set(tree(out)) - set(tree(main)) == {DENSE, HEADS}
+    assert listed.json()["models"][0]["hub"] == served["hub"]
+    pulled = run("pull", "o/m", "--out", str(tmp_path / "out"), *at)
+    assert pulled.wait() == EXIT_OK
+    assert pulled.json()["hub"] == served["hub"]
+    assert pulled.json()["pin"] == serve(run, tmp_path / "out", "n", coordinator).json()["pin"]
+    (blobs / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for _ in range(2):
+        refused = run("serve", str(snapshot), "--model", "again", *at, env=env)
+        assert refused.wait() == EXIT_INTEGRITY
+        assert "is not what was downloaded" in refused.json()["error"]["message"]
