@@ -240,12 +240,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
 def loaded_into_memory(stored: Path) -> LoadedCheckpoint[HostArena]:
     checkpoint = open_checkpoint(stored)
     return load_opened(checkpoint, lambda layout: HostArena(layout.arena_nbytes), threads=1)
 
 
+@pytest.fixture(scope="module")
 def content(stored: Path) -> tuple[Layout, bytes]:
     """The checkpoint's layout, and its arena's bytes."""
     loaded = loaded_into_memory(stored)
