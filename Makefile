@@ -168,6 +168,10 @@ differential-gpu: setup-gpu
 endurance: $(READY)
 	$(PY) -m tests.endurance --minutes $(or $(MINUTES),15) --seed $(or $(SEED),1) $(ARGS)
 
+# Random folders, each served and pulled: what is missing in the copy is what was named.
+folders: $(READY)
+	$(PY) -m tests.folders --count $(or $(COUNT),500) --seed $(or $(SEED),1) $(ARGS)
+
 bench: $(READY)
 	$(PY) -m mx bench $(ARGS)
 

@@ -9,6 +9,7 @@ from mx import config, runtime
 from mx.api.arguments import PullArguments, takes
 from mx.api.options import asked_companion, pull_options, settings_of
 from mx.api.target import Pull
+from mx.core.variant import COMPANION
 from mx.wire.address import tls_of
 
 if TYPE_CHECKING:
@@ -116,12 +117,13 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
 
         Access(settings.policy, tls_of(settings), what="source")
     options = pull_options(model, settings, arguments)
-    options, path = asked_companion(options, arguments.get("companion", ""))
-    if path:
-        from mx.target.companions import companion_options
+    asked = arguments.get("companion", "")
+    if asked or COMPANION in options.variant:
+        main, path = asked_companion(options, asked)
+        if path:
+            from mx.target.companions import companion_options
 
-        found = options
-        options = runtime.run(lambda: companion_options(found, path))
+            options = runtime.run(lambda: companion_options(main, path))
     return begin(options, settings, started_s)
 
 

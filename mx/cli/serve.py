@@ -164,6 +164,9 @@ def serve(
             raise ConfigError(
                 "a pipeline has no artefacts", hint="serve the sets by a command of their own"
             )
+        for flag, given in (("--follow", follow), ("--weights", weights)):
+            if given:
+                raise ConfigError(f"{flag} is for one model", hint="serve one component")
         run_pipeline(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
@@ -315,10 +318,12 @@ def run_pipeline(
         with pipeline, stop.on_signals():
             sizes = {str(s.model): s.manifest.layout.payload_nbytes for s in pipeline.sources}
             if as_json:
-                outcome.emit({"pipeline": str(pipeline.model), "models": sizes})
+                said = pipeline.notes.to_json()
+                outcome.emit({"pipeline": str(pipeline.model), "models": sizes, **said})
             outcome.say(
                 f"serving the pipeline {pipeline.model}\n"
                 + "".join(f"  {name}: {format_bytes(size)}\n" for name, size in sizes.items())
+                + "".join(f"  {line}\n" for line in pipeline.notes.lines())
                 + "  stop with Ctrl-C"
             )
             notify.ready(f"serving the pipeline {pipeline.model}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import cast
 
 from mx.core.canonical import (
@@ -397,6 +398,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
             raise ManifestError(f"the side file {shown(side.path)} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
         raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
-    reason = bad_path_set(packaging.paths)
+    every = (packaging.files, packaging.side_files, packaging.companions)
+    reason = bad_path_set(map(attrgetter("path"), chain(*every)))
     if reason is not None:
         raise ManifestError(f"the files clash: {reason}")

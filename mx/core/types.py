@@ -259,11 +259,6 @@ class Packaging:
         """The paths of all tensor files."""
         return [*(file.path for file in self.files), *(each.path for each in self.companions)]
 
-    @property
-    def paths(self) -> list[str]:
-        """The paths of all files."""
-        return [*self.tensor_files, *(side.path for side in self.side_files)]
-
 
 @record(frozen=True)
 class ManifestRef:

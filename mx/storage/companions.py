@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -9,6 +10,8 @@ from typing import TypeVar
 from mx.core.packaging import MAX_COMPANIONS, TENSOR_SUFFIX, bad_companion_path, bad_path_set
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.header import StoredFile
+
+log = logging.getLogger(__name__)
 
 L = TypeVar("L")
 
@@ -60,7 +63,8 @@ def take_companions(
             try:
                 file = open_file(path.rpartition("/")[2], location)
             except CheckpointError as error:
-                reason = f"can't be read as a safetensors file: {error.message}"
+                log.warning("%s is left out: %s", path, error.message)
+                reason = "is no valid safetensors file"
         if reason is None and not any(t.end > t.begin for t in file.tensors):
             reason = "holds no tensor with bytes"
         if reason is None and not any(fnmatchcase(path, pattern) for pattern in weights):

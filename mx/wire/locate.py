@@ -94,12 +94,6 @@ class Located:
     vouch: bytes = b""
 
     @property
-    def notes(self) -> bytes:
-        """What a source of these files says of their folder (`mx.core.notes`), b"" for nothing."""
-        said = (source.notes for source in _with_files(self.sources, self.ref))
-        return next(filter(None, said), b"")
-
-    @property
     def is_away(self) -> bool:
         """True if this is what the name means, and no sources hold all of it together."""
         return self.newest == self.key and not cover(self.sources)

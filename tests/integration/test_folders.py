@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mx import config
 from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_OK
+from tests.folders.__main__ import check
 from tests.support.commands import Run, environment, serve, start_coordinator
 from tests.support.folders import covers, missing, named, tree, written
 
@@ -87,6 +89,27 @@ def test_a_link_to_a_private_key_never_travels(run: Run, tmp_path: Path) -> None
     assert key not in b"".join(tree(out).values())
     refused = run("serve", str(folder), "--follow", str(home / "nowhere"), *at)
     assert refused.wait() == EXIT_CONFIG and "--follow" in refused.json()["error"]["hint"]
+
+
+def test_random_folders(run: Run, tmp_path: Path, settings: config.Settings) -> None:
+    coordinator, _ = start_coordinator(run)
+    for seed in range(20, 26):
+        (tmp_path / str(seed)).mkdir()
+        check(seed, tmp_path / str(seed), settings, coordinator)
+
+
+def test_a_pipeline_names_what_none_of_its_models_has(run: Run, tmp_path: Path) -> None:
+    files = {"model_index.json": b'{"unet": ["diffusers", "UNet"]}', "unet/config.json": b"{}"}
+    folder = written(tmp_path / "m", files | {"x.py": b"x", "unet/y.py": b"y", "z/w.py": b"z"})
+    save_file({"a": torch.ones(10)}, folder / "unet" / "model.safetensors")
+    coordinator, _ = start_coordinator(run)
+    at = ("--coordinator", coordinator, "--json")
+    assert named(run("serve", str(folder), "--model", "m", *at).json()).keys() == {"x.py", "z/w.py"}
+    listed = run("models", "m/unet", *at)
+    assert listed.wait() == EXIT_OK
+    assert named(listed.json()["models"][0]).keys() == {"y.py"}
+    refused = run("serve", str(folder), "--weights", "*", *at)
+    assert refused.wait() == EXIT_CONFIG
 
 
 # -- Hugging Face's cache -------------------------------------------------------------------------
