@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
   test-vllm test-floors lock chaos kills names differential differential-gpu endurance lint proto \
-  proto-check bench clean
+  proto-check folders bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready

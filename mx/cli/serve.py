@@ -164,9 +164,9 @@ def serve(
             raise ConfigError(
                 "a pipeline has no artefacts", hint="serve the sets by a command of their own"
             )
-        for flag, given in (("--follow", follow), ("--weights", weights)):
-            if given:
-                raise ConfigError(f"{flag} is for one model", hint="serve one component")
+        if follow or weights:
+            flag = "--follow" if follow else "--weights"
+            raise ConfigError(f"{flag} is for one model", hint="serve one component")
         run_pipeline(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
