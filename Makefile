@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
   test-vllm test-floors lock chaos kills names differential differential-gpu endurance lint proto \
-  proto-check bench clean
+  proto-check folders bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -167,6 +167,10 @@ differential-gpu: setup-gpu
 
 endurance: $(READY)
 	$(PY) -m tests.endurance --minutes $(or $(MINUTES),15) --seed $(or $(SEED),1) $(ARGS)
+
+# Random folders, each served and pulled: what is missing in the copy is what was named.
+folders: $(READY)
+	$(PY) -m tests.folders --count $(or $(COUNT),500) --seed $(or $(SEED),1) $(ARGS)
 
 bench: $(READY)
 	$(PY) -m mx bench $(ARGS)

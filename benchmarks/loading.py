@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from mx.memory.arena import MemfdArena
-from mx.storage.load import load_checkpoint
+from mx.storage.load import load_opened
+from mx.storage.safetensors import open_checkpoint
 
 from . import harness
 from .references import disk
@@ -52,8 +53,8 @@ def rows(checkpoint: Path, rounds: int, say: Callable[[str], None]) -> list[harn
 
 def _load(checkpoint: Path) -> float:
     start_s = time.perf_counter()
-    loaded = load_checkpoint(
-        checkpoint,
+    loaded = load_opened(
+        open_checkpoint(checkpoint),
         lambda layout: MemfdArena(layout.arena_nbytes, name="bench"),
         threads=THREADS,
     )

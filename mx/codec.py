@@ -22,6 +22,7 @@ from mx.core.ownership import (
 )
 from mx.core.registration import Intent, Registration
 from mx.core.types import (
+    MAX_NOTES_BYTES,
     NAME_CHARS,
     AddressTable,
     ManifestRef,
@@ -461,6 +462,7 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         variant_fields=_variant_fields_from_wire(message),
         certificate=message.certificate[:MAX_CERTIFICATE_BYTES],
         vouch=message.vouch[:MAX_VOUCH_BYTES],
+        notes=message.notes if len(message.notes) <= MAX_NOTES_BYTES else b"",
     )
 
 

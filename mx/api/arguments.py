@@ -52,6 +52,8 @@ class PullArguments(PlanArguments, total=False):
     wait_s: float | None
     resume: bool
     files_only: bool | Collection[str]
+    companion: str
+    companions: bool
 
 
 #: What an argument is that is not given; the others are None.
@@ -68,6 +70,8 @@ _DEFAULTS: Mapping[str, object] = {
     "allow_older": False,
     "resume": True,
     "files_only": False,
+    "companion": "",
+    "companions": True,
 }
 
 

@@ -31,6 +31,8 @@ def hold(
     *,
     layout_version: int | None = None,
     files: Path | None = None,
+    follow: Collection[Path] = (),
+    weights: Collection[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -42,6 +44,8 @@ def hold(
         device: "cpu" or "cuda:UUID".
         layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel with tensors; None: no files do.
+        follow: Folders that links of a checkpoint's side files may lead to.
+        weights: Patterns of the paths of copies of its main weights that travel, too.
         on_progress: As for `serve`.
         cancelled: As for `serve`.
 
@@ -60,6 +64,8 @@ def hold(
                 device=device,
                 shortcuts=device == "cpu",
                 threads=2,
+                follow=follow,
+                weights=weights,
                 progress=on_progress,
                 cancelled=cancelled,
             )
@@ -156,7 +162,7 @@ async def taken_in(
 
 async def _released(taking: asyncio.Future[HeldModel]) -> None:
     with contextlib.suppress(Exception):  # its caller does not wait for it any more
-        (await taking).release()
+        (await taking).release_all()
 
 
 def check_names(layout: Layout, names: Collection[str] | None) -> None:

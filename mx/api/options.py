@@ -13,6 +13,7 @@ from mx import config
 from mx.api.chain import PEERS, chain_of
 from mx.api.common import check_type, resolve_device, transports, variant_text
 from mx.core.reference import ModelReference, parse_reference
+from mx.core.variant import companion_path, main_variant
 from mx.errors import ConfigError, NotAllowedError
 from mx.target.options import PullOptions
 from mx.wire.address import is_local, tls_of
@@ -111,6 +112,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         resume=asked.get("resume", True),
         files_only=files_only,
         files=files,
+        companions=asked.get("companions", True),
         device=device,
         hold=asked.get("hold", False),
         into=into,
@@ -152,6 +154,27 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
 
             check_server_files(tls, ours)
     return replace(options, cache=_cache(options, settings))
+
+
+def asked_companion(options: PullOptions, companion: str) -> tuple[PullOptions, str]:
+    """Return the options to find a model of which only a companion is wanted, and its path; "" if
+    the main weights are wanted, or the companion is pinned itself.
+
+    Args:
+        options: The options of a pull.
+        companion: The argument of this name.
+
+    Raises:
+        ConfigError: It can't have one of the other options.
+    """
+    named = "" if options.pin else companion_path(options.variant)
+    if named and companion not in ("", named):
+        raise ConfigError(f"the variant names {named}, and `companion` is {companion}")
+    path = companion or named
+    for name in ("follow", "files_only") if path else ():
+        if getattr(options, name):
+            raise ConfigError(f"a companion can't have `{name}`", hint="leave out one of them")
+    return (replace(options, variant=main_variant(options.variant)) if named else options), path
 
 
 def _device_of(into: memoryview | InPlace, device: str) -> str:
@@ -283,9 +306,9 @@ def _check_follow(reference: ModelReference, asked: PullArguments, device: str) 
 #: Values of an option that a pull does without.
 _UNUSED: tuple[object, ...] = (None, False, [], "cpu")
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
-_TEXTS = ("model", "revision", "peer", "coordinator", "transport", "owner")
+_TEXTS = ("model", "revision", "peer", "coordinator", "transport", "owner", "companion")
 _PATHS = ("path", "fallback", "out")
-_FLAGS = ("hold", "attach", "resume", "follow", "allow_older")
+_FLAGS = ("hold", "attach", "resume", "follow", "allow_older", "companions")
 _OPTIONAL = ("peer", "coordinator", "transport", "owner", *_PATHS)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from mx.api.source import Source
 from mx.codec import check_model_key
 from mx.core import manifest as manifests
 from mx.core.digest import document_digest
+from mx.core.notes import Notes
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference
 from mx.core.types import ModelKey, Packaging, SideFile
@@ -52,6 +54,12 @@ class Pipeline:
     def model(self) -> ModelKey:
         """What the pipeline's own files are served as."""
         return self.sources[-1].model
+
+    @property
+    def notes(self) -> Notes:
+        """Which files of the pipeline's folder are left out. Those of its components say which of
+        theirs are."""
+        return self.sources[-1].notes
 
     def drain(self, grace_s: float = 10.0) -> bool:
         """Stop granting reads, and wait for the current readers; see `Source.drain`.
@@ -154,7 +162,9 @@ def _held_files(
 ) -> HeldModel:
     """Return a model of a pipeline's small files, and of the pins of its components."""
     check_model_key(key)
-    files, documents, _ = read_side_files(root, None, ())
+    files, documents, left_out = read_side_files(root)
+    # What a component's source leaves out, or serves, it names itself.
+    left_out = {path: why for path, why in left_out.items() if path.split("/")[0] not in pins}
     said = json.dumps(pins, sort_keys=True).encode()
     side = SideFile(COMPONENTS, len(said), document_digest(said))
     documents = documents | {side.digest: said}
@@ -172,6 +182,7 @@ def _held_files(
         arena.seal()
         packaging = Packaging((), files)
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
+        manifest = replace(manifest, notes=Notes(left_out).encode())
     except BaseException:
         arena.release()
         raise

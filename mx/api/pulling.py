@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Unpack
 
 from mx import config, runtime
 from mx.api.arguments import PullArguments, takes
-from mx.api.options import pull_options, settings_of
+from mx.api.options import asked_companion, pull_options, settings_of
 from mx.api.target import Pull
+from mx.core.variant import COMPANION
 from mx.wire.address import tls_of
 
 if TYPE_CHECKING:
@@ -90,6 +91,10 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             them: the report has `files`, and 0 bytes. Not together with `hold`, `into`, `reuse` or
             a `device`, nor, from `path`, with a pin, which only the weights prove; other options of
             the weights have no effect.
+        companion: The path of a further tensor file of the model's folder, such as
+            "2_Dense/model.safetensors", to pull in place of the main weights. The model is looked
+            up before this returns, and says by which pin.
+        companions: With `out`, whether the model's companions are written there, too.
         owner: Take the name only from this owner, whatever the coordinator says: his key, as
             `mx keygen` prints it, or the name's commitment. None takes the settings' `owner`, or
             what the trust file has for the name. Of a name without a revision nothing older is
@@ -100,7 +105,8 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
         The running pull.
 
     Raises:
-        ConfigError: An argument is wrong. Every other error comes from the methods that wait:
+        ConfigError: An argument is wrong. Every other error comes from the methods that wait, and
+            with `companion` from this one, too:
             CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
             CapacityError, OutputError.
     """
@@ -110,7 +116,15 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
         from mx.wire.principals import Access
 
         Access(settings.policy, tls_of(settings), what="source")
-    return begin(pull_options(model, settings, arguments), settings, started_s)
+    options = pull_options(model, settings, arguments)
+    asked = arguments.get("companion", "")
+    if asked or COMPANION in options.variant:
+        main, path = asked_companion(options, asked)
+        if path:
+            from mx.target.companions import companion_options
+
+            options = runtime.run(lambda: companion_options(main, path))
+    return begin(options, settings, started_s)
 
 
 def begin(options: PullOptions, settings: config.Settings, started_s: float) -> Pull:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +42,7 @@ from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.storage.names import model_name_of
 from mx.storage.safetensors import tensor_files
+from mx.storage.side_files import resolved_folders
 from mx.text import has_control
 from mx.transport import Transport
 from mx.units import parse_ports
@@ -222,6 +223,8 @@ def serve(
     update: bool = False,
     non_persistent_buffers: bool = False,
     files: str | Path | None = None,
+    follow: Collection[str | Path] = (),
+    weights: Collection[str] = (),
     max_readers: int | None = None,
     max_bandwidth: int | str | None = None,
     wait_s: float | None = None,
@@ -259,6 +262,11 @@ def serve(
             state dict leaves out, too: then the identity is not that of the checkpoint.
         files: For a module or a state dict: a folder whose configuration and tokenizer files travel
             with the weights, as a checkpoint's do.
+        follow: Folders that a checkpoint's configuration and tokenizer files may be links into.
+            Others may be so only inside its own folder, or in Hugging Face's cache inside the same
+            repository.
+        weights: Patterns of the paths of copies of the checkpoint's main weights (another
+            precision, another form, an average) that travel too, as its other tensor files do.
         max_readers: Readers at a time at most; None takes the settings' number, 0 is no bound.
         max_bandwidth: What all readers get together at most: "500MB/s", or bytes per second; None
             takes the settings' bandwidth, 0 is no bound.
@@ -297,6 +305,7 @@ def serve(
             "a checkpoint's files travel with it", hint="leave out `files`, or serve tensors"
         )
     folder = None if files is None else Path(files)
+    followed = resolved_folders(follow)
     key = _key_of(what, model, revision, variant)
     if copy and isinstance(what, str | Path):
         tensor_files(Path(what))  # before a coordinator is started for them
@@ -311,6 +320,8 @@ def serve(
                 where,
                 layout_version=layout_version,
                 files=folder,
+                follow=followed,
+                weights=weights,
                 on_progress=on_progress,
                 cancelled=stopped,
             )
@@ -357,7 +368,7 @@ async def _ended(
     """Close what `serve` has made before it failed."""
     await server.close()
     if held is not None:
-        held.release()  # not before: exposures hand out its descriptor
+        held.release_all()  # not before: exposures hand out its descriptor
     if embedded is not None:
         await embedded.stop()
 

@@ -17,6 +17,7 @@ from mx.api.common import (
     checked_port,
 )
 from mx.api.holding import check_names, hold, taken_in
+from mx.core.notes import Notes, decode
 from mx.core.pages import Pages
 from mx.core.reference import pinned_name
 from mx.core.types import Manifest, ModelKey
@@ -29,6 +30,7 @@ from mx.source.handover import Handover
 from mx.source.lending import Lending
 from mx.source.model import HeldModel
 from mx.source.server import SourceServer, SourceStats
+from mx.storage.side_files import resolved_folders
 from mx.tasks import Latch
 from mx.transport import View, host_view
 from mx.units import format_bytes
@@ -158,6 +160,11 @@ class Source(Closable):
         """The coordinator that runs in this process, if `serve` started one."""
         return self._embedded
 
+    @property
+    def notes(self) -> Notes:
+        """What is said of the folder that the weights were read from: which files it leaves out."""
+        return decode(self._current.manifest.notes)
+
     def stats(self) -> SourceStats:
         """Return what the source serves at the moment, and what it has served."""
         return self._server.stats()
@@ -208,6 +215,8 @@ class Source(Closable):
         what: str | Path | Any,
         *,
         grace_s: float = 10.0,
+        follow: Collection[str | Path] = (),
+        weights: Collection[str] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ModelKey:
         """Serve new weights as a new revision in place of the current ones.
@@ -228,6 +237,8 @@ class Source(Closable):
         Args:
             what: The new weights, as for `serve`.
             grace_s: Seconds that readers of the old weights have to finish.
+            follow: As for `serve`.
+            weights: As for `serve`.
             on_progress: As for `serve`.
 
         Returns:
@@ -261,6 +272,8 @@ class Source(Closable):
                     old.key,
                     old.device,
                     layout_version=old.manifest.layout.version,
+                    follow=resolved_folders(follow),
+                    weights=weights,
                     on_progress=on_progress,
                     cancelled=stopped,
                 )
@@ -274,7 +287,7 @@ class Source(Closable):
         held = await taken_in(take, self._closing.is_set)
         same = held.manifest.ref.identity == old.manifest.ref.identity
         if same and membership(old.key.variant).alone:
-            held.release()
+            held.release_all()
             return
         await self._server.offer_beside(old.source_id, held)
         # To its end: what is published stays, and what is outdated must not stay listed.

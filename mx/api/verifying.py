@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mx.core.notes import decode
 from mx.core.reference import check_pin
 from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
 from mx.records import record
+from mx.storage.companions import COPY
 from mx.storage.folder_hash import manifest_of
 from mx.storage.safetensors import tensor_files
 from mx.storage.staging import differing, recorded
@@ -72,6 +74,9 @@ def verify_folder(
             hint="name its pin; mx models lists them",
         )
     manifest, _ = manifest_of(path, _THREADS, on_progress)
+    copies = COPY in decode(manifest.notes).left_out.values()
+    if copies and not manifest.ref.pinned_by(expected):  # they were asked for where it is from
+        manifest, _ = manifest_of(path, _THREADS, on_progress, ["*"])
     ref = manifest.ref
     if not ref.pinned_by(expected):
         files = f" ({ref.pin.hex()} with its files)" if ref.packaging else ""
@@ -102,7 +107,9 @@ def _wrong(manifest: Manifest, record: str, tensors: Sequence[str]) -> str:
     if manifest.ref.identity.hex() != first.partition(" ")[2]:
         named = f" in {count(len(tensors), 'tensor')}: {plain(listed(tensors))}" if tensors else ""
         return f"its weights differ{named}"
-    there = {side.path: side.digest[:8].hex() for side in manifest.packaging.side_files}
+    packaging = manifest.packaging
+    there = {side.path: side.digest[:8].hex() for side in packaging.side_files}
+    there |= {each.path: each.identity[:8].hex() for each in packaging.companions}
     wanted = {name: digest for digest, _, name in (line.partition(" ") for line in lines)}
     missing = [name for name in wanted if name not in there]
     other = [name for name in wanted if there.get(name, wanted[name]) != wanted[name]]

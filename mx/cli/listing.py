@@ -13,6 +13,7 @@ from rich.table import Table
 from mx.cli import options, outcome
 from mx.cli.printing import NAMES, Column, table_of
 from mx.core.artifact_names import model_and_set
+from mx.core.notes import decode
 from mx.core.reference import parse_reference
 from mx.core.variant import ProcessingKey
 from mx.errors import EXIT_NO_SOURCE, ConfigError, UnknownModelError
@@ -75,6 +76,7 @@ def models(
         )
         if model or model_and_set(each.name) is None
     ]
+    said = _notes(wanted.name, settings) if found and model else {}
     if as_json:
         listed = [
             {
@@ -91,6 +93,7 @@ def models(
                 "layers": entry.layers or None,
                 "sources": entry.sources,
                 "state": "served" if entry.sources else "no source",
+                **(decode(said.get(entry.ref.pin, b"")).to_json() if model else {}),
             }
             for entry in found
         ]
@@ -126,6 +129,16 @@ def models(
     outcome.write("\npins:")
     for entry in found:
         outcome.write(f"{entry.pinned}  {outcome.pin_covers(entry.ref.packaging)}")
+        for line in decode(said.get(entry.ref.pin, b"")).lines():
+            outcome.write(f"  {line}")
+
+
+def _notes(name: str, settings: Settings) -> dict[bytes, bytes]:
+    """Return what sources of a model say of their folders, by the pin of what is in these."""
+    from mx import api
+
+    found = api.list_sources(name, coordinator=settings.coordinator, settings=settings)
+    return {each.record.ref.pin: each.record.notes for each in found if each.record.notes}
 
 
 def _say_sets(sets: int) -> None:

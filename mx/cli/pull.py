@@ -13,6 +13,7 @@ from mx.cli import live, notify, options, outcome
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError, MxError
+from mx.text import listed
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -61,8 +62,19 @@ def pull(
             help="Get only the side files (configuration, tokenizer), no weights.",
         ),
     ] = False,
+    main: Annotated[
+        bool,
+        typer.Option(
+            "--main",
+            help="Write the main weights alone to --out, without the folder's further tensor "
+            "files (companions).",
+        ),
+    ] = False,
     hold: Annotated[
-        bool, typer.Option("--hold", help="Stay after the pull, and serve the model.")
+        bool,
+        typer.Option(
+            "--hold", help="Stay after the pull, and serve the main weights and their files."
+        ),
     ] = False,
     transport: options.OneTransport = None,
     verify: Annotated[
@@ -121,6 +133,8 @@ def pull(
         from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
 
         required_trust(settings)  # before anything moves
+    if main and out is None:
+        raise ConfigError("--main says what is written", hint="give --out DIR, or leave it out")
     if hold:
         from mx.wire.descriptors import raise_limit
 
@@ -149,6 +163,7 @@ def pull(
                 slices=options.slices_of(slices),
                 resume=not no_resume,
                 files_only=files_only,
+                companions=not main,
                 settings=settings,
             )
         ) as running,
@@ -164,12 +179,13 @@ def pull(
         else:
             told = settings.log_level in ("debug", "info")  # all steps
             kept = hold or out is not None
-            outcome.summarise(_summary(report, out=out, kept=kept, all_steps=told))
+            outcome.summarise(_summary(report, out=out, kept=kept, main=main, all_steps=told))
             if caches is not None:
                 outcome.summarise(obtained_line(caches))
         if held is not None:
             with held, stop.on_signals():
-                outcome.say(f"serving {report.model} at {held.endpoint}; stop with Ctrl-C")
+                alone = ", without its companions" if report.folder.companions else ""
+                outcome.say(f"serving {report.model}{alone} at {held.endpoint}; stop with Ctrl-C")
                 notify.ready(f"serving {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
@@ -226,7 +242,9 @@ def _closing(pull: Pull) -> Iterator[Pull]:
         raise
 
 
-def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool) -> str:
+def _summary(
+    report: PullReport, *, out: str | None, kept: bool, main: bool, all_steps: bool
+) -> str:
     from mx.core.reference import with_pin
 
     if report.files is not None:
@@ -262,7 +280,15 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool
         lines.append(f"  {why} taken from {report.fallback}")
     lines += _steps(report.steps, shows_all=all_steps)
     if out is not None:
+        for each in report.companions:
+            where = listed(each.sources) or "there already"
+            lines.append(f"  companion {each.path}: {format_bytes(each.bytes)} from {where}")
         lines.append(f"  written to {out}")
+        folder = report.folder
+        if main and folder.companions:
+            without = listed([*folder.companions])
+            lines.append(f"  without its companions, as --main asks: {without}")
+        lines += [f"  {line}" for line in folder.lines_of_left_out()]
     name = with_pin(report.model, report.pin)
     lines.append(f"  pin {name} {outcome.pin_covers(report.pin_covers_files)}")
     if not kept:

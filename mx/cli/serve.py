@@ -14,6 +14,8 @@ from mx.cli.cache import run_cache
 from mx.cli.stop import Stop
 from mx.config import Settings
 from mx.errors import ConfigError
+from mx.storage.companions import COPY
+from mx.text import listed
 from mx.units import count, format_bytes
 from mx.wire.address import split_address
 from mx.wire.descriptors import raise_limit
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from mx.config import Settings
 
 #: The flags that say how a checkpoint is served.
-_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device")
+_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device", "follow", "weights")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -78,6 +80,21 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder that the checkpoint's files may be links into; may be repeated.",
+            metavar="DIR",
+        ),
+    ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Copies of the main weights to serve beside them: a path or pattern, such as "
+            "model.fp16.safetensors; may be repeated.",
+            metavar="GLOB",
+        ),
+    ] = None,
     artifacts: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,6 +164,9 @@ def serve(
             raise ConfigError(
                 "a pipeline has no artefacts", hint="serve the sets by a command of their own"
             )
+        if follow or weights:
+            flag = "--follow" if follow else "--weights"
+            raise ConfigError(f"{flag} is for one model", hint="serve one component")
         run_pipeline(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
@@ -164,6 +184,8 @@ def serve(
                     update=update,
                     coordinator=options.coordinator_of(settings),
                     device=device,
+                    follow=follow or (),
+                    weights=weights or (),
                     settings=settings,
                     on_progress=on_progress,
                 )
@@ -222,6 +244,11 @@ def _announce(checkpoint: Source | None, sets: Sequence[Source], *, as_json: boo
             f"  at {checkpoint.endpoint}, coordinator: {where} {checkpoint.coordinator_address}\n"
             f"  pin {checkpoint.pinned} {outcome.pin_covers(checkpoint.manifest.ref.packaging)}\n"
         )
+        notes = checkpoint.notes
+        if notes.companions or COPY in notes.left_out.values():
+            main = listed([file.path for file in checkpoint.manifest.packaging.files])
+            text += f"  main weights: {main}\n"
+        text += "".join(f"  {line}\n" for line in notes.lines())
     for each in sets:
         text += (
             f"serving {each.model.name}: {format_bytes(each.manifest.layout.payload_nbytes)}\n"
@@ -245,6 +272,8 @@ def _object(source: Source) -> dict[str, object]:
         "endpoint": source.endpoint,
         "coordinator": source.coordinator_address,
         "embedded": source.embedded,
+        "main": [file.path for file in source.manifest.packaging.files],
+        **source.notes.to_json(),
     }
 
 
@@ -289,10 +318,12 @@ def run_pipeline(
         with pipeline, stop.on_signals():
             sizes = {str(s.model): s.manifest.layout.payload_nbytes for s in pipeline.sources}
             if as_json:
-                outcome.emit({"pipeline": str(pipeline.model), "models": sizes})
+                said = pipeline.notes.to_json()
+                outcome.emit({"pipeline": str(pipeline.model), "models": sizes, **said})
             outcome.say(
                 f"serving the pipeline {pipeline.model}\n"
                 + "".join(f"  {name}: {format_bytes(size)}\n" for name, size in sizes.items())
+                + "".join(f"  {line}\n" for line in pipeline.notes.lines())
                 + "  stop with Ctrl-C"
             )
             notify.ready(f"serving the pipeline {pipeline.model}")

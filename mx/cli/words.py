@@ -12,14 +12,15 @@ from mx import config
 
 _QUOTED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 _ARGUMENTS = (
-    "allow_older cache checkpoint device files_only hold json model only out python revision "
-    "transport update variant verify"
+    "allow_older cache checkpoint device files_only follow hold json model only out python "
+    "revision transport update variant verify weights"
 )
 _FLAGS = (
     {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS.split()}
     | {name: about.flag for name, about in config.DESCRIPTIONS.items() if about.verbs}
     | {
         "attach": "--no-attach",
+        "companions": "--main",
         "fallback": "--from auto",
         "path": "--from disk",
         "peer": "--from peer",

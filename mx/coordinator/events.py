@@ -7,6 +7,7 @@ from typing import Any
 
 from mx.core.changes import ChangeKind, Tail
 from mx.core.types import ModelKey
+from mx.core.variant import companion_path
 from mx.log import event
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def log_changes(tail: Tail) -> None:
         }
         if change.kind is ChangeKind.UP:
             who["pin"] = record.ref.pin.hex()[:16]
-            if record.pin_only:
+            if record.pin_only and not companion_path(record.model.variant):
                 event(log, "source.pin_only", level=logging.WARNING, **who)
             else:
                 event(log, "source.registered", **who)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import cast
 
 from mx.core.canonical import (
@@ -37,16 +38,19 @@ from mx.core.layout import (
 )
 from mx.core.layout_rules import RULES
 from mx.core.packaging import (
+    MAX_COMPANIONS,
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
     MAX_SIDE_FILES_BYTES,
     TENSOR_SUFFIX,
+    bad_companion_path,
     bad_path,
     bad_path_set,
     bad_side_path,
 )
 from mx.core.types import (
     Alias,
+    Companion,
     Layout,
     Manifest,
     ManifestRef,
@@ -64,6 +68,8 @@ __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 MAX_CHUNKS = 1 << 20
 #: Of the packaging document. That of the layout document is the layout version.
 PACKAGING_VERSION = 2
+#: What an earlier release leaves out: side files that it would refuse, and further tensor files.
+_NEWER, _COMPANIONS = "more_side_files", "companions"
 
 
 def encode(
@@ -271,21 +277,29 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
     unknown = [name for file in packaging.files for name in file.tensors if name not in index_of]
     if unknown:
         raise ManifestError(f"the files hold {unknown[0]!r}, which is not a tensor of the layout")
-    return write_json(
-        {
-            "files": [
-                [
-                    file.path,
-                    # Pairs: a header's metadata keeps its order.
-                    None if file.metadata is None else list(file.metadata.items()),
-                    [index_of[name] for name in file.tensors],
-                ]
-                for file in packaging.files
-            ],
-            "side_files": [[s.path, s.nbytes, s.digest.hex()] for s in packaging.side_files],
-            "version": PACKAGING_VERSION,
-        }
-    )
+    sides: dict[bool, list[object]] = {False: [], True: []}
+    for side in packaging.side_files:
+        sides[side.newer].append([side.path, side.nbytes, side.digest.hex()])
+    document: dict[str, object] = {
+        "files": [
+            [
+                file.path,
+                # Pairs: a header's metadata keeps its order.
+                None if file.metadata is None else list(file.metadata.items()),
+                [index_of[name] for name in file.tensors],
+            ]
+            for file in packaging.files
+        ],
+        "side_files": sides[False],
+        "version": PACKAGING_VERSION,
+    }
+    # The release before reads what it knows, and leaves these out.
+    companions = [
+        [each.path, each.nbytes, each.identity.hex(), each.packaging.hex()]
+        for each in packaging.companions
+    ]
+    newer = {_NEWER: sides[True], _COMPANIONS: companions}
+    return write_json(document | {key: found for key, found in newer.items() if found})
 
 
 def _read_packaging(data: bytes, names: list[str]) -> Packaging:
@@ -305,15 +319,24 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
             case _:
                 raise ManifestError("a file in the packaging document is malformed")
     side_files = []
-    for entry in take_list(document, "side_files", list, what):
+    keys = ["side_files", *([_NEWER] if _NEWER in document else [])]
+    for key in keys:
+        for entry in take_list(document, key, list, what):
+            match entry:
+                case [str(path), int(nbytes), str(digest)] if type(nbytes) is int:
+                    side_files.append(SideFile(path, nbytes, _unhex(digest), key == _NEWER))
+                case _:
+                    raise ManifestError("a side file in the packaging document is malformed")
+    companions = []
+    for entry in take_list(document, _COMPANIONS, list, what) if _COMPANIONS in document else ():
         match entry:
-            case [str(path), int(nbytes), str(digest)] if type(nbytes) is int:
-                side_files.append(SideFile(path, nbytes, _unhex(digest)))
+            case [str(path), int(nbytes), str(identity), str(digest)] if type(nbytes) is int:
+                companions.append(Companion(path, nbytes, _unhex(identity), _unhex(digest)))
             case _:
-                raise ManifestError("a side file in the packaging document is malformed")
+                raise ManifestError("a companion in the packaging document is malformed")
     if not files and not side_files:  # then there is no document: one packaging has one pin
         raise ManifestError("the packaging document holds no files")
-    return Packaging(tuple(files), tuple(side_files))
+    return Packaging(tuple(files), tuple(side_files), tuple(companions))
 
 
 def _metadata(pairs: list[object] | None) -> dict[str, str] | None:
@@ -343,7 +366,7 @@ def _unhex(text: str) -> bytes:
     except ValueError:
         digest = b""
     if len(digest) != 32 or digest.hex() != text:
-        raise ManifestError("a side file's digest is not 64 hexadecimal digits")
+        raise ManifestError("a file's digest is not 64 hexadecimal digits")
     return digest
 
 
@@ -357,6 +380,14 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
     packed = list(chain.from_iterable(file.tensors for file in packaging.files))
     if packaging.files and not len(packed) == len(names) == len(set(packed)):
         raise ManifestError("the files do not hold each tensor exactly once")
+    if len(packaging.companions) > MAX_COMPANIONS:
+        raise ManifestError(f"there are more than {MAX_COMPANIONS} companions")
+    for each in packaging.companions:
+        reason = bad_companion_path(each.path)
+        if reason is None and not 0 < each.nbytes <= MAX_CHUNKS * MOST_CHUNK_BYTES:
+            reason = "has no size that a model has"
+        if reason is not None:
+            raise ManifestError(f"the companion {shown(each.path)} {reason}")
     if len(packaging.side_files) > MAX_SIDE_FILES:
         raise ManifestError(f"there are more than {MAX_SIDE_FILES} side files")
     for side in packaging.side_files:
@@ -367,8 +398,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
             raise ManifestError(f"the side file {shown(side.path)} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
         raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
-    reason = bad_path_set(
-        [*(f.path for f in packaging.files), *(s.path for s in packaging.side_files)]
-    )
+    every = (packaging.files, packaging.side_files, packaging.companions)
+    reason = bad_path_set(map(attrgetter("path"), chain(*every)))
     if reason is not None:
         raise ManifestError(f"the files clash: {reason}")

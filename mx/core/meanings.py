@@ -14,7 +14,7 @@ from mx.core.name_state import NameState
 from mx.core.reference import check_pin
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
-from mx.core.variant import Difference, nearest
+from mx.core.variant import Difference, companion_path, nearest
 from mx.errors import ConfigError, UnknownModelError
 from mx.records import record
 
@@ -63,7 +63,9 @@ def meaning(
         check_pin(pin)
     pin = pin.lower()
     state = bindings.of(name)
-    named = [*state.bindings()]
+    # A companion is asked for as such, or by its pin.
+    asked = bool(at or companion_path(variant))
+    named = [b for b in state.bindings() if asked or not companion_path(b.key.variant)]
     in_revision = [b for b in named if revision in ("", b.key.revision)]
     wanted = variant or CHECKPOINT
     fits = [b for b in in_revision if b.key.variant == wanted]

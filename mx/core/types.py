@@ -29,6 +29,9 @@ LAYER_ALIGNMENT_BYTES = 4096
 #: The most characters of a model's name, of its revision and of its variant.
 NAME_CHARS = 256
 
+#: The most that a source says of its folder (`mx.core.notes`).
+MAX_NOTES_BYTES = 16 * 1024
+
 #: The variant that is meant where none is named and there is one of this name.
 CHECKPOINT = "checkpoint"
 
@@ -218,19 +221,43 @@ class PackagedFile:
 
 @record(frozen=True)
 class SideFile:
-    """A JSON, text or tokenizer file that travels along; its bytes are a document of its own."""
+    """A JSON, text or tokenizer file that travels along; its bytes are a document of its own.
+    `newer` ones are of a kind that the first release with companions lets travel."""
 
     path: str
     nbytes: int
     digest: bytes
+    newer: bool = False
+
+
+@record(frozen=True, slots=True)
+class Companion:
+    """A further tensor file of a checkpoint, beside the main weights: a variant of its own, with
+    this identity and, for the file's header, this packaging."""
+
+    path: str
+    nbytes: int
+    identity: bytes
+    packaging: bytes
+
+    @property
+    def pin(self) -> str:
+        """The pin of the file, in hexadecimal."""
+        return pin_of(self.identity, self.packaging).hex()
 
 
 @record(frozen=True)
 class Packaging:
-    """The files of a checkpoint; none if the source has none."""
+    """The files of a checkpoint; none if the source has none. `files` hold the main weights."""
 
     files: tuple[PackagedFile, ...] = ()
     side_files: tuple[SideFile, ...] = ()
+    companions: tuple[Companion, ...] = ()
+
+    @property
+    def tensor_files(self) -> list[str]:
+        """The paths of all tensor files."""
+        return [*(file.path for file in self.files), *(each.path for each in self.companions)]
 
 
 @record(frozen=True)
@@ -298,7 +325,7 @@ class Manifest:
 
     `roots` are the roots of the tensors' hash trees, in the order of `layout.tensors`. `documents`
     maps digests to documents. `vouch` is what the name's owner says of it (`mx.core.vouching`), b""
-    if that is not known.
+    if that is not known; `notes` is what a source says of its folder (`mx.core.notes`).
     """
 
     ref: ManifestRef
@@ -307,6 +334,7 @@ class Manifest:
     roots: tuple[bytes, ...]
     documents: dict[bytes, bytes]
     vouch: bytes = field(default=b"", compare=False)
+    notes: bytes = field(default=b"", compare=False, repr=False)
 
     def __repr__(self) -> str:
         """One line: what it describes, and its pin."""
@@ -417,6 +445,7 @@ class SourceRecord:
     With a `certificate` a lender key was, which the owner has certified (`mx.lenderkey`).
     `variant_fields` is the document of a processing key that is shortened (`mx.core.variant`).
     `vouch` is what the name's owner says of the weights (`mx.core.vouching`): of listed ones b"".
+    `notes` is what the source says of its folder (`mx.core.notes`).
     """
 
     source_id: str
@@ -437,6 +466,7 @@ class SourceRecord:
     variant_fields: str = ""
     certificate: bytes = field(default=b"", repr=False)
     vouch: bytes = field(default=b"", repr=False)
+    notes: bytes = field(default=b"", repr=False)
 
     @property
     def own_commitment(self) -> bytes:

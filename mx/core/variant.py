@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mx.core.digest import document_digest
+from mx.core.types import CHECKPOINT
 from mx.errors import ConfigError
 from mx.records import record
 
@@ -33,6 +34,8 @@ from mx.records import record
 VARIANT_CHARS = 256
 #: A key is shortened to this many, so that a field and long ranks can be added to it.
 SHORT_CHARS = 200
+#: The field that names a companion, by its path.
+COMPANION = "companion"
 #: The field of a shortened key that has the digest of all its fields.
 FIELDS = "fields"
 #: The most bytes of the document of a shortened key.
@@ -360,6 +363,40 @@ def why_not_a_variant(variant: str) -> str | None:
     if key.names_bundle:
         return f"{variant} names all ranks of a bundle: name one of them, such as {_first(key)}"
     return None
+
+
+def companion_variant(variant: str, path: str) -> str:
+    """Return the variant of a companion, a further tensor file of a checkpoint.
+
+    Args:
+        variant: The main weights' variant.
+        path: The file's path.
+
+    Raises:
+        ConfigError: The text would be too long.
+    """
+    if variant == CHECKPOINT:
+        return str(ProcessingKey(**{COMPANION: path}))
+    fields = _fields_of_text(variant) if "=" in variant else {"beside": variant}
+    return str(ProcessingKey(**fields, **{COMPANION: path}))
+
+
+def companion_path(variant: str) -> str:
+    """Return the path of the companion that a variant is; "" if it is none. A malformed key counts
+    as a plain word."""
+    if f"{COMPANION}=" not in variant or len(variant) > VARIANT_CHARS:
+        return ""
+    try:
+        return _fields_of_text(variant).get(COMPANION, "")
+    except ConfigError:
+        return ""
+
+
+def main_variant(variant: str) -> str:
+    """Return the variant of the main weights that a companion lies beside; "" for "checkpoint"."""
+    fields = dict(_fields_of_text(variant))
+    del fields[COMPANION]
+    return fields.get("beside", "") or _text(fields)
 
 
 @record(frozen=True, slots=True)

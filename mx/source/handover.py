@@ -75,7 +75,7 @@ class Handover:
     async def _retire(
         self, outdated: Sequence[HeldModel], grace_s: float, hurry: Callable[[], bool]
     ) -> None:
-        for held in outdated:
+        for held in [each for old in outdated for each in (old, *old.companions)]:
             await uncut(self._server.retirement.retire(held.source_id, grace_s, hurry))
 
     async def _named(self, key: ModelKey) -> str:

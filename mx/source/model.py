@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
+from mx import config
 from mx.core import manifest as manifests
 from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap
@@ -24,7 +25,7 @@ from mx.core.types import (
     SourceRole,
     SourceState,
 )
-from mx.core.variant import document_of
+from mx.core.variant import companion_path, companion_variant, document_of
 from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
@@ -34,10 +35,12 @@ from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
 from mx.records import record
 from mx.storage.disk_file import Stamp
+from mx.storage.hub_blobs import check_blobs
 from mx.storage.landing import Filled
-from mx.storage.load import destination, load_checkpoint
+from mx.storage.load import destination, load_opened
 from mx.storage.osfile import read_error
 from mx.storage.reader import fill_from_tensors, hash_in_place
+from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.side_files import read_side_files
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, View
 from mx.wire.rows import encode_rows
@@ -73,7 +76,20 @@ class HeldModel:
     stamps: tuple[Stamp, ...] = ()
     #: What the name's owner said of it when it was registered last; b"": what the manifest has.
     vouch: bytes = b""
+    #: The checkpoint's further tensor files, each a model of its own.
+    companions: tuple[HeldModel, ...] = ()
     _rows: dict[bytes, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def takes_name(self) -> bool:
+        """True if its name is to stand for it. What a relay has, and a companion, is bound to none:
+        it is found by its pin."""
+        return self.role is not SourceRole.RELAY and not self.is_companion
+
+    @property
+    def is_companion(self) -> bool:
+        """True if it is a further tensor file of a checkpoint."""
+        return bool(companion_path(self.key.variant))
 
     @property
     def content(self) -> bytes:
@@ -84,6 +100,11 @@ class HeldModel:
     def release(self) -> None:
         """Release the memory. Idempotent."""
         self.arena.release()
+
+    def release_all(self) -> None:
+        """Release its memory and that of its companions, none of which is served. Idempotent."""
+        for each in (*self.companions, self):
+            each.release()
 
     @property
     def live(self) -> bool:
@@ -177,6 +198,7 @@ class HeldModel:
             role=self.role,
             state=state,
             vouch=self.vouch or self.manifest.vouch,
+            notes=self.manifest.notes,
         )
 
 
@@ -194,10 +216,12 @@ def hold_checkpoint(
     device: str = "cpu",
     shortcuts: bool = False,
     threads: int,
+    follow: Collection[Path] = (),
+    weights: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
-    """Read a checkpoint into a sealed arena.
+    """Read a checkpoint into a sealed arena, and each of its companions into one of its own.
 
     Args:
         path: The checkpoint: a file or a folder.
@@ -206,37 +230,59 @@ def hold_checkpoint(
         device: "cpu" or a GPU.
         shortcuts: Whether to compute the shortcut digests too.
         threads: The number of threads that read and hash.
+        follow: Folders that links of side files may lead to.
+        weights: Patterns of the paths of copies of the main weights that travel, too.
         progress: Called with (bytes read, bytes in all), from those threads.
         cancelled: Polled; if it returns True, the load stops with an error.
 
     Returns:
-        The model, whose arena the caller owns.
+        The model, whose arena the caller owns, and those of its companions.
 
     Raises:
-        MxError: As `load_checkpoint` and `DeviceArena`.
+        MxError: As `open_checkpoint`, `load_opened` and `DeviceArena`.
     """
-    loaded = load_checkpoint(
-        path,
-        lambda layout: _new_arena(layout.arena_nbytes, key, device),
-        layout_version=layout_version,
-        shortcuts=shortcuts,
-        threads=threads,
-        progress=progress,
-        cancelled=cancelled,
-    )
+    companions: list[HeldModel] = []
+
+    def read_companion(path: str, companion: Checkpoint) -> Manifest:
+        variant = companion_variant(key.variant, path)
+        companions.append(hold_opened(companion, replace(key, variant=variant)))
+        return companions[-1].manifest
+
+    def hold_opened(checkpoint: Checkpoint, key: ModelKey) -> HeldModel:
+        loaded = load_opened(
+            checkpoint,
+            lambda layout: _new_arena(layout.arena_nbytes, key, device),
+            layout_version=layout_version,
+            shortcuts=shortcuts,
+            threads=threads,
+            progress=None if companion_path(key.variant) else progress,
+            cancelled=cancelled,
+            read_companion=read_companion,
+        )
+        try:
+            loaded.arena.seal()
+        except BaseException:
+            loaded.arena.release()
+            raise
+        return HeldModel(
+            key,
+            loaded.manifest,
+            loaded.arena,
+            loaded.pages,
+            loaded.shortcuts,
+            stamps=loaded.stamps,
+        )
+
     try:
-        loaded.arena.seal()
+        checkpoint = open_checkpoint(path, follow, weights)
+        check_blobs(checkpoint.hub, config.state_folder(), cancelled)
+        held = hold_opened(checkpoint, key)
     except BaseException:
-        loaded.arena.release()
+        for each in companions:
+            each.release()
         raise
-    return HeldModel(
-        key,
-        loaded.manifest,
-        loaded.arena,
-        loaded.pages,
-        loaded.shortcuts,
-        stamps=loaded.stamps,
-    )
+    held.companions = tuple(companions)
+    return held
 
 
 def hold_tensors(
@@ -346,7 +392,7 @@ def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
             f"{folder} is no folder", hint="`files` is the folder with the model's config.json"
         )
     try:
-        found, documents, _ = read_side_files(folder, None, ())
+        found, documents, _ = read_side_files(folder)
     except OSError as error:
         raise read_error(error, folder) from error
     return Packaging(side_files=found), documents

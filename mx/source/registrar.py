@@ -16,7 +16,7 @@ from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
 from mx.core.registration import Intent, Registration
 from mx.core.revisions import placed
-from mx.core.types import ModelKey, SourceRecord, SourceRole
+from mx.core.types import ModelKey, SourceRecord
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
@@ -134,23 +134,23 @@ class Registrar:
                 record = replace(record, vouch=last)
             receipt = self._receipts.get(before, b"")
             published_s = self._published_s.get(held, 0.0)
-            intent = Intent(replaces, again or relay, receipt, publishes, published_s)
+            keeps_pin = again or not held.takes_name
+            intent = Intent(replaces, keeps_pin, receipt, publishes, published_s)
             return await self._client.register(
                 Registration(record, self._secret, intent),
                 held.documents,
-                name_key=None if relay else self._name_key,
+                name_key=self._name_key if held.takes_name else None,
             )
 
         if again:
             await self.end_settling(held)
-        relay = held.role is SourceRole.RELAY  # it takes no name
         before = replace(held.key, revision=replaces or held.key.revision)
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
                 try:
                     listed = await register()
                 except NotAllowedError:
-                    if not again or held.role is SourceRole.RELAY or held in self._renamed:
+                    if not again or not held.takes_name or held in self._renamed:
                         raise
                     await uncut(self._rename(held))
                     listed = await register()
@@ -399,7 +399,7 @@ class Registrar:
 
     def _on_pin_only(self, held: HeldModel, pin_only: bool, key: ModelKey) -> None:
         served = self._models.get(held.source_id)
-        if served is None or served.pin_only == pin_only:
+        if served is None or served.pin_only == pin_only or held.is_companion:
             return
         name = pinned_name(key, held.manifest.ref)
         who: dict[str, Any] = {"model": str(key), "source": held.source_id, "pinned": name}

@@ -243,7 +243,8 @@ class SourceServer:
         """Expose a model; from now on the Peer service describes it and grants reads.
 
         Args:
-            held: The model. The server owns its arena from now on, unless it is borrowed.
+            held: The model, and its companions. The server owns their arenas from now on, unless
+                the model is borrowed.
             participant: Its part in a swarm; None for that of an origin.
 
         Raises:
@@ -251,6 +252,8 @@ class SourceServer:
         """
         # To its end, else what a thread has exposed by then would belong to nothing.
         await uncut(self._offer(held, participant))
+        for each in held.companions:  # the ports for data may be few
+            await uncut(self._offer(each, None))
 
     async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
         with trace.span("serve.expose", model=str(held.key)):
@@ -339,9 +342,11 @@ class SourceServer:
         if self.registrar is None:  # else the last attempt has failed
             self.registrar = self._new_registrar(coordinator)
         registrar = self.registrar
-        for served in list(self._servicer.models.values()):
+        # Who finds a model finds its companions, too.
+        for served in sorted(self._servicer.models.values(), key=lambda s: s.held.takes_name):
             listing = registrar.list_as_newest if update else registrar.list
-            served.held.key = await uncut(listing(served.held))
+            list_it = listing if served.held.takes_name else registrar.list
+            served.held.key = await uncut(list_it(served.held))
             if served.newer:  # withdrawn meanwhile
                 await registrar.unlist(served.held)
             else:
@@ -429,6 +434,9 @@ class SourceServer:
             await registrar.end_settling(old.held)
             # A coordinator that has restarted may not know yet what is replaced.
             await registrar.list(old.held, again=True)
+            for each in held.companions:
+                await registrar.list(each)
+                registrar.keep_listed(each)
         except BaseException:
             await uncut(self._take_back(held))
             raise
@@ -466,10 +474,11 @@ class SourceServer:
         return "" if self.registrar is None else await self.registrar.named_revision(key)
 
     async def _take_back(self, held: HeldModel) -> None:
-        if held.source_id in self._servicer.models:
-            await self.retirement.retire(held.source_id, 0.0)
-        else:
-            held.release()
+        for each in (held, *held.companions):
+            if each.source_id in self._servicer.models:
+                await self.retirement.retire(each.source_id, 0.0)
+            else:
+                each.release()
 
     # -------------------------------------------------------------------------------------------
 
@@ -515,7 +524,7 @@ class SourceServer:
         # What NVML says is known since the model was exposed.
         place = discovery.at_device(self._place, held.device)
         record = held.record(self.endpoint, place, transports, self._servicer.state)
-        return replace(record, requests_port=self.requests_port)
+        return replace(record, requests_port=0 if held.is_companion else self.requests_port)
 
     def _record(self, served: Served) -> SourceRecord:
         return self.record(served.held)

@@ -12,17 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
-from mx.core import manifest as manifests
 from mx.core.types import Manifest
 from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex, settles_in_s
+from mx.storage.load import hash_opened
 from mx.storage.own_weights import stamps_in
-from mx.storage.reader import fill
 from mx.storage.safetensors import open_checkpoint, tensor_files
-from mx.views import ScatteredView
 
 #: The longest wait for files to be old enough: one whose time is far ahead is never.
 _MAX_WAIT_S = 10.0
@@ -51,12 +50,16 @@ def identity_of(path: Path, threads: int = 1) -> tuple[str, tuple[Stamp, ...]]:
     Raises:
         MxError: As `open_checkpoint` and `fill`.
     """
-    manifest, stamps = manifest_of(path, threads)
+    checkpoint = replace(open_checkpoint(path), companions=())  # they have identities of their own
+    manifest, stamps = hash_opened(checkpoint, threads=threads)
     return manifest.ref.identity.hex(), stamps
 
 
 def manifest_of(
-    path: Path, threads: int, progress: Callable[[int, int], None] | None = None
+    path: Path,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+    weights: Collection[str] = (),
 ) -> tuple[Manifest, tuple[Stamp, ...]]:
     """Return the manifest of a folder, and the stamps of its files.
 
@@ -64,6 +67,7 @@ def manifest_of(
         path: As `identity_of`.
         threads: As `identity_of`.
         progress: Called with (bytes read, bytes in all), from the threads that read.
+        weights: As for `open_checkpoint`.
 
     Returns:
         The manifest; the stamps as `identity_of`.
@@ -71,21 +75,7 @@ def manifest_of(
     Raises:
         MxError: As `identity_of`.
     """
-    checkpoint = open_checkpoint(path)
-    layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
-    nowhere = ScatteredView.over((), (), layout.arena_nbytes)
-    filled = fill(
-        checkpoint,
-        layout,
-        nowhere,
-        copy=lambda place, data: None,
-        threads=threads,
-        progress=progress and (lambda done: progress(done, layout.payload_nbytes)),
-    )
-    manifest = manifests.encode(
-        layout, checkpoint.packaging, filled.roots, checkpoint.side_documents
-    )
-    return manifest, filled.stamps
+    return hash_opened(open_checkpoint(path, weights=weights), threads=threads, progress=progress)
 
 
 def remember(path: Path, state: Path) -> bool:

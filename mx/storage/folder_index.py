@@ -39,12 +39,14 @@ _Entry = tuple[tuple[Stamp, ...], str, int]
 class FolderIndex:
     """The index in one folder. Several processes may use it at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = NAME) -> None:
         """
         Args:
             folder: The user's state folder of mx. It need not exist.
+            name: The name of its file there.
         """
         self._folder = folder
+        self._name = name
 
     def identity_of(self, files: Collection[Stamp]) -> str:
         """Return the identity of the weights in these files, in hexadecimal; "" if it is not known,
@@ -57,7 +59,7 @@ class FolderIndex:
         with contextlib.suppress(OSError, NotAllowedError):
             fd = opened(self._folder, make=False)
             try:
-                for stamps, identity, began_ns in reversed(_read(fd)):
+                for stamps, identity, began_ns in reversed(_read(fd, self._name)):
                     if stamps == wanted and _settled(stamps, began_ns):
                         return identity
             finally:
@@ -81,9 +83,9 @@ class FolderIndex:
             return False
         fd = opened(self._folder, make=True)
         try:
-            with locked(fd, NAME):
-                entries = [each for each in _read(fd) if each[0] != stamps]
-                _write(fd, [*entries, (stamps, identity, began_ns)])
+            with locked(fd, self._name):
+                entries = [each for each in _read(fd, self._name) if each[0] != stamps]
+                _write(fd, self._name, [*entries, (stamps, identity, began_ns)])
         finally:
             os.close(fd)
         return True
@@ -194,10 +196,10 @@ def _check_private(fd: int, name: str) -> None:
         raise NotAllowedError(f"others may use {name}", hint="remove it")
 
 
-def _read(folder: int) -> list[_Entry]:
+def _read(folder: int, name: str) -> list[_Entry]:
     """Return the entries, oldest first; none if the index is not there, or is no index."""
     try:
-        data = read(folder, NAME, MAX_BYTES)
+        data = read(folder, name, MAX_BYTES)
     except FileNotFoundError:
         return []
     try:
@@ -218,11 +220,11 @@ def _entry(found: Any) -> _Entry:
     return tuple(sorted((a, b, c, d, e) for a, b, c, d, e in stamps)), identity, began_ns
 
 
-def _write(folder: int, entries: list[_Entry]) -> None:
+def _write(folder: int, name: str, entries: list[_Entry]) -> None:
     entries = entries[-MAX_ENTRIES:]
     while len(data := json.dumps({"folders": entries}).encode()) > MAX_BYTES:
         entries = entries[len(entries) // 2 or 1 :]
-    write(folder, NAME, data)
+    write(folder, name, data)
 
 
 def settles_in_s(files: Collection[Stamp]) -> float:

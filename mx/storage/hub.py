@@ -14,7 +14,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from mx.core.packaging import TENSOR_SUFFIX
+from mx.core.packaging import TENSOR_SUFFIX, TEXT_NAMES, TEXT_SUFFIXES
 from mx.errors import ClosedError, ConfigError, LocalError, StoreError, install_hint
 from mx.records import record
 from mx.storage.safetensors import Checkpoint, open_checkpoint
@@ -28,7 +28,8 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII
 #: What is downloaded: the weights, and the files that may travel with them.
 _PATTERNS = (
     f"*{TENSOR_SUFFIX}",
-    *("*.json", "*.txt", "*.md", "*.jinja", "*.tiktoken", "*.bpe", "*.vocab", "*.model", "*.spm"),
+    *(f"*{suffix}" for suffix in (*TEXT_SUFFIXES, ".model", ".model.v*", ".spm")),
+    *(name.upper() for name in TEXT_NAMES),
 )
 _CHILD = Path(__file__).with_name("hub_child.py")
 _PAUSE_S = 0.1

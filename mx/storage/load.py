@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from mx.core import manifest as manifests
 from mx.core.pages import Pages
-from mx.core.types import Layout, Manifest
+from mx.core.types import Companion, Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.records import record
 from mx.storage.disk_file import Stamp
+from mx.storage.landing import Filled
 from mx.storage.reader import fill
-from mx.storage.safetensors import Checkpoint, open_checkpoint
-from mx.views import DeviceView, HostView
+from mx.storage.safetensors import Checkpoint
+from mx.views import DeviceView, HostView, ScatteredView
 
 A = TypeVar("A", bound="Memory | SubsetMemory")
 
@@ -76,52 +77,6 @@ def destination(arena: Memory | SubsetMemory, layout: Layout) -> Iterator[HostDe
         yield HostDestination(window.view, on_layer=layer_done)
 
 
-def load_checkpoint(
-    path: Path,
-    arena_of: Callable[[Layout], A],
-    *,
-    layout_version: int | None = None,
-    shortcuts: bool = False,
-    threads: int,
-    opened: Callable[[Checkpoint], None] = lambda checkpoint: None,
-    progress: Callable[[int, int], None] | None = None,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> LoadedCheckpoint[A]:
-    """Read a checkpoint once into a new arena, hashing it on the way.
-
-    Args:
-        path: A safetensors file, or a folder.
-        arena_of: Makes the arena, given the layout.
-        layout_version: As for `plan_layout`.
-        shortcuts: Whether to compute the shortcut digests too.
-        threads: How many threads read.
-        opened: Called with the checkpoint, whose side files are read, before its tensors are.
-        progress: Called with (bytes so far, bytes in total), from reader threads.
-        cancelled: Called while reading; returning True stops it.
-
-    Returns:
-        The manifest, the digests, and the arena, which the caller owns.
-
-    Raises:
-        CheckpointError: The checkpoint is malformed.
-        ConfigError: There is no checkpoint at `path`, or this user may not read it.
-        CapacityError: There is too little memory; raised before any is allocated.
-        LocalError: The disk fails.
-        ClosedError: `cancelled` returned True.
-    """
-    checkpoint = open_checkpoint(path)
-    opened(checkpoint)
-    return load_opened(
-        checkpoint,
-        arena_of,
-        layout_version=layout_version,
-        shortcuts=shortcuts,
-        threads=threads,
-        progress=progress,
-        cancelled=cancelled,
-    )
-
-
 def load_opened(
     checkpoint: Checkpoint,
     arena_of: Callable[[Layout], A],
@@ -133,11 +88,33 @@ def load_opened(
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
+    read_companion: Callable[[str, Checkpoint], Manifest] | None = None,
 ) -> LoadedCheckpoint[A]:
-    """Read a checkpoint whose headers were read, as `load_checkpoint` does.
+    """Read a checkpoint, whose headers were read, once into a new arena, hashing it on the way.
 
-    `in_layer_order` is as for `fill`. `on_layer` is called on reader threads with each layer that
-    is complete, where the arena is host memory.
+    Args:
+        checkpoint: A checkpoint that was opened.
+        arena_of: Makes the arena, given the layout.
+        layout_version: As for `plan_layout`.
+        shortcuts: Whether to compute the shortcut digests too.
+        threads: How many threads read.
+        in_layer_order: As for `fill`.
+        progress: Called with (bytes so far, bytes in total), from reader threads.
+        cancelled: Called while reading; returning True stops it.
+        on_layer: Called on reader threads with each layer that is complete, where the arena is host
+            memory.
+        read_companion: Called with the path of each companion, and the companion; returns its
+            manifest. None: it is hashed, and not kept.
+
+    Returns:
+        The manifest, the digests, and the arena, which the caller owns.
+
+    Raises:
+        CheckpointError: The checkpoint is malformed.
+        ConfigError: This user may not read it.
+        CapacityError: There is too little memory; raised before any is allocated.
+        LocalError: The disk fails.
+        ClosedError: `cancelled` returned True.
     """
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases, layout_version)
     total = layout.payload_nbytes
@@ -157,14 +134,67 @@ def load_opened(
                 cancelled=cancelled,
                 on_layer=there.on_layer or on_layer,
             )
-        manifest = manifests.encode(
-            layout,
-            checkpoint.packaging,
-            filled.roots,
-            checkpoint.side_documents,
+        manifest = _manifest_of(
+            checkpoint, layout, filled, read_companion or _hashing(threads, cancelled)
         )
     except BaseException:
         arena.release()
         raise
     pages = Pages.whole(manifest, filled.pages)
     return LoadedCheckpoint(manifest, pages, filled.shortcuts, arena, filled.stamps)
+
+
+def hash_opened(
+    checkpoint: Checkpoint,
+    *,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[Manifest, tuple[Stamp, ...]]:
+    """Read a checkpoint whose headers were read, and keep nothing.
+
+    Args:
+        checkpoint: The checkpoint.
+        threads: As for `load_opened`, and so are the others.
+        progress: Called with (bytes so far, bytes in total), from reader threads.
+        cancelled: Called while reading; returning True stops it.
+
+    Returns:
+        The manifest; the stamps as in `mx.storage.landing.Filled`.
+
+    Raises:
+        MxError: As `load_opened`, but for memory.
+    """
+    layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
+    filled = fill(
+        checkpoint,
+        layout,
+        ScatteredView.over((), (), layout.arena_nbytes),
+        copy=lambda place, data: None,
+        threads=threads,
+        progress=progress and (lambda done: progress(done, layout.payload_nbytes)),
+        cancelled=cancelled,
+    )
+    manifest = _manifest_of(checkpoint, layout, filled, _hashing(threads, cancelled))
+    return manifest, filled.stamps
+
+
+def _hashing(threads: int, cancelled: Callable[[], bool]) -> Callable[[str, Checkpoint], Manifest]:
+    """Return what hashes a companion, and keeps nothing of it."""
+    return lambda path, opened: hash_opened(opened, threads=threads, cancelled=cancelled)[0]
+
+
+def _manifest_of(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    filled: Filled,
+    read_companion: Callable[[str, Checkpoint], Manifest],
+) -> Manifest:
+    companions = []
+    for path, _ in checkpoint.companions:
+        manifest = read_companion(path, checkpoint.companion(path))
+        nbytes, ref = manifest.layout.payload_nbytes, manifest.ref
+        companions.append(Companion(path, nbytes, ref.identity, ref.packaging))
+    packaging = replace(checkpoint.packaging, companions=tuple(companions))
+    manifest = manifests.encode(layout, packaging, filled.roots, checkpoint.side_documents)
+    return replace(manifest, notes=checkpoint.notes)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import field
+from dataclasses import field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -17,11 +17,12 @@ from mx.core.naming import natural_key
 from mx.core.packaging import MAX_SIDE_FILE_BYTES
 from mx.errors import CheckpointError, ClosedError, ConfigError, MxError, StoreError, install_hint
 from mx.records import record
+from mx.storage.companions import take_companions
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.safetensors import Checkpoint, assembled
 from mx.storage.shards import check_paths, chosen_files, shards_of, weight_map
-from mx.storage.side_files import MAX_DEPTH, MAX_ENTRIES, SideFiles, take_side_files
+from mx.storage.side_files import MAX_DEPTH, MAX_ENTRIES, take_side_files
 from mx.storage.stores import OBJECTS, Opening
 from mx.text import plain
 from mx.threads import Threads
@@ -288,7 +289,14 @@ class ObjectBytes:
 
 
 def _open(requests: Requests) -> Checkpoint:
-    listed = {meta["path"]: meta for meta in requests.listing() if _is_near(meta["path"])}
+    left_out: dict[str, str] = {}
+    listed = {}
+    for meta in requests.listing():
+        path = meta["path"]
+        if _is_near(path):
+            listed[path] = meta
+        else:
+            left_out[path] = f"is hidden, or more than {MAX_DEPTH} folders deep"
     names = sorted((path for path in listed if "/" not in path), key=natural_key)
     where = requests.where
     shards, index = chosen_files(names, where)
@@ -310,10 +318,15 @@ def _open(requests: Requests) -> Checkpoint:
     def read(meta: ObjectMeta) -> bytes:
         return bytes(requests.get(meta, 0, min(meta["size"], MAX_SIDE_FILE_BYTES + 1)))
 
-    side: SideFiles = take_side_files(
-        sorted(listed.items(), key=lambda item: _walked(item[0])), read, index, shards, {}
-    )
-    return assembled(where, files, index, shard_of, side)
+    def open_file(name: str, meta: ObjectMeta) -> ObjectFile:
+        return replace(_file(requests, meta), path=name)
+
+    walked = sorted(listed.items(), key=lambda item: _walked(item[0]))
+    companions = take_companions(walked, open_file, files, (), left_out)
+    taken = [*shards, *(each for each, _ in companions)]
+    side = take_side_files(walked, read, taken, left_out)
+    checkpoint = assembled(where, files, index, shard_of, side)
+    return replace(checkpoint, companions=companions)
 
 
 def _is_near(path: str) -> bool:

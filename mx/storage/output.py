@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from mx.core.types import Manifest
+from mx.core.types import Companion, Manifest
+from mx.errors import MxError
 from mx.memory.device import HostReader
 from mx.memory.verify import wrong_tensors
+from mx.storage.load import hash_opened
+from mx.storage.safetensors import open_checkpoint
 from mx.storage.writer import CheckpointWriter
 from mx.threads import Threads
 from mx.transport import View
@@ -32,6 +37,7 @@ class Output:
         on_error: Callable[[BaseException], None],
         *,
         keep: bool,
+        companions: Sequence[Companion] = (),
     ) -> None:
         """
         Args:
@@ -39,11 +45,12 @@ class Output:
             manifest: The model's manifest.
             on_error: Called on the writing thread with an exception, which ends the pull.
             keep: Whether `abort` keeps the written layers.
+            companions: As for `CheckpointWriter`.
 
         Raises:
             MxError: Errors of `CheckpointWriter`.
         """
-        self._writer = CheckpointWriter(out, manifest, keep=keep)
+        self._writer = CheckpointWriter(out, manifest, keep=keep, companions=companions)
         self._manifest = manifest
         self._on_error = on_error
         self._reader = HostReader()
@@ -60,6 +67,18 @@ class Output:
     def written_nbytes(self) -> int:
         """The bytes of tensors that are in the folder's files."""
         return self._writer.written_nbytes
+
+    def companion_folder(self, number: int) -> Path | None:
+        """Return the folder to write a companion to, which is not there, or is left for the same
+        pull to go on from; None if all of it is there, and right. Blocks."""
+        folder = self._writer.companion_folder(number)
+        if folder.exists():
+            with contextlib.suppress(MxError):
+                manifest, _ = hash_opened(open_checkpoint(folder), threads=2)
+                if manifest.ref.pin.hex() == self._writer.companions[number].pin:
+                    return None
+            shutil.rmtree(folder)
+        return folder
 
     @property
     def left(self) -> list[int]:

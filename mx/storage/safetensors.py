@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import field
+from collections.abc import Collection, Sequence
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
+from mx.core.notes import Notes
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
-from mx.errors import ConfigError
+from mx.errors import CheckpointError, ConfigError
 from mx.records import record
+from mx.storage.companions import take_companions
 from mx.storage.disk_file import DiskFile, read_tensor_file
 from mx.storage.header import MAX_HEADER_BYTES, StoredFile
 from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
+from mx.storage.hub_blobs import HubFiles, hub_files
 from mx.storage.osfile import open_regular, read_error
 from mx.storage.shards import (
     check_index,
@@ -27,7 +30,7 @@ from mx.storage.shards import (
     ties,
     weight_map,
 )
-from mx.storage.side_files import SideFiles, read_side_files
+from mx.storage.side_files import SideFiles, read_side_file, take_side_files, walk
 
 
 @record(frozen=True)
@@ -35,7 +38,8 @@ class Checkpoint:
     """A checkpoint whose headers, but not yet its tensors, were read and checked.
 
     `side_documents` are the side files' bytes by digest. `left_out` has, by name, the files that
-    are not transferred, with the reason.
+    are not transferred, with the reason. `companions` are further tensor files by path; the
+    packaging gets them once they are hashed (`mx.storage.load`).
     """
 
     root: Path | str
@@ -44,6 +48,45 @@ class Checkpoint:
     packaging: Packaging
     side_documents: dict[bytes, bytes] = field(repr=False)
     left_out: dict[str, str] = field(repr=False)
+    companions: tuple[tuple[str, StoredFile], ...] = ()
+
+    def companion(self, path: str) -> Checkpoint:
+        """Return a companion as a checkpoint of its own.
+
+        Raises:
+            CheckpointError: There is none of this path.
+        """
+        for each, file in self.companions:
+            if each == path:
+                folder = path.rpartition("/")[0]
+                root = f"{self.root}/{folder}" if isinstance(self.root, str) else self.root / folder
+                return assembled(root, (file,), None, None, ((), {}, {}))
+        raise CheckpointError(
+            f"{self.root} has no companion {path}", hint="the folder has changed: serve it again"
+        )
+
+    @property
+    def notes(self) -> bytes:
+        """What a source says of it beside its manifest."""
+        sizes = {path: sum(t.end - t.begin for t in f.tensors) for path, f in self.companions}
+        hub = self.hub
+        notes = Notes(
+            self.left_out,
+            repository=hub.repository,
+            commit=hub.commit,
+            sha256=hub.sha256,
+            companions=sizes,
+        )
+        return notes.encode()
+
+    @cached_property
+    def hub(self) -> HubFiles:
+        """What Hugging Face's cache says of the files, if they are in it."""
+        if isinstance(self.root, str):
+            return HubFiles()
+        sides = [side.path for side in self.packaging.side_files]
+        paths = [*(file.path for file in self.files), *(path for path, _ in self.companions)]
+        return hub_files(self.root, [*paths, *sides])
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -51,7 +94,9 @@ class Checkpoint:
         return tuple(tensor.spec for file in self.files for tensor in file.tensors)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(
+    path: Path, follow: Collection[Path] = (), weights: Collection[str] = ()
+) -> Checkpoint:
     """Find and check the safetensors files at `path`: one file, or a folder of them.
 
     A folder is read as transformers or diffusers read it: `model.safetensors`, else the shards of
@@ -59,9 +104,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Args:
         path: A safetensors file, or a folder.
+        follow: Folders that links of side files may lead to; see `walk`.
+        weights: Patterns of the paths of copies of the main weights that travel, too.
 
     Raises:
-        ConfigError: There is no such file at `path`, or this user may not read it.
+        ConfigError: There is no such file at `path`, this user may not read it, or a pattern fits
+            nothing.
         CheckpointError: A file is malformed, missing or contradicts another; the message names
             the file and the place.
         LocalError: The disk fails.
@@ -70,13 +118,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     root = path if path.is_dir() else path.parent
     shards = [file.path for file in files]
     shard_of = None if index_path is None else read_index(root / index_path)
-    side: SideFiles = ((), {}, {})
+    left_out: dict[str, str] = {}
+    listed: list[tuple[str, Path]] = [(path.name, path)]
     if path.is_dir():
         try:
-            side = read_side_files(root, index_path, shards)
+            listed = walk(root, shards, follow, left_out)
         except OSError as error:
             raise read_error(error, root) from error
-    return assembled(root, files, index_path, shard_of, side)
+
+    def open_file(name: str, location: Path) -> StoredFile:
+        return read_tensor_file(location, name)
+
+    companions = take_companions(listed, open_file, files, weights, left_out)
+    taken = [*shards, *(each for each, _ in companions)]
+    side = take_side_files(listed, read_side_file, taken, left_out)
+    checkpoint = assembled(root, files, index_path, shard_of, side)
+    return replace(checkpoint, companions=companions)
 
 
 def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:

@@ -12,7 +12,7 @@ from typing import BinaryIO, Self
 
 from blake3 import blake3
 
-from mx.core.packaging import INDEX_SUFFIX, SideContent
+from mx.core.packaging import SideContent, is_index
 from mx.core.types import Packaging, SideFile
 from mx.errors import DigestError, IntegrityError, OutputError
 from mx.storage.shards import weight_map
@@ -95,7 +95,7 @@ class StagedWriter:
                 reason = _check(file, side)
                 if reason is not None:
                     raise IntegrityError(f"the side file {path} {reason}, so it is not written")
-                if path.endswith(INDEX_SUFFIX):
+                if is_index(path):
                     file.seek(0)
                     self._check_index(path, file.read())
                 os.fsync(file.fileno())
@@ -174,7 +174,9 @@ class StagedWriter:
         self._staging.discard()
 
     def _check_index(self, path: str, data: bytes) -> None:
-        strange = set(weight_map(data, path).values()) - self._tensor_files
+        folder = path.rpartition("/")[0]
+        named = {f"{folder}/{name}".lstrip("/") for name in weight_map(data, path).values()}
+        strange = named - self._tensor_files
         if strange:
             raise IntegrityError(f"the index {path} names {min(strange)}, which is not pulled")
 
@@ -188,7 +190,7 @@ class FilesWriter(StagedWriter):
     """
 
     def __init__(self, out: Path, packaging: Packaging) -> None:
-        super().__init__(out, packaging.side_files, [file.path for file in packaging.files])
+        super().__init__(out, packaging.side_files, packaging.tensor_files)
         self._paths_of: dict[bytes, list[str]] = {}
         for side in packaging.side_files:
             self._paths_of.setdefault(side.digest, []).append(side.path)

@@ -204,6 +204,11 @@ class Staging:
         """Return a descriptor of the file `path` in `files`, as `folders.open_file` does."""
         return folders.open_file(self._files, path, flags)
 
+    def move_in(self, source: str, path: str) -> None:
+        """Move a file of the partial folder to `path` in `files`. Raises OSError."""
+        os.close(folders.open_file(self._files, path, os.O_CREAT | os.O_WRONLY))
+        os.rename(source, path, src_dir_fd=self._fd, dst_dir_fd=self._files)
+
     def require(self, nbytes: int) -> None:
         """Check that the file system has room for `files` to grow to `nbytes` bytes.
 

@@ -69,3 +69,27 @@ class DiskStore:
         from mx.storage.safetensors import open_checkpoint
 
         return open_checkpoint(self.path)
+
+
+@record(frozen=True, slots=True)
+class CompanionStore:
+    """A further tensor file of a checkpoint in another store, as a checkpoint of its own."""
+
+    store: CheckpointStore
+    path: str
+
+    @property
+    def step(self) -> str:
+        return self.store.step
+
+    @property
+    def place(self) -> str:
+        return f"{self.store.place}/{self.path}"
+
+    @property
+    def threads(self) -> int:
+        return self.store.threads
+
+    def open(self, opening: Opening) -> Checkpoint:
+        """Open it. Raises as `CheckpointStore.open`."""
+        return self.store.open(opening).companion(self.path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from mx.core.layout import TensorSpec, permuted_stride
-from mx.core.types import Layout, Manifest, PackagedFile, Packaging, Tensor
+from mx.core.types import Companion, Layout, Manifest, PackagedFile, Packaging, Tensor
 from mx.errors import OutputError
 from mx.storage.header import header_bytes
 from mx.storage.journal import Records, read
@@ -16,6 +18,8 @@ from mx.storage.staged_writer import StagedWriter
 from mx.storage.staging import JOURNAL
 from mx.views import HostView, as_bytes, host_view
 
+#: The folder beside `files` in which companions are written.
+_COMPANIONS = "companions"
 #: The most that is recorded on a folder: some file systems take 4 KiB of attributes in all.
 _RECORD_BYTES = 3000
 
@@ -48,6 +52,8 @@ class CheckpointWriter(StagedWriter):
     writer left, according to its journal. The caller checks them (`read_layer`) and reports which
     are right (`have_layer`); those need not be written again.
 
+    `companions` are written by others, each into its `companion_folder`, before `commit`.
+
     The constructor reserves the space of all files. `write_layer`, `write_side_page` and
     `finish_side_file` may be called from several threads; `commit` once those have returned,
     `abort` at any time. Also a context manager, which aborts unless committed.
@@ -58,13 +64,20 @@ class CheckpointWriter(StagedWriter):
         OutputError: Writing fails.
     """
 
-    def __init__(self, out: Path, manifest: Manifest, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path,
+        manifest: Manifest,
+        *,
+        keep: bool = False,
+        companions: Sequence[Companion] = (),
+    ) -> None:
         packaging = manifest.packaging
         if not packaging.files:  # the source served tensors, not a checkpoint
             packaging = default_packaging(manifest.layout)
-        super().__init__(
-            out, manifest.packaging.side_files, [file.path for file in packaging.files]
-        )
+        tensor_files = replace(packaging, companions=manifest.packaging.companions).tensor_files
+        super().__init__(out, manifest.packaging.side_files, tensor_files)
+        self.companions = companions
         self._manifest = manifest
         self._packaging = packaging
         self._fds: list[int] = []
@@ -77,6 +90,10 @@ class CheckpointWriter(StagedWriter):
             self._create_files(keep=keep)
         self._layers_left = {index for index, pieces in enumerate(self._pieces) if pieces}
         self.layers = len(self._layers_left)
+
+    def companion_folder(self, number: int) -> Path:
+        """Return the folder in which a companion is written: one file, under its own name."""
+        return self.folder / _COMPANIONS / str(number)
 
     @property
     def kept(self) -> int:
@@ -150,9 +167,14 @@ class CheckpointWriter(StagedWriter):
     def _sync(self) -> None:
         for fd in self._fds:
             os.fsync(fd)
+        for number, companion in enumerate(self.companions):
+            name = companion.path.rpartition("/")[2]
+            self._staging.move_in(f"{_COMPANIONS}/{number}/{name}", companion.path)
         ref, sides = self._manifest.ref, self._manifest.packaging.side_files
-        said = [f"{ref.pin.hex()} {ref.identity.hex()}"]
+        whole = len(self.companions) == len(self._manifest.packaging.companions)
+        said = [f"{(ref.pin if whole else ref.identity).hex()} {ref.identity.hex()}"]
         said += [f"{side.digest[:8].hex()} {side.path}" for side in sides]
+        said += [f"{each.identity[:8].hex()} {each.path}" for each in self.companions]
         text = "\n".join(said)
         self._staging.record(text if len(text.encode()) <= _RECORD_BYTES else said[0])
         self._staging.record_tensors(self._manifest)
@@ -188,9 +210,11 @@ class CheckpointWriter(StagedWriter):
             flags = os.O_CREAT | os.O_EXCL
         if keep:
             self._records = Records(JOURNAL, ref, self.claimed, folder=folder)
-        self._staging.require(
-            sum(nbytes for *_, nbytes in plans) + sum(s.nbytes for s in self._side_files.values())
-        )
+        wanted = sum(nbytes for *_, nbytes in plans)
+        wanted += sum(side.nbytes for side in self._side_files.values())
+        if not self.claimed:  # else some of them may be there
+            wanted += sum(companion.nbytes for companion in self.companions)
+        self._staging.require(wanted)
         self._staging.warn()
         flags |= os.O_RDWR
         for path, header, members, nbytes in plans:

@@ -100,6 +100,7 @@ class Attempt:
             strong=strong,
             out=options.out,
             keep=options.resume,
+            companions=manifest.packaging.companions if options.companions else (),
             revision=self._history.key.revision,
             layout=self.edition.layout,
         )
@@ -134,16 +135,31 @@ class Attempt:
             left=list(left),
             control_s=max(0.0, log.first_read_s - log.started_s),
             newest=self._history.newest,
+            notes=manifest.notes,
         )
 
     async def _commit(self, delivery: Delivery, report: PullReport) -> PullReport:
         if self._options.out is not None:
+            if delivery.companions:
+                from mx.target.companions import pull_companions
+
+                report.companions = await pull_companions(
+                    self._context,
+                    self._beside(),
+                    delivery,
+                    self._history.key,
+                    list(dict.fromkeys(path.source for path in report.paths if ":" in path.source)),
+                )
             self._log.phase = "writing"
             await in_thread(delivery.finish)
             report.seconds = time.monotonic() - self._log.started_s
         if self.edition.log.failure is not None:
             raise self.edition.log.failure
         return report
+
+    def _beside(self) -> PullOptions:
+        """Return the options with which companions are pulled."""
+        return self._options
 
     async def leave(self) -> None:
         """End all reads of this attempt's memory by others. Idempotent."""

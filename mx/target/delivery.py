@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mx.target.report import VerifiedBy
 
 if TYPE_CHECKING:
-    from mx.core.types import Layout, Manifest
+    from mx.core.types import Companion, Layout, Manifest
     from mx.memory.device import HostReader
     from mx.storage.output import Output
     from mx.target.edition import EditionLog
@@ -35,6 +35,7 @@ class Delivery:
         strong: bool,
         out: Path | None,
         keep: bool = False,
+        companions: Sequence[Companion] = (),
         revision: str = "",
         layout: Layout | None = None,
     ) -> None:
@@ -57,11 +58,13 @@ class Delivery:
         self._together: Set[int] = frozenset()
         self._landed: dict[int, VerifiedBy] = {}
         self._lock = threading.Lock()  # guards what has landed of them
+        #: Those that `out` gets beside the main weights.
+        self.companions = companions
         self._output: Output | None = None
         if out is not None:
             from mx.storage.output import Output
 
-            self._output = Output(out, manifest, log.raised, keep=keep)
+            self._output = Output(out, manifest, log.raised, keep=keep, companions=companions)
 
     @property
     def written_nbytes(self) -> int:
@@ -139,6 +142,11 @@ class Delivery:
         and raises errors of `CheckpointWriter`."""
         if self._output is not None:
             self._output.side_page(digest, offset, data)
+
+    def companion_folder(self, number: int) -> Path | None:
+        """Return the folder to write a companion to; None if it is complete there. Blocks."""
+        assert self._output is not None
+        return self._output.companion_folder(number)
 
     # -- the end; these methods block ------------------------------------------------------------
 

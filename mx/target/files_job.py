@@ -161,7 +161,9 @@ class FilesJob:
     def _report(self, packaging: Packaging, source: str) -> PullReport:
         stores = self.options.stores if self.options.from_sources else ()
         count = len(packaging.side_files)
+        manifest = self.edition.manifest
         return PullReport(
+            notes=b"" if manifest is None else manifest.notes,
             model=str(self.key),
             identity="",
             pin="",

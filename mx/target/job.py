@@ -53,8 +53,19 @@ class Job:
     the pull; what has ended with another one is out of reach."""
 
     def __init__(
-        self, options: PullOptions, transports: Mapping[str, Transport], log: EventLog
+        self,
+        options: PullOptions,
+        transports: Mapping[str, Transport],
+        log: EventLog,
+        closed: threading.Event | None = None,
     ) -> None:
+        """
+        Args:
+            options: The pull's options.
+            transports: Those that may be used, by name.
+            log: Gets the events.
+            closed: Set to make work on threads stop soon; None: by `close`.
+        """
         self.options = options
         self.cached_at = ""  # where this host's cache holds the model, as it says
         self.kept = ""  # how to go on from what a failed pull has left on disk
@@ -75,7 +86,7 @@ class Job:
             log,
             self._chain,
             self._history,
-            closed=threading.Event(),
+            closed=closed or threading.Event(),
         )
         self._attempt = self._not_begun(log.begin_anew())
         self._ended: list[Attempt] = []  # whose memory is still to be freed

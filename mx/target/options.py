@@ -37,7 +37,8 @@ class PullOptions(LocateRequest):
     coordinator has said of the weights holds for the stores too; otherwise a store is taken as it
     is where no layer was delivered before. `skipped` are the steps of the chain that this pull does
     not have. `files_only` pulls no weights, but all side files, or those of the
-    names or patterns in `files`. `device` is "cpu" or
+    names or patterns in `files`. With `out`, `companions` says whether these are written, too.
+    `device` is "cpu" or
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
     empties the list). `follow` goes over to a newer revision when the weights change. `selection`
     says which tensors are wanted, None: all; `local_ranks` which pulls of this host share what they
@@ -58,6 +59,7 @@ class PullOptions(LocateRequest):
     resume: bool = True
     files_only: bool = False
     files: tuple[str, ...] | None = None
+    companions: bool = True
     device: str = "cpu"
     into: memoryview | InPlace | None = None
     reuse: list[HeldWeights] = field(default_factory=list)

@@ -27,6 +27,8 @@ from mx.units import count, format_bytes, format_seconds
 if TYPE_CHECKING:
     import torch
 
+    from mx.core.notes import Notes
+
 
 class VerifiedBy(enum.Enum):
     """Who checked a layer's bytes, and how: this process by blake3 against the identity (`digest`;
@@ -117,6 +119,20 @@ class FilesReport:
     source: str
 
 
+@record(frozen=True, slots=True)
+class CompanionReport:
+    """A further tensor file that was pulled to `out` beside the main weights. `sources` (HOST:PORT,
+    or a store's place) are empty if an earlier pull had left it there."""
+
+    path: str
+    bytes: int
+    pin: str
+    seconds: float
+    sources: list[str] = field(default_factory=list)
+
+
+_Document = bytes  # of a report `bytes` is a field
+
 #: Outcomes of a step, see `StepReport`.
 USED, PARTLY, FAILED = "used", "partly", "failed"
 SKIPPED, UNUSED = "skipped", "not needed"
@@ -154,7 +170,8 @@ class PullReport:
     complete that its peers did not complete. `defined_by` is that step if nothing but what it holds
     says which weights these are: neither a pin nor any source. `steps` is empty but for a pull from
     "auto". `newest` is what the name meant, if that could not be had whole and `model` is an older
-    revision (`allow_older`).
+    revision (`allow_older`). `notes` is what the source says of its folder, see `folder`.
+    `companions` are those that were written.
     """
 
     model: str
@@ -175,6 +192,15 @@ class PullReport:
     defined_by: str = ""
     steps: list[StepReport] = field(default_factory=list)
     newest: str = ""
+    notes: _Document = b""
+    companions: list[CompanionReport] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Notes:
+        """What the source says of the folder that the files are from: which it leaves out."""
+        from mx.core.notes import decode  # most pulls have nothing to read
+
+        return decode(self.notes)
 
     @property
     def pin_covers_files(self) -> bool:
@@ -244,12 +270,15 @@ class PullReport:
             "left": [{"source": each.source, "reason": each.reason} for each in self.left],
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
+            **self.folder.to_json(),
         } | self._optional()
 
     def _optional(self) -> dict[str, object]:
         found: dict[str, object] = {} if self.files is None else {"files": asdict(self.files)}
         if self.defined_by:
             found["defined_by"] = self.defined_by
+        if self.companions:
+            found["companions"] = [asdict(each) for each in self.companions]
         if self.newest:
             found["newest"] = self.newest
         if self.steps:

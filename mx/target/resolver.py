@@ -82,7 +82,11 @@ async def fetch_manifest(locator: Locator, located: Located) -> Manifest:
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
         manifest = await in_thread(paused()(manifests.decode), located.ref, documents)
-        return replace(manifest, vouch=located.vouch)
+        notes = b""
+        for source in located.sources:
+            if source.ref.packaging == located.ref.packaging:  # it has the same files
+                notes = notes or source.notes
+        return replace(manifest, vouch=located.vouch, notes=notes)
 
 
 async def retry_until_found(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from mx.core.layout_rules import oldest
 from mx.core.types import Layout
@@ -17,6 +18,7 @@ from mx.storage.staging import Staging
 from mx.storage.stores import OBJECTS, CheckpointStore, Opening
 from mx.target.attempt import Attempt, Context
 from mx.target.edition import Edition
+from mx.target.options import PullOptions
 from mx.target.report import PathReport, PullReport, VerifiedBy
 from mx.wire.locate import Locator, write_side_files
 
@@ -93,6 +95,10 @@ class FromStore(Attempt):
             return oldest()
         finally:
             await locator.close()
+
+    def _beside(self) -> PullOptions:
+        # They lie beside the main weights, which no source may have described.
+        return replace(self._options, from_sources=False, stores=(self._store,), bound=False)
 
     # -- on a thread ------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from mx.core.answers import BundleStatus, ModelStatus
 from mx.core.pull_status import PullStatus
 from mx.core.rates import Rate
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
+from mx.core.variant import companion_path
 from mx.errors import CoordinatorError
 from mx.records import record
 from mx.transport import TlsFiles
@@ -201,10 +202,12 @@ class CoordinatorClient(SourceCalls):
         return version
 
     async def list_models(self) -> list[ModelStatus]:
-        """Return every known model. Skips a malformed entry, with a warning, as the other lists."""
+        """Return every known model; companions are parts of one. Skips a malformed entry, with a
+        warning, as the other lists."""
         request = pb.ListModelsRequest()
         messages = await self._listed("ListModels", request, "models")
-        return self._lists.read("model", messages, _model_status)
+        found = self._lists.read("model", messages, _model_status)
+        return [each for each in found if not companion_path(each.model.variant)]
 
     async def list_sources(self, name: str = "") -> list[SourceStatus]:
         """Return all sources, or those of one model name."""

@@ -25,6 +25,7 @@ from mx.core.types import (
     SourceRecord,
     cover,
 )
+from mx.core.variant import companion_path
 from mx.errors import (
     LocalError,
     ManifestError,
@@ -230,7 +231,7 @@ class Locator:
             and record.ref.pinned_by(pin)
             and _is_meant(record.model.revision, where.revision, pinned=bool(pin))
         ]
-        wanted = ModelKey(name, where.revision or MAIN, where.variant or _variant_of(listed))
+        wanted = ModelKey(name, where.revision or MAIN, where.variant or _variant_of(listed, pin))
         found = [record for record in listed if record.model.variant == wanted.variant]
         found.sort(key=lambda record: update_number(record.model.revision), reverse=True)
         if not found:
@@ -440,9 +441,12 @@ def _is_meant(revision: str, wanted: str, *, pinned: bool) -> bool:
     return revision == wanted or (not wanted and (pinned or is_main(revision)))
 
 
-def _variant_of(records: Sequence[SourceRecord]) -> str:
-    """Return the variant that a name alone means at a peer, as `mx.core.meanings.meaning`."""
+def _variant_of(records: Sequence[SourceRecord], pin: str) -> str:
+    """Return the variant that a name alone means at a peer, as `mx.core.meanings.meaning`: a
+    companion only by its pin."""
     variants = {record.model.variant for record in records}
+    if not pin:
+        variants = {variant for variant in variants if not companion_path(variant)}
     return variants.pop() if len(variants) == 1 else CHECKPOINT
 
 

@@ -23,7 +23,8 @@ from mx.errors import CoordinatorError
 from mx.memory.arena import HostArena
 from mx.source.model import HeldModel
 from mx.source.server import SourceServer
-from mx.storage.load import load_checkpoint
+from mx.storage.load import load_opened
+from mx.storage.safetensors import open_checkpoint
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -95,8 +96,8 @@ class Fickle:
         return {model: self._offer(model) for model in self._models}
 
     def _offer(self, model: str) -> str:
-        loaded = load_checkpoint(
-            self._checkpoint,
+        loaded = load_opened(
+            open_checkpoint(self._checkpoint),
             lambda layout: HostArena(layout.arena_nbytes),
             threads=1,
         )

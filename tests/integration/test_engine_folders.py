@@ -44,8 +44,9 @@ from mx.memory.arena import MemfdArena
 from mx.storage.disk_file import FileStamp, Stamp
 from mx.storage.folder_hash import identity_of, remember
 from mx.storage.folder_index import FolderIndex
-from mx.storage.load import load_checkpoint
+from mx.storage.load import load_opened
 from mx.storage.mounts import file_system_of, is_local
+from mx.storage.safetensors import open_checkpoint
 from mx.wire.same_files import sources_of
 from tests.support.daemon import daemon
 
@@ -574,8 +575,11 @@ def test_a_change_while_a_source_reads_is_not_listed(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
 
     def read(progress: Any) -> tuple[Stamp, ...]:
-        made = load_checkpoint(
-            folder, lambda layout: MemfdArena(layout.arena_nbytes), threads=1, progress=progress
+        made = load_opened(
+            open_checkpoint(folder),
+            lambda layout: MemfdArena(layout.arena_nbytes),
+            threads=1,
+            progress=progress,
         )
         made.arena.release()
         return made.stamps

@@ -17,7 +17,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
 NAME = re.compile(r"`([a-z_]+)`")
 #: Fields that only some objects have, or that are those of another verb.
 SOMETIMES = {
-    "pull": {"defined_by", "steps", "files", "moved_bytes", "newest"},
+    "pull": {
+        *("defined_by", "steps", "files", "moved_bytes", "newest"),
+        *("left_out_more", "companions", "hub"),
+    },
+    "serve": {"companions", "hub"},
+    "models": {"left_out", "companions", "hub"},
     "plan": {"subset"},
 }
 

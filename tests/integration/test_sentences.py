@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import mx
 from tests.support.daemon import ROOT, daemon
@@ -98,20 +100,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_vectors_are_those_of_the_folder_or_refused(
     tmp_path: Path, made: tuple[Path, Path]
 ) -> None:
-    """Its modules and its pooling are found. One whose module has weights of its own, which no
-    source gives, is refused: it is not made without that module."""
-    script, names = tmp_path / "use.py", ("org/st", "org/dense")
+    """Its modules and its pooling are found, and the weights of a module of its own. One whose
+    module has weights that no source gives is refused: it is not made without that module."""
+    script, names = tmp_path / "use.py", ("org/st", "org/dense", "org/pickled")
+    pickled = tmp_path / "pickled"
+    shutil.copytree(made[1], pickled)
+    dense = pickled / "2_Dense"
+    torch.save(load_file(dense / "model.safetensors"), dense / "pytorch_model.bin")
+    (dense / "model.safetensors").unlink()
+    folders = (*made, pickled)
     script.write_text(_USE)
     with (
         daemon() as (_, address),
         mx.serve(made[0], model=names[0], coordinator=address),
         mx.serve(made[1], model=names[1], coordinator=address),
+        mx.serve(pickled, model=names[2], coordinator=address),
     ):
-        asked = json.dumps([*zip(names, map(str, made), strict=True)])
+        asked = json.dumps([*zip(names, map(str, folders), strict=True)])
         command = "-m", "mx.engines.transformers", str(script), asked
         said = json.loads(run(tmp_path, *command, MX_PEER_COORDINATOR=address).splitlines()[-1])
     assert said[0] == {"same": True, "host": 1}
-    assert "2_Dense/model.safetensors" in said[1]
+    assert said[1] == {"same": True, "host": 2}
+    assert "2_Dense/" in said[2]
 
 
 _MIX = """

@@ -38,7 +38,7 @@ from mx.storage import hub
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import header_bytes
 from mx.storage.hub import HubStore, is_hub_id
-from mx.storage.load import load_checkpoint
+from mx.storage.load import LoadedCheckpoint, load_opened
 from mx.storage.objects import ObjectStore, check_url, shown_url
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.stores import DiskStore, Opening
@@ -240,10 +240,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def loaded_into_memory(stored: Path) -> LoadedCheckpoint[HostArena]:
+    checkpoint = open_checkpoint(stored)
+    return load_opened(checkpoint, lambda layout: HostArena(layout.arena_nbytes), threads=1)
+
+
 @pytest.fixture(scope="module")
 def content(stored: Path) -> tuple[Layout, bytes]:
     """The checkpoint's layout, and its arena's bytes."""
-    loaded = load_checkpoint(stored, lambda layout: HostArena(layout.arena_nbytes), threads=1)
+    loaded = loaded_into_memory(stored)
     data = bytes(host_view(loaded.arena.view))
     loaded.arena.release()
     return loaded.manifest.layout, data
@@ -275,7 +280,7 @@ def test_any_pieces_are_read(stored: Path, content: tuple[Layout, bytes], cuts: 
 
 
 def test_pages_are_found(stored: Path, tmp_path: Path) -> None:
-    loaded = load_checkpoint(stored, lambda layout: HostArena(layout.arena_nbytes), threads=1)
+    loaded = loaded_into_memory(stored)
     manifest = loaded.manifest
     loaded.arena.release()
     model = StoredModel(open_checkpoint(stored), manifest.layout, "here")
@@ -296,7 +301,7 @@ def test_pages_are_found(stored: Path, tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(stored: Path, tmp_path: Path) -> None:
-    loaded = load_checkpoint(stored, lambda layout: HostArena(layout.arena_nbytes), threads=1)
+    loaded = loaded_into_memory(stored)
     loaded.arena.release()
     spec = TensorSpec("model.layers.1.weight", "U8", (3,))
     (tmp_path / "model.safetensors").write_bytes(header_bytes([spec], None) + b"abc")

@@ -25,7 +25,7 @@ from mx.errors import ClosedError
 from mx.memory.arena import HostArena, MemfdArena
 from mx.storage import disk_file, spans
 from mx.storage.landing import Filled, Landing
-from mx.storage.load import load_checkpoint
+from mx.storage.load import load_opened
 from mx.storage.reader import RING_BYTES, SPAN_BYTES, fill, fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
@@ -100,8 +100,8 @@ def test_a_memfd_gets_what_memory_gets(shortcuts: bool, tmp_path: Path) -> None:
 def test_loaded_checkpoints_hold_their_pages(tmp_path: Path) -> None:
     write_mixed(tmp_path)
     for arena_of in (HostArena, MemfdArena):
-        found = load_checkpoint(
-            tmp_path,
+        found = load_opened(
+            open_checkpoint(tmp_path),
             lambda layout, kind=arena_of: kind(layout.arena_nbytes),  # type: ignore[misc]
             shortcuts=True,
             threads=2,

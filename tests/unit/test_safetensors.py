@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
+from mx.core.digest import root_of
+from mx.core.manifest import decode, encode, plan_layout
 from mx.core.packaging import bad_side_content, bad_side_path
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.header import header_bytes, parse_header
 from mx.storage.safetensors import open_checkpoint
+from mx.storage.side_files import resolved_folders
 from tests.support.checkpoints import crafted, entry, raw_file, tiny
 
 deserialize: Any = safetensors.deserialize
@@ -346,6 +349,12 @@ def test_only_what_cannot_run_travels(tmp_path: Path) -> None:
         "spiece.model": b"\x0a\x0e",
         "chat_template.jinja": b"{{ x }}",
         "1_Pooling/config.json": b"{}",
+        "latin1.txt": b"\xe9",
+        "bpe.codes": b"e s 12\n",
+        "prophetnet.tokenizer": b"[PAD]\n",
+        "tokenizer.model.v3": b"\x0a\x0e",
+        "LICENSE": b"do as you like",
+        "model.sig": b"{}",
     }
     refused = {
         "modeling.py": b"print()",
@@ -354,8 +363,13 @@ def test_only_what_cannot_run_travels(tmp_path: Path) -> None:
         "word2vec.model": b"\x80\x02",
         "tokenizer_pickled.model": b"\x80\x04",
         "script.txt": b"#!/bin/sh\n",
-        "latin1.txt": b"\xe9",
+        "binary.txt": b"\xe9\0",
+        "latin1.json": b"\xe9",
         "pytorch_model.bin.index.json": b"{}",
+        "other.safetensors.fp16.index.json": b'{"weight_map": {"a": "b.safetensors"}}',
+        "key.txt": b"-----BEGIN OPENSSH PRIVATE KEY-----\n",
+        "net.onnx": b"x",
+        "page.html": b"x",
         "deep/a/b/c/config.json": b"{}",
         ".hidden.json": b"{}",
         ".git/config.json": b"{}",
@@ -368,8 +382,9 @@ def test_only_what_cannot_run_travels(tmp_path: Path) -> None:
     os.truncate(tmp_path / "big.json", (64 << 20) + 1)
     checkpoint = open_checkpoint(tmp_path)
     assert {side.path for side in checkpoint.packaging.side_files} == kept.keys()
-    assert {"modeling.py", "big.json", "script.txt"} <= checkpoint.left_out.keys()
-    assert not kept.keys() & checkpoint.left_out.keys()
+    folders = {"deep/a/b/c/config.json": "deep/a/b/c/", ".git/config.json": ".git/"}
+    named = {folders.get(path, path) for path in (*refused, "big.json")}
+    assert checkpoint.left_out.keys() == named
 
 
 def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
@@ -384,9 +399,80 @@ def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
     (folder / "real.json").write_text("{}")
     (folder / "inner.json").symlink_to("real.json")
     (folder / "broken.json").symlink_to("nowhere")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("token")
+    (folder / "id_rsa").write_text("not even PEM")
+    (folder / "hidden.json").symlink_to(".git/config")
+    (folder / "key.json").symlink_to("id_rsa")
+    named = {
+        "config.json": "is a link that leaves the folder",
+        "more": "is a link to a folder",
+        "broken.json": "is a link to nothing",
+        ".git/": "is hidden",
+        "hidden.json": "is a link to a file that is hidden",
+        "id_rsa": "is not JSON, text or a tokenizer",
+        "key.json": "is a link to a file that is not JSON, text or a tokenizer",
+    }
     checkpoint = open_checkpoint(folder)
     assert {s.path for s in checkpoint.packaging.side_files} == {"real.json", "inner.json"}
-    assert "config.json" in checkpoint.left_out
+    assert checkpoint.left_out == named
+
+
+def test_links_are_followed_below_folders_that_the_user_names(tmp_path: Path) -> None:
+    folder, store = tmp_path / "model", tmp_path / "store"
+    folder.mkdir()
+    (store / "ab").mkdir(parents=True)
+    (store / ".ssh").mkdir()
+    put(folder, crafted([("a", "U8", [1], b"x")]))
+    targets = {
+        "config.json": "ab/0123456789abcdef0123456789abcd",  # as DVC calls it
+        "generation_config.json": "shared.json",
+        "vocab.txt": ".ssh/id.txt",
+        "merges.txt": "id_rsa",
+        "notes.txt": "key.txt",
+    }
+    for path, target in targets.items():
+        (store / target).write_text("{}")
+        (folder / path).symlink_to(store / target)
+    (store / "key.txt").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    assert not open_checkpoint(folder).packaging.side_files
+    checkpoint = open_checkpoint(folder, resolved_folders([store]))
+    assert {s.path for s in checkpoint.packaging.side_files} == {
+        "config.json",
+        "generation_config.json",
+    }
+    assert checkpoint.left_out.keys() == {"vocab.txt", "merges.txt", "notes.txt"}
+    with pytest.raises(ConfigError, match="is no folder"):
+        resolved_folders([store / "nowhere"])
+
+
+def test_a_folder_of_links_into_one_repository(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "models--a--b" / "blobs", tmp_path / "model"
+    blobs.mkdir(parents=True)
+    folder.mkdir()
+    (blobs / "aaa").write_bytes(crafted([("a", "U8", [1], b"x")]))
+    (blobs / "bbb").write_text("{}")
+    (tmp_path / "secret.json").write_text("{}")
+    (folder / "model.safetensors").symlink_to(blobs / "aaa")
+    (folder / "config.json").symlink_to(blobs / "bbb")
+    (folder / "other.json").symlink_to(tmp_path / "secret.json")
+    checkpoint = open_checkpoint(folder)
+    assert [side.path for side in checkpoint.packaging.side_files] == ["config.json"]
+    assert checkpoint.left_out.keys() == {"other.json"}
+
+
+def test_what_only_this_release_lets_travel_is_listed_apart(tmp_path: Path) -> None:
+    put(tmp_path, crafted([("a", "U8", [1], b"x")]))
+    (tmp_path / "LICENSE").write_text("do as you like")
+    (tmp_path / "vocab.txt").write_bytes(b"\xe9")
+    (tmp_path / "zz.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    layout = plan_layout(checkpoint.specs, checkpoint.aliases)
+    manifest = encode(layout, checkpoint.packaging, {"a": root_of(b"x")})
+    document = json.loads(manifest.documents[manifest.ref.packaging])
+    assert [each[0] for each in document["side_files"]] == ["zz.json"]
+    assert [each[0] for each in document["more_side_files"]] == ["LICENSE", "vocab.txt"]
+    assert decode(manifest.ref, manifest.documents).packaging == checkpoint.packaging
 
 
 def test_hugging_face_cache(tmp_path: Path) -> None:

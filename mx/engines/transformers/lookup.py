@@ -44,13 +44,15 @@ PIPELINE = "model_index.json"
 class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
-    `folder` has a placeholder for the weights.
+    `folder` has a placeholder for the weights. `companions` are the paths of further tensor files,
+    which come when they are asked for (`Lookup.fetch`).
     """
 
     key: ModelKey
     pinned: str
     identity: str
     folder: Path
+    companions: tuple[str, ...] = ()
 
 
 def say_why_not(error: OSError, name: object, why: str) -> None:
@@ -246,7 +248,8 @@ class Lookup:
                 settings=self.settings,
             ) as running:
                 files = running.files()
-                key, ref = running.model, running.wait_manifest().ref
+                manifest = running.wait_manifest()
+                key, ref = running.model, manifest.ref
             pin = parse_reference(name).pin
             check_covered(name, pin, ref, "give `from_pretrained` a folder of yours")
             check_code(name, files)
@@ -268,7 +271,35 @@ class Lookup:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder)
+        companions = tuple(each.path for each in manifest.packaging.companions)
+        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder, companions)
+
+    def fetch(self, model: ServedModel, below: str) -> None:
+        """Put companions of a model into its folder, unless they are there.
+
+        Args:
+            model: The model.
+            below: The path of one, or of a folder of some.
+
+        Raises:
+            MxError: As `pull`.
+        """
+        with self._lock:
+            for path in model.companions:
+                there = model.folder / path
+                if there.exists() or (path != below and not path.startswith(f"{below}/")):
+                    continue
+                made = self._new_folder() / "companion"
+                with pull(
+                    model.pinned,
+                    companion=path,
+                    coordinator=self.coordinator,
+                    out=made,
+                    settings=self.settings,
+                ) as running:
+                    running.wait()
+                there.parent.mkdir(parents=True, exist_ok=True)
+                (made / there.name).rename(there)
 
     def _add_components(self, pipeline: ModelKey, files: Mapping[str, bytes], folder: Path) -> None:
         """Put placeholders for the weights of a pipeline's components, which are models of their

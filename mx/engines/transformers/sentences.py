@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODULE = "sentence_transformers.util.file_io"
 #: The module of the class whose constructor loads a model.
 _MODELS = "sentence_transformers.base.model"
-#: Suffixes of weights, of which a source has only those in the model's own folder.
+#: Suffixes of weights, of which a source has only safetensors.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".xml", ".h5", ".msgpack")
 
 
@@ -60,8 +60,9 @@ def _file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
         if found is None:
             return original(repo_id, filename, **named)
         path = Path(named.get("subfolder") or "", filename)
+        made.lookup.fetch(found, path.as_posix())
         there = found.folder / path
-        if there.is_file() and path.name != WEIGHTS:
+        if there.is_file() and path != Path(WEIGHTS):
             return str(there)
         if path.suffix in _WEIGHTS:
             raise _lacks(repo_id, path)
@@ -79,6 +80,7 @@ def _folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
         if found is None:
             return original(repo_id, **named)
         wanted = str(named.get("allow_patterns") or "").removesuffix("/**")
+        made.lookup.fetch(found, wanted)
         if not (found.folder / wanted).is_dir():
             raise _lacks(repo_id, Path(wanted))
         return str(found.folder)
@@ -97,8 +99,8 @@ def _revision(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]
 
 def _lacks(name: str, path: Path) -> OSError:
     return OSError(
-        f"{name} can't be loaded from peers: its sources have no {path}, since only the weights in "
-        "a model's own folder travel; load it from its folder, or call "
+        f"{name} can't be loaded from peers: its sources have no {path}, since of weights only "
+        "safetensors travel; load it from its folder, or call "
         "mx.engines.transformers.unpatch() first"
     )
 

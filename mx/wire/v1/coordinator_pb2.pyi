@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields", "publishes", "certificate", "published_s", "vouch")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt", "variant_fields", "publishes", "certificate", "published_s", "vouch", "notes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Source(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_S_FIELD_NUMBER: _ClassVar[int]
     VOUCH_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -79,7 +80,8 @@ class Source(_message.Message):
     certificate: bytes
     published_s: float
     vouch: bytes
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ..., publishes: bool = ..., certificate: _Optional[bytes] = ..., published_s: _Optional[float] = ..., vouch: _Optional[bytes] = ...) -> None: ...
+    notes: bytes
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ..., variant_fields: _Optional[str] = ..., publishes: bool = ..., certificate: _Optional[bytes] = ..., published_s: _Optional[float] = ..., vouch: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "mark")

@@ -1,0 +1,1 @@
+"""Random folders, each served and pulled: what is missing in the copy is what was named."""
