@@ -392,6 +392,39 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert the_object(out)["error"]["exit_code"] == 130
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3, 5, 10, 20, 40, 80, 120])
+def test_ctrl_c_while_it_is_imported_is_130(nth: int) -> None:
+    code = f"""
+import os, signal, sys
+counted = None
+
+def interrupt(event, arguments):
+    global counted
+    if event != "import" or arguments[0] in ("mx", "__future__"):
+        return
+    if counted is not None:
+        counted += 1
+        if counted == {nth}:
+            os.kill(os.getpid(), signal.SIGINT)
+    elif arguments[0] == "mx.cli":
+        counted = 0
+
+sys.addaudithook(interrupt)
+from mx.cli import main
+main(["models", "--coordinator", "127.0.0.1:1"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr in ("", "error: interrupted\n")
+
+
 def test_ctrl_c_while_a_class_is_made_in_an_import_is_130() -> None:
     code = """
 import sys
@@ -418,14 +451,14 @@ cli.main(["--version"])
 def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
     code = """
 import os, signal, threading
-from mx.cli import _interruptible
+from mx.cli import _Interruptible
 
 class Left:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
         list(range(1000))
 
-with _interruptible():
+with _Interruptible():
     left = Left()
     del left
     threading.Event().wait(60)
