@@ -6,6 +6,21 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from mx.errors import ConfigError
+
+#: What other programs call it, and what does it here.
+_MEANT = {
+    "mx download": "did you mean mx pull?",
+    "mx help": "did you mean mx --help?",
+    "mx list": "did you mean mx models?",
+    "mx ls": "did you mean mx models?",
+    "mx status": "did you mean mx top, mx sources or mx doctor?",
+    "mx version": "did you mean mx --version?",
+    "mx config get": "did you mean mx config show?",
+    "mx config set": "write it into the file that mx config show names, set its variable "
+    "(MX_PEER_COORDINATOR=HOST:7600), or give its flag",
+}
+
 
 class _AsTyped:
     """Takes text and what is not given as they are: typer imports pydantic for them. All else is
@@ -43,6 +58,29 @@ class Command(TyperCommand):
 
 class VerbGroup(TyperGroup):
     """A command that has verbs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return a verb's name, the verb, and its arguments.
+
+        Raises:
+            ConfigError: There is no such verb. The hint is the nearest.
+        """
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            raise ConfigError(
+                f"there is no command {ctx.command_path} {name}", hint=self._hint(ctx, name)
+            )
+        return super().resolve_command(ctx, args)
+
+    def _hint(self, ctx: Any, name: str) -> str:
+        import difflib
+
+        if meant := _MEANT.get(f"{ctx.command_path} {name}"):
+            return meant
+        close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+        if close:
+            return f"did you mean {ctx.command_path} {close[0]}?"
+        return f"{ctx.command_path} --help lists what there is"
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, the help option included."""

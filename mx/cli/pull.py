@@ -30,6 +30,17 @@ def pull(
             "NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models)."
         ),
     ],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a checkpoint here that safetensors and transformers load. "
+            "The folder must not exist, or be empty.",
+            metavar="DIR",
+        ),
+    ] = None,
+    hold: Annotated[
+        bool, typer.Option("--hold", help="Stay after the pull, and serve the model.")
+    ] = False,
     source: Annotated[
         str,
         typer.Option(
@@ -42,27 +53,13 @@ def pull(
     ] = "peer",
     revision: options.Revision = "",
     variant: options.Variant = "",
-    out: Annotated[
-        str | None,
-        typer.Option(
-            help="Write a checkpoint here that safetensors and transformers load. "
-            "The folder must not exist, or be empty.",
-            metavar="DIR",
-        ),
-    ] = None,
-    no_resume: Annotated[
-        bool,
-        typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
-    ] = False,
+    device: options.Device = "cpu",
     files_only: Annotated[
         bool,
         typer.Option(
             "--files-only",
             help="Get only the side files (configuration, tokenizer), no weights.",
         ),
-    ] = False,
-    hold: Annotated[
-        bool, typer.Option("--hold", help="Stay after the pull, and serve the model.")
     ] = False,
     transport: options.OneTransport = None,
     verify: Annotated[
@@ -84,7 +81,10 @@ def pull(
     ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
-    device: options.Device = "cpu",
+    no_resume: Annotated[
+        bool,
+        typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
+    ] = False,
     artifacts: Annotated[
         str | None,
         typer.Option(

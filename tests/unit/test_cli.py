@@ -127,6 +127,50 @@ def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
     coordinator = run_mx("--help", main=mx.cli.coordinator_main)
     assert coordinator.returncode == 0
     assert "--lease-s" in coordinator.stdout
+    for main in (mx.cli.main, mx.cli.coordinator_main):
+        assert "…" not in run_mx("--help", main=main, COLUMNS="80").stdout
+
+
+def test_help_has_the_common_options_first(run_mx: Mx) -> None:
+    shown = run_mx("pull", "--help").stdout
+    order = ["--out ", "--hold ", "--artifacts ", "--coordinator ", "--json ", "--tls-cert "]
+    order += ["--hub-id ", "--control-memory "]
+    places = [shown.index(flag, shown.index("Options ─")) for flag in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("pul", "mx pull"),
+        ("list", "mx models"),
+        ("ls", "mx models"),
+        ("status", "mx top"),
+        ("download", "mx pull"),
+        ("version", "mx --version"),
+        ("help", "mx --help"),
+        ("artifacts lst", "mx artifacts list"),
+        ("config set", "mx config show"),
+        ("qwertz", "mx --help lists"),
+    ],
+)
+def test_a_wrong_verb_gets_the_nearest(run_mx: Mx, typed: str, meant: str) -> None:
+    result = run_mx(*typed.split(), "streams", "4")
+    assert result.returncode == 2
+    said, hint = result.stderr.splitlines()
+    assert said == f"error: there is no command mx {typed}"
+    assert meant in hint
+
+
+def test_service_links_are_named_once_in_the_log_that_was_asked_for(
+    run_mx: Mx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = {"MX_PEER_PORT": "tcp://10.0.0.1:7600", "MX_PEER_SERVICE_HOST": "10.0.0.1"}
+    for arguments, warned in [((), True), (("--quiet",), False)]:
+        monkeypatch.setattr(config, "_links_were_named", False)
+        shown = run_mx("config", "show", *arguments, **links)
+        assert shown.returncode == 0
+        assert ("MX_PEER_PORT, MX_PEER_SERVICE_HOST are no settings" in shown.stderr) == warned
 
 
 def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
@@ -153,7 +197,7 @@ def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("pul",), "No such command 'pul'"),
+        (("pul",), "there is no command mx pul"),
         (("pull",), "Missing argument 'MODEL'"),
         (("serve",), "Missing argument 'CHECKPOINT'"),
         (("pull", "m", "--fast"), "No such option"),
