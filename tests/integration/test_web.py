@@ -217,7 +217,7 @@ def test_a_filter_is_in_the_address_and_says_what_it_finds_nothing_of(
         assert page.input_value("#filter") == 'a & "b"'
         page.goto(f"{url}?filter=qwen2.5")
         until(lambda: page.locator("#models li").count() == 1, "one model")
-        assert not page.locator(".unmatched:visible").count()
+        assert page.is_hidden("#models .unmatched") and page.is_hidden("#sources .unmatched")
         page.fill("#filter", "")
         until(lambda: page.evaluate("location.href") == url, "an address without a filter")
         until(lambda: page.locator("#models li").count() == 3, "three models")
