@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -527,7 +527,8 @@ def load(
     path = Path(chosen).absolute() if chosen else default_file(environ)
     for name, (raw, line) in _read_file(path, required=chosen is not None).items():
         take(name, raw, f"{path}, line {line}" if line else str(path))
-    for name, text in _read_environment(environ).items():
+    found, links = _read_environment(environ)
+    for name, text in found.items():
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
         if name not in DESCRIPTIONS:
@@ -540,20 +541,19 @@ def load(
             values.setdefault(name, str(folder / name.replace("_", ".")))
     settings = Settings(**values, origins=origins, file=str(path))  # type: ignore[arg-type]
     _check_tls(settings)
-    if not typed:
-        name_service_links(environ)
+    if links and not typed:
+        name_service_links(links)
     return settings
 
 
-def name_service_links(environ: Mapping[str, str] | None = None) -> None:
+def name_service_links(links: Sequence[str] | None = None) -> None:
     """Log which variables of Kubernetes' are ignored, once in a process.
 
     Args:
-        environ: The environment, by default this process's.
+        links: Their names, by default those of this process.
     """
     global _links_were_named
-    environ = os.environ if environ is None else environ
-    links = sorted(name for name, text in environ.items() if _is_service_link(name, text))
+    links = _read_environment(os.environ)[1] if links is None else links
     if links and not _links_were_named:
         _links_were_named = True
         import logging
@@ -561,7 +561,7 @@ def name_service_links(environ: Mapping[str, str] | None = None) -> None:
         logging.getLogger(__name__).warning(
             "%s are no settings and are ignored: Kubernetes sets them for a Service of this name "
             "(enableServiceLinks: false in the pod's spec leaves them out)",
-            ", ".join(links),
+            ", ".join(sorted(links)),
         )
 
 
@@ -590,23 +590,20 @@ def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"{origin}: there is no setting {name}", hint=hint)
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return name -> text, and the names of Kubernetes' service links."""
     known = {ENVIRONMENT_PREFIX + name.upper(): name for name in DESCRIPTIONS}
-    found = {}
+    found, links = {}, []
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
             continue
         if variable not in known:
-            if _is_service_link(variable, text):
-                continue
-            raise _unknown("environment", variable, [*known, FILE_VARIABLE])
-        if text:  # an empty variable counts as not set
+            if not _SERVICE_LINK.fullmatch(f"{variable}={text}"):
+                raise _unknown("environment", variable, [*known, FILE_VARIABLE])
+            links.append(variable)
+        elif text:  # an empty variable counts as not set
             found[known[variable]] = text
-    return found
-
-
-def _is_service_link(variable: str, text: str) -> bool:
-    return _SERVICE_LINK.fullmatch(f"{variable}={text}") is not None
+    return found, links
 
 
 def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:

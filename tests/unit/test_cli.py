@@ -165,10 +165,13 @@ def test_a_wrong_verb_gets_the_nearest(run_mx: Mx, typed: str, meant: str) -> No
 def test_service_links_are_named_once_in_the_log_that_was_asked_for(
     run_mx: Mx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links = {"MX_PEER_PORT": "tcp://10.0.0.1:7600", "MX_PEER_SERVICE_HOST": "10.0.0.1"}
     for arguments, warned in [((), True), (("--quiet",), False)]:
         monkeypatch.setattr(config, "_links_were_named", False)
-        shown = run_mx("config", "show", *arguments, **links)
+        shown = run_mx(
+            *("config", "show", *arguments),
+            MX_PEER_PORT="tcp://10.0.0.1:7600",
+            MX_PEER_SERVICE_HOST="10.0.0.1",
+        )
         assert shown.returncode == 0
         assert ("MX_PEER_PORT, MX_PEER_SERVICE_HOST are no settings" in shown.stderr) == warned
 
