@@ -559,7 +559,7 @@ def name_service_links(links: Sequence[str] | None = None) -> None:
         import logging
 
         logging.getLogger(__name__).warning(
-            "%s are no settings and are ignored: Kubernetes sets them for a Service of this name "
+            "%s are not settings and are ignored: Kubernetes sets them for a Service of this name "
             "(enableServiceLinks: false in the pod's spec leaves them out)",
             ", ".join(sorted(links)),
         )

@@ -503,7 +503,7 @@ class Pull(DescribedPull, Closable):
             port: Where the engine takes requests; 0: it takes none any more.
 
         Raises:
-            ConfigError: It is no port, or the pull has no coordinator.
+            ConfigError: It is not a port, or the pull has no coordinator.
             ClosedError: The pull was closed.
         """
         self._require_own()

@@ -102,7 +102,7 @@ def test_units_run_commands_that_there_are(unit: Path) -> None:
 def test_the_page_installs_what_units_run_before_it_starts_them(tmp_path: Path) -> None:
     page = (ROOT / "docs/deploy.md").read_text().partition("## systemd")[2]
     lines = page.split("```")[1].strip().splitlines()
-    steps = {}
+    steps: dict[str, int] = {}
     for at, line in enumerate(lines):
         steps.setdefault(line.split()[0], at)
     assert steps["python3"] < steps["ln"] < steps["cp"] < steps["systemctl"]

@@ -173,7 +173,7 @@ def test_service_links_are_named_once_in_the_log_that_was_asked_for(
             MX_PEER_SERVICE_HOST="10.0.0.1",
         )
         assert shown.returncode == 0
-        assert ("MX_PEER_PORT, MX_PEER_SERVICE_HOST are no settings" in shown.stderr) == warned
+        assert ("MX_PEER_PORT, MX_PEER_SERVICE_HOST are not settings" in shown.stderr) == warned
 
 
 def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
