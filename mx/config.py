@@ -166,7 +166,7 @@ class Settings:
         "", values.text,
         "PEM file with lists of the certificates that the authority has revoked; read again when "
         "it changes.",
-        f"{_ASKING} coordinator", "FILE", group=CONNECTION, unset="none is",
+        f"{_ASKING} coordinator", "FILE", group=CONNECTION, unset="none",
     )
     connection_age_s: float = _setting(
         0.0, values.seconds(0, 30 * 86400),

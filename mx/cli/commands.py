@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from mx.errors import ConfigError
 
@@ -43,6 +43,11 @@ def _adjusted(params: list[Any]) -> list[Any]:
     for param in params:
         if isinstance(param, TyperOption) and param.is_flag:
             param.metavar = ""
+        if isinstance(param, TyperArgument) and param.required:
+            # Typer writes {MODEL} <str>: what is typed has neither braces nor a type.
+            param._usage_display_name = param._rich_display_name
+        if isinstance(param, TyperArgument):
+            param.display_type_rich = lambda ctx: None
         if getattr(param, "_runtime_param", param) is None:
             param._runtime_param = _AsTyped()
     return params

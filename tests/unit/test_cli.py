@@ -116,6 +116,7 @@ def test_each_verb_teaches_with_an_example(run_mx: Mx, verb: str) -> None:
     assert result.stderr == ""
     narrow = run_mx(*verb.split(), "--help", COLUMNS="80")
     assert "…" not in narrow.stdout  # nothing is cut
+    assert not re.search(r"\{[A-Z]+\}|<(str|int|path)", narrow.stdout)  # nothing of typer's
 
 
 def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
@@ -235,6 +236,12 @@ def test_a_bare_command_shows_its_help(run_mx: Mx) -> None:
     assert result.stderr == ""
 
 
+def test_config_show_says_what_a_default_of_0_means(run_mx: Mx) -> None:
+    shown = " ".join(run_mx("config", "show").stdout.split())
+    assert "bytes per second. (default: no limit)" in shown
+    assert "(default: 127.0.0.1:7600)" not in shown
+
+
 def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text("lease_s = 3\nstreams = 4\n")
@@ -249,9 +256,9 @@ def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> 
     assert "environment MX_PEER_STREAMS" in table and "It was read." in table
     # A default that is shown as the value is not said again; what an empty value means is.
     assert "(default: any" in table
-    described = "Where to listen. (default: 127.0.0.1:0)"
-    assert show._meaning(described, shows_default=True) == "Where to listen."
-    assert show._meaning(described, shows_default=False) == described
+    about = config.DESCRIPTIONS["connect_timeout_s"]
+    assert show._meaning(about, shows_default=True) == about.help
+    assert show._meaning(about, shows_default=False) == f"{about.help} (default: 3)"
     home: Any = {"XDG_CONFIG_HOME": str(tmp_path), "MX_PEER_CONFIG": ""}
     default = {"path": str(tmp_path / "mx" / "config.toml"), "read": False}
     assert the_object(run_mx("config", "show", "--json", **home).stdout)["config_file"] == default
