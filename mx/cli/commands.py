@@ -43,11 +43,12 @@ def _adjusted(params: list[Any]) -> list[Any]:
     for param in params:
         if isinstance(param, TyperOption) and param.is_flag:
             param.metavar = ""
-        if isinstance(param, TyperArgument) and param.required:
-            # Typer writes {MODEL} <str>: what is typed has neither braces nor a type.
-            param._usage_display_name = param._rich_display_name
         if isinstance(param, TyperArgument):
-            param.display_type_rich = lambda ctx: None
+            # Typer writes {MODEL} <str>: what is typed has neither braces nor a type.
+            argument: Any = param
+            argument.display_type_rich = lambda ctx: None
+            if param.required:
+                argument._usage_display_name = argument._rich_display_name
         if getattr(param, "_runtime_param", param) is None:
             param._runtime_param = _AsTyped()
     return params
