@@ -80,7 +80,8 @@ $(PY):
 
 # All but torch by hash: what constraints.lock does not have, the second one would add.
 $(READY): pyproject.toml constraints.txt constraints.lock | $(PY)
-	@echo ".venv: installing what constraints.txt pins (minutes the first time, torch is large)"
+	@echo ".venv: installing what constraints.txt pins: 3 to 15 minutes, 3,000 MB on disk"
+	@echo "  (torch's default build brings some 4,000 MB of CUDA more: the README has how to do without)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
 	  -r constraints.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt

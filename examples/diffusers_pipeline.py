@@ -42,7 +42,7 @@ print("an image of", picture.shape[1:], "from", type(other).__name__)
 """
 
 
-#: What diffusers and transformers say of themselves is no part of the story.
+#: What diffusers and transformers say of themselves is not a part of the story.
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",

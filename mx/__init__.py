@@ -14,10 +14,10 @@ nothing.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # without typing: Ctrl-C ends in a traceback while a command imports it
 if TYPE_CHECKING:
+    from typing import Any
+
     from mx.api import (
         BroadcastReport,
         BundleStatus,
@@ -102,6 +102,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name in _MODULES:
         return importlib.import_module(f"mx.{name}")
     if name not in __all__:

@@ -155,7 +155,7 @@ def bundle_from_wire(message: pb.ModelKey) -> ModelKey:
     """Return the key of a bundle: with `*` in place of each rank. "" stands for no revision."""
     member = membership(message.variant)
     if member.bundle != message.variant:
-        raise _refuse(f"variant {message.variant[:80]!a} is no bundle")
+        raise _refuse(f"variant {message.variant[:80]!a} is not a bundle")
     texts = [("model name", message.name), ("variant", next(members_of(message.variant)))]
     if message.revision:
         texts.append(("revision", message.revision))

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,17 @@ RECORDING_VARIABLE = "MX_ARTIFACTS_RECORDING"
 #: Names the folder in which an engine's ranks say what they loaded.
 ENGINE_VARIABLE = "MX_ENGINE_LOADED"
 DEFAULT_ORIGIN = "default"
+
+#: What Kubernetes sets in a pod for a Service whose name begins with mx-peer (service links). Its
+#: `_PORT` alone could be a mistyped setting: it has a URL.
+_SERVICE_LINK = re.compile(
+    ENVIRONMENT_PREFIX
+    + r"""(\w+_)?
+    (SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*
+    |MX_PEER_(\w+_)?PORT=(tcp|udp|sctp)://.*""",
+    re.VERBOSE | re.DOTALL,
+)
+_links_were_named = False
 
 _environment_lock = threading.Lock()
 #: What `environment` sets, by the blocks that have not ended; and what each name was before them.
@@ -90,7 +101,7 @@ _SERVE_PULL = "serve pull"
 _PLANNING = f"{_SERVE_PULL} plan topo doctor"
 _ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pull"
 #: Groups of settings.
-CONNECTION, STORES, COMMON = "connection", "stores", "common"
+COMMON, CONNECTION, STORES, LIMITS = "common", "connection", "stores", "limits"
 
 
 @record(frozen=True, slots=True)
@@ -102,7 +113,7 @@ class Settings:
         "127.0.0.1:7600", values.addresses,
         "Where the coordinator is. Of several that share a state, the next one is asked where one "
         "does not answer.",
-        _ASKING, "HOST:PORT[,...]", group=CONNECTION,
+        _ASKING, "HOST:PORT[,...]", group=COMMON,
     )
     coordinator_listen: str = _setting(
         "127.0.0.1:7600", values.address, "Where to listen; port 0 takes a free one.",
@@ -132,12 +143,12 @@ class Settings:
         "memory", values.state,
         "Where to keep what is registered: memory, sqlite:FILE, or redis://HOST:PORT/DB, which "
         "several coordinators may share.",
-        "coordinator", "memory|sqlite:FILE|redis://HOST:PORT/DB",
+        "coordinator", "STATE",
     )
     metrics: str = _setting(
         "", values.address_or_none,
         "Where to give metrics to Prometheus, at /metrics; needs prometheus_client.",
-        f"{_SERVE_PULL} coordinator", "HOST:PORT", unset="nowhere",
+        f"{_SERVE_PULL} coordinator", "HOST:PORT", group=CONNECTION, unset="nowhere",
     )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",
@@ -155,7 +166,7 @@ class Settings:
         "", values.text,
         "PEM file with lists of the certificates that the authority has revoked; read again when "
         "it changes.",
-        f"{_ASKING} coordinator", "FILE", group=CONNECTION, unset="none is",
+        f"{_ASKING} coordinator", "FILE", group=CONNECTION, unset="none",
     )
     connection_age_s: float = _setting(
         0.0, values.seconds(0, 30 * 86400),
@@ -188,13 +199,13 @@ class Settings:
         "", values.text,
         "The key by which a coordinator knows names and their owners again after a restart; made "
         "at first use.",
-        "coordinator", "FILE", unset="~/.local/state/mx/receipt.key",
+        "coordinator", "FILE", group=CONNECTION, unset="~/.local/state/mx/receipt.key",
     )
     state_mac: str = _setting(
         "write", values.choice("write", "require"),
         "Coordinators sign what they keep in Redis. require: believe nothing there that is not "
         "signed; set it once all coordinators of the state sign.",
-        "coordinator", "write|require",
+        "coordinator", "write|require", group=CONNECTION,
     )
     trust: str = _setting(
         "", values.text,
@@ -225,7 +236,7 @@ class Settings:
     )
     lease_s: float = _setting(
         5.0, values.seconds(0.5, 3600), "How long a source stays listed without a heartbeat.",
-        "coordinator", "TIME",
+        "coordinator", "TIME", group=LIMITS,
     )
     reader_lease_s: float = _setting(
         6.0, values.seconds(1, 3600), "How long a reader may read without renewing."
@@ -235,13 +246,13 @@ class Settings:
     )
     stall_timeout_s: float = _setting(
         4.0, values.seconds(0.1, 600), "Give a source up that sends nothing for so long.",
-        "pull", "TIME",
+        "pull", "TIME", group=LIMITS,
     )
     wait_s: float = _setting(
         0.0, values.seconds(0, 7 * 86400),
         "Wait so long for a source when there is none (any more); mx serve: for the coordinator "
         "that was named. 90 (seconds), 1m.",
-        _SERVE_PULL, "TIME", flag="wait",
+        _SERVE_PULL, "TIME", group=COMMON, flag="wait",
     )
     checkpoint_root: str = _setting(
         "", values.text,
@@ -266,33 +277,33 @@ class Settings:
     max_readers: int = _setting(
         0, values.count(0, 100_000),
         "How many may read from here at a time; others go elsewhere, or wait.",
-        _SERVE_PULL, "N", unset="any number",
+        _SERVE_PULL, "N", group=LIMITS, unset="any number",
     )
     max_bandwidth: int = _setting(
         0, values.rate,
         "What is served at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per second.",
-        _SERVE_PULL, "RATE", unset="no limit",
+        _SERVE_PULL, "RATE", group=LIMITS, unset="no limit",
     )
     control_memory: int = _setting(
         0, values.sizes("64MiB", "1024GiB"),
         "The memory that clients may take of this process by calls and registrations, like 512MB; "
         "docs/bounds.md has the limits that follow.",
-        f"{_SERVE_PULL} coordinator", "SIZE", unset="1GiB",
+        f"{_SERVE_PULL} coordinator", "SIZE", group=LIMITS, unset="1GiB",
     )
     max_request: int = _setting(
         0, values.sizes("65KiB", "4MiB"),
         "The largest message that this process takes from a client. Releases before this one may "
         "send more: 1100kB while a fleet has some.",
-        f"{_SERVE_PULL} coordinator", "SIZE", unset="65KiB",
+        f"{_SERVE_PULL} coordinator", "SIZE", group=LIMITS, unset="65KiB",
     )
     drain_grace_s: float = _setting(
         10.0, values.seconds(0, 3600), "How long running reads may take to finish.",
-        "serve", "TIME",
+        "serve", "TIME", group=LIMITS,
     )
     cache_socket: str = _setting(
         "auto", values.cache_socket,
         "Where this host's cache is: in the user's folder (auto), nowhere, or at this socket.",
-        f"{_SERVE_PULL} cache doctor", "auto|off|PATH",
+        f"{_SERVE_PULL} cache doctor", "auto|off|PATH", group=CONNECTION,
     )
     cache_memory: int = _setting(
         0, values.size, "With `cache`: what all models together may have, like 64GB.",
@@ -303,7 +314,7 @@ class Settings:
         "When pulls of one model coordinate their reads: over networks (auto), or always.",
     )
     streams: int = _setting(
-        2, values.count(1, 64), "TCP connections for the weights.", "pull", "N"
+        2, values.count(1, 64), "TCP connections for the weights.", "pull", "N", group=CONNECTION,
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
@@ -494,7 +505,8 @@ def load(
         file: The configuration file, by default `MX_PEER_CONFIG`, else `default_file`. A named file
             must exist; the default one need not.
         environ: The environment, by default this process's.
-        typed: Whether errors name `flags` as they are typed, else as arguments.
+        typed: Whether errors name `flags` as they are typed, else as arguments. Then the caller
+            also calls `name_service_links`, once it has set up the log.
 
     Raises:
         ConfigError: A value is not valid. The message names the flag, the variable, or the file
@@ -515,7 +527,8 @@ def load(
     path = Path(chosen).absolute() if chosen else default_file(environ)
     for name, (raw, line) in _read_file(path, required=chosen is not None).items():
         take(name, raw, f"{path}, line {line}" if line else str(path))
-    for name, text in _read_environment(environ).items():
+    found, links = _read_environment(environ)
+    for name, text in found.items():
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
         if name not in DESCRIPTIONS:
@@ -528,7 +541,28 @@ def load(
             values.setdefault(name, str(folder / name.replace("_", ".")))
     settings = Settings(**values, origins=origins, file=str(path))  # type: ignore[arg-type]
     _check_tls(settings)
+    if links and not typed:
+        name_service_links(links)
     return settings
+
+
+def name_service_links(links: Sequence[str] | None = None) -> None:
+    """Log which variables of Kubernetes' are ignored, once in a process.
+
+    Args:
+        links: Their names, by default those of this process.
+    """
+    global _links_were_named
+    links = _read_environment(os.environ)[1] if links is None else links
+    if links and not _links_were_named:
+        _links_were_named = True
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "%s are not settings and are ignored: Kubernetes sets them for a Service of this name "
+            "(enableServiceLinks: false in the pod's spec leaves them out)",
+            ", ".join(sorted(links)),
+        )
 
 
 def given(settings: Settings, **arguments: object) -> Settings:
@@ -556,17 +590,20 @@ def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"{origin}: there is no setting {name}", hint=hint)
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return name -> text, and the names of Kubernetes' service links."""
     known = {ENVIRONMENT_PREFIX + name.upper(): name for name in DESCRIPTIONS}
-    found = {}
+    found, links = {}, []
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
             continue
         if variable not in known:
-            raise _unknown("environment", variable, [*known, FILE_VARIABLE])
-        if text:  # an empty variable counts as not set
+            if not _SERVICE_LINK.fullmatch(f"{variable}={text}"):
+                raise _unknown("environment", variable, [*known, FILE_VARIABLE])
+            links.append(variable)
+        elif text:  # an empty variable counts as not set
             found[known[variable]] = text
-    return found
+    return found, links
 
 
 def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:

@@ -39,7 +39,7 @@ def read(path: Path, nbytes: int = KEY_BYTES) -> bytes:
     Raises:
         FileNotFoundError: There is none.
         OSError: It can't be opened.
-        ConfigError: It is no key file, or others may have read or written it.
+        ConfigError: It is not a key file, or others may have read or written it.
     """
     try:
         fd = os.open(path, _READ)  # neither a link nor the writer of a FIFO is waited for
@@ -54,7 +54,7 @@ def read(path: Path, nbytes: int = KEY_BYTES) -> bytes:
         status = os.fstat(fd)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"the key file {path} is no file", hint="name a file")
+            raise ConfigError(f"the key file {path} is not a file", hint="name a file")
         if not users.is_own(status.st_uid, fd):
             raise ConfigError(
                 f"the key file {path} belongs to user {status.st_uid}, and this process is of user "

@@ -77,7 +77,7 @@ def _check_owned(folder: Path, *, last: bool) -> None:
     status = folder.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{folder} is no folder", hint="name another folder")
+        raise ConfigError(f"{folder} is not a folder", hint="name another folder")
     if not users.is_own(status.st_uid, folder, or_root=not last):
         raise ConfigError(
             f"{folder} belongs to user {status.st_uid}, who could put something else there",

@@ -42,11 +42,11 @@ class PublicKey:
             data: The key, as RFC 8032 encodes it.
 
         Raises:
-            ConfigError: It is no public key with a private half; the message says why.
+            ConfigError: It is not a public key with a private half; the message says why.
         """
         why = _fault(data)
         if why:
-            raise ConfigError(f"{data.hex()[:16]}… is no public key: {why}")
+            raise ConfigError(f"{data.hex()[:16]}… is not a public key: {why}")
         self.data = data
         self._key: Ed25519PublicKey | None = None
 
@@ -85,7 +85,9 @@ def parse(text: str) -> PublicKey:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text[:80]!r} is no key: it is {KEY_PREFIX} and 64 hexadecimal digits")
+        raise ConfigError(
+            f"{text[:80]!r} is not a key: it is {KEY_PREFIX} and 64 hexadecimal digits"
+        )
     return PublicKey(bytes.fromhex(found[1]))
 
 
@@ -104,7 +106,7 @@ def _fault(data: bytes) -> str:
         return "it is a point of small order, for which everyone can sign"
     square = (y * y - 1) * pow(_D * y * y + 1, -1, _P) % _P
     if pow(square, (_P - 1) // 2, _P) != 1:
-        return "it is no point of the curve"
+        return "it is not a point of the curve"
     return ""
 
 

@@ -228,6 +228,14 @@ class LoopThread:
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Stop the loop and wait for its end. Do not call this on its own thread."""
+        if self._entered.acquire(blocking=False):
+            return  # it was not started, and can't be any more
+        # A start that an interruption has left goes on.
+        if not self._ready.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return
+        self._ready.release()
+        if self._error is not None:
+            return
         with contextlib.suppress(RuntimeError):  # it has just stopped by itself
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.join(timeout_s)

@@ -86,7 +86,7 @@ def _read(path: Path) -> bytes:
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"the trust file {path} is no file", hint=_EXAMPLE)
+            raise ConfigError(f"the trust file {path} is not a file", hint=_EXAMPLE)
         if not users.is_own(status.st_uid, fd, or_root=True) or status.st_mode & 0o022:
             raise ConfigError(
                 f"other users may write to the trust file {path}",

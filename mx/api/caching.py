@@ -116,7 +116,7 @@ class _Lock:
         """
         if os.path.lexists(socket) and not _is_socket(socket):
             raise ConfigError(
-                f"{socket} is no socket", hint="name another path with `cache_socket`"
+                f"{socket} is not a socket", hint="name another path with `cache_socket`"
             )
         self.socket = socket
         self._path = socket.with_name(socket.name + ".lock")

@@ -56,7 +56,7 @@ def checked_port(port: object) -> int:
         ConfigError: It is none.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"`port={port!r}` is no port", hint=f"it is 1 to {MAX_PORT}, or 0")
+        raise ConfigError(f"`port={port!r}` is not a port", hint=f"it is 1 to {MAX_PORT}, or 0")
     return port
 
 

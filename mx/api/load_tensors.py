@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def load(model: str, **arguments: Unpack[PullArguments]) -> dict[str, torch.Tensor]:
     """Pull a model and return its tensors by name, in execution order.
 
-    One line in place of `safetensors.torch.load_file`. Blocks until every layer is verified.
+    One line in place of `safetensors.torch.load_file`. Blocks until every layer is verified; a
+    notebook shows a bar.
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
@@ -42,4 +43,5 @@ def load(model: str, **arguments: Unpack[PullArguments]) -> dict[str, torch.Tens
     import mx.memory.tensors  # noqa: F401  # fails before the pull if torch is missing
 
     with pull(model, **arguments) as running:
+        running.wait()
         return running.state_dict()

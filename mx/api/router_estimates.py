@@ -141,7 +141,7 @@ async def _places(
         hosts_of = (each.host, *each.place.addresses)
         if allow is not None and not each.here and not any(map(allow.allows, hosts_of)):
             raise ConfigError(
-                f"{each.host[:80]!r} is no host that `allow` of the router names",
+                f"{each.host[:80]!r} is not a host that `allow` of the router names",
                 hint="add it there, or leave it out here",
             )
     return found
@@ -209,7 +209,7 @@ def _read(text: str) -> Place:
     try:
         return place_from_json(text)
     except ValueError as error:
-        raise ConfigError(f"`at` is no place: {error}", hint="give a Place's JSON") from None
+        raise ConfigError(f"`at` is not a place: {error}", hint="give a Place's JSON") from None
 
 
 def _listed(host: str, listed: Sequence[SourceRecord]) -> Place:

@@ -179,7 +179,7 @@ class Source(Closable):
                 any more.
 
         Raises:
-            ConfigError: It is no port.
+            ConfigError: It is not a port.
             ClosedError: The source was closed.
         """
         self._require_own()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -194,8 +195,18 @@ class Pull(DescribedPull, Closable):
 
     def __repr__(self) -> str:
         """One line: the model and how far it is."""
-        state = "closed" if self._filled.closed else self._state.error or summary(self.progress())
-        return f"<Pull {self.model}: {state}>"
+        return f"<Pull {self.model}: {self._state_text()}>"
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with a bar."""
+        from mx.api.notebook import as_html
+
+        return as_html(str(self.model), self._state_text(), self._job.progress())
+
+    def _state_text(self) -> str:
+        if self._filled.closed:
+            return "closed"
+        return str(self._state.error or summary(self.progress()))
 
     # -- layers -----------------------------------------------------------------------------------
 
@@ -251,7 +262,7 @@ class Pull(DescribedPull, Closable):
     # -- the end ----------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> PullReport:
-        """Block until every layer is ready and, with `out`, written.
+        """Block until every layer is ready and, with `out`, written. A notebook shows a bar.
 
         Args:
             timeout_s: Seconds to wait at most; None waits without a limit.
@@ -263,6 +274,11 @@ class Pull(DescribedPull, Closable):
             TimeoutError: The pull still runs after `timeout_s`.
             MxError: The error that ended the pull, see `pull`.
         """
+        if "IPython" in sys.modules and self._state.report is None:
+            from mx.api.notebook import shows_bars, watched
+
+            if shows_bars():
+                return watched(self, self._state.wait_end, timeout_s)
         return self._state.wait_end(timeout_s)
 
     def __await__(self) -> Generator[Any, None, PullReport]:
@@ -487,7 +503,7 @@ class Pull(DescribedPull, Closable):
             port: Where the engine takes requests; 0: it takes none any more.
 
         Raises:
-            ConfigError: It is no port, or the pull has no coordinator.
+            ConfigError: It is not a port, or the pull has no coordinator.
             ClosedError: The pull was closed.
         """
         self._require_own()

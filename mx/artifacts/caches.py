@@ -137,7 +137,7 @@ def scan(root: Path) -> list[CacheFile]:
             prefix = f"{part}/{_VLLM}" if part == "vllm" else part
             for folder in (root / part, start):
                 if os.path.lexists(folder) and not stat.S_ISDIR(folder.lstat().st_mode):
-                    raise ArtifactError(f"{shown(str(folder))} is no folder")
+                    raise ArtifactError(f"{shown(str(folder))} is not a folder")
             if os.path.lexists(start):
                 _scan(start, prefix, found)
     except OSError as error:
@@ -330,7 +330,7 @@ def _relocated(path: str, data: memoryview, root: Path) -> bytes:
         if not isinstance(names, dict) or not all(map(_PART.fullmatch, names)):
             raise ValueError("it names no files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{shown(path)} is no list of Triton's: {error}") from error
+        raise ArtifactError(f"{shown(path)} is not a list of Triton's: {error}") from error
     folder = root / os.path.dirname(path)
     return json.dumps({"child_paths": {name: str(folder / name) for name in names}}).encode()
 

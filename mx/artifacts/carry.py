@@ -83,7 +83,7 @@ def serve(
         The source, once it is registered.
 
     Raises:
-        ArtifactError: It is no set, or not what its document says.
+        ArtifactError: It is not a set, or not what its document says.
         MxError: As `mx.serve`.
     """
     with ArtifactPackage(Path(path)) as package:
@@ -161,7 +161,7 @@ def fetch_document(
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:
-        ArtifactError: What its sources have is no set, or not the one that is listed.
+        ArtifactError: What its sources have is not a set, or not the one that is listed.
         SignerError: Its signer may not sign sets for this model.
         MxError: As `mx.pull`.
     """

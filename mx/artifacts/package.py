@@ -39,7 +39,7 @@ class ArtifactPackage:
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            ArtifactError: The file is no set, or its document or signature is wrong.
+            ArtifactError: The file is not a set, or its document or signature is wrong.
             CheckpointError: Its header is malformed.
             ConfigError: There is no such file, or this user may not read it.
             LocalError: The disk fails.

@@ -333,7 +333,7 @@ def _read(folder: Path) -> tuple[dict[str, str], list[tuple[CacheFile, bytes]]]:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as opened:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ArtifactError(f"{path} is no file")
+                raise ArtifactError(f"{path} is not a file")
             data = opened.read(_MAX_RECORD_BYTES + 1)
     except FileNotFoundError:
         raise ArtifactError(
@@ -354,14 +354,14 @@ def _read(folder: Path) -> tuple[dict[str, str], list[tuple[CacheFile, bytes]]]:
             for path, nbytes, executable, digest in read["files"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"{path} is no record: {error}") from error
+        raise ArtifactError(f"{path} is not a record: {error}") from error
     check_files([file for file, _ in files])
     return environment, files
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a name is no text")
+        raise TypeError("a name is not text")
     return value
 
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-import json
-import signal
+# Little is imported before `_Interruptible` is entered: Ctrl-C would end in a traceback until then.
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from mx import config
-from mx.errors import EXIT_CONFIG
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from sys import UnraisableHookArgs
+    from types import TracebackType
 
 __all__ = ["coordinator_main", "main"]
 
@@ -31,9 +24,8 @@ _COLLECTED_AT = 50_000
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx`; never returns."""
-    with _interruptible():
-        _spare_collections()
-        config.quieten_grpc()
+    with _Interruptible():
+        _prepare()
         from mx.cli.app import app
         from mx.cli.outcome import run
 
@@ -42,59 +34,73 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def coordinator_main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx-coordinator`; never returns."""
-    with _interruptible():
-        _spare_collections()
-        config.quieten_grpc()
+    with _Interruptible():
+        _prepare()
         from mx.cli.coordinator import app
         from mx.cli.outcome import run
 
         run(app, "mx-coordinator", arguments)
 
 
-def _spare_collections() -> None:
-    """Have Python collect garbage less often: after each 700 new objects it looks at them all while
-    modules are imported, which is garbage in none of them."""
+def _prepare() -> None:
+    """Set what has to be set before modules are imported."""
+    import atexit
+    import gc
+
+    from mx import config
+
+    # Garbage is collected less often: after each 700 new objects Python looks at them all while
+    # modules are imported, which is garbage in none of them.
     gc.set_threshold(_COLLECTED_AT)
     # The collection at exit looks at all objects, which takes as long as a pull.
     atexit.register(gc.freeze)
+    config.quieten_grpc()
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """End the process where it is interrupted while it is still importing, or misses a package."""
-    before = sys.unraisablehook
+class _Interruptible:
+    """Ends the process where it is interrupted while it is still importing, or misses a package."""
 
-    def raise_again(lost: UnraisableHookArgs) -> None:
+    def __enter__(self) -> None:
+        self._before = sys.unraisablehook
+        sys.unraisablehook = self._raise_again
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        sys.unraisablehook = self._before
+        if isinstance(error, RuntimeError):  # Python 3.11 makes one of it while a class is made
+            error = error.__cause__
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(_EXIT_INTERRUPTED)
+        if isinstance(error, ModuleNotFoundError):
+            name = str(error.name).partition(".")[0]
+            if name not in ("mx", "mx_transports") and "--debug" not in sys.argv:
+                sys.exit(_missing(name))
+
+    def _raise_again(self, lost: UnraisableHookArgs) -> None:
         # It came where Python can raise nothing, as in a destructor: Ctrl-C would be lost. It is
         # raised again a little later, since it can't be raised in here either.
+        import signal
+        import threading
+
         if lost.exc_type is KeyboardInterrupt:
             main_thread = threading.main_thread().ident
             again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread, signal.SIGINT))
             again.daemon = True
             again.start()
         else:
-            before(lost)
-
-    sys.unraisablehook = raise_again
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(_EXIT_INTERRUPTED)
-    except RuntimeError as error:  # Python 3.11 makes one of it while a class is made
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            sys.exit(_EXIT_INTERRUPTED)
-        raise
-    except ModuleNotFoundError as error:
-        name = str(error.name).partition(".")[0]
-        if name in ("mx", "mx_transports") or "--debug" in sys.argv:
-            raise
-        sys.exit(_missing(name))
-    finally:
-        sys.unraisablehook = before
+            self._before(lost)
 
 
 def _missing(name: str) -> int:
     """Say that a package is not installed, with nothing but Python: it may be any that mx needs."""
+    import json
+
+    from mx.errors import EXIT_CONFIG
+
     message, hint = f"{name} is not installed, and mx needs it", "in a clone of mx: pip install ."
     print(f"error: {message}\n  {hint}", file=sys.stderr)
     if "--json" in sys.argv:

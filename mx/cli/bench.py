@@ -24,9 +24,12 @@ def bench(
         typer.Option(help="Some of the rows, by name: attach,copy,tcp ...", metavar="NAMES"),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(help="Where checkpoints of a few GB are kept between runs.")
+        Path,
+        typer.Option(help="Where checkpoints of a few GB are kept between runs.", metavar="DIR"),
     ] = Path(".bench"),
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1, max=99)] = 5,
+    rounds: Annotated[
+        int, typer.Option(help="Interleaved rounds.", min=1, max=99, metavar="N")
+    ] = 5,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:

@@ -21,7 +21,7 @@ def model_names(context: typer.Context, incomplete: str) -> list[str]:
     """
     try:
         found = _listed(context)
-    except Exception:  # noqa: BLE001 - whatever it is, a shell's line is no place for it
+    except Exception:  # noqa: BLE001 - whatever it is, a shell's line is not a place for it
         return []
     harmless = [name for name in found if _HARMLESS.fullmatch(name)]
     return sorted(name for name in harmless if name.startswith(incomplete))

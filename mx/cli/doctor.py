@@ -36,7 +36,7 @@ def doctor(
     A *failure* stops what the settings ask for, and makes the exit code 1. With a *warning* mx
     works, but slower than it could, less safely, or not for long. A *note* names what this host
     lacks, and nothing that was asked for needs. Nothing is changed, and CUDA is not started.
-    `--quiet` shows warnings and failures only.
+    `--quiet` shows warnings and failures only, and nothing where there are none.
 
     Give it the settings that the command will have that is to run here: the coordinator, the
     certificates, `--listen`.
@@ -76,7 +76,7 @@ def _show(found: Examination, *, quiet: bool) -> None:
         outcome.show(table)
     levels = [each.level.value for each in found.findings]
     counts = (count(levels.count(name), name) for name in ("failure", "warning", "note"))
-    outcome.write(f"{found.host}: {', '.join(counts)}")
+    outcome.summarise(f"{found.host}: {', '.join(counts)}")
 
 
 def _object(found: Examination) -> dict[str, object]:

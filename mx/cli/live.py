@@ -45,8 +45,8 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
     )
     with Bars(*columns, console=notes(), transient=True, disable=not shows_progress()) as bars:
-        task = bars.add_task(plain(f"reading {what}"), total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+        task = bars.add_task(plain(f"reading {what}"), total=None, visible=False)
+        yield lambda done, total: bars.update(task, completed=done, total=total, visible=True)
 
 
 def follow(

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from mx.coordinator.daemon import Coordinator
     from mx.core.selection import Slice
 
-#: Titles of the groups of settings in the help.
+#: Titles of the groups of settings in the help, in their order; a verb's own options come first.
 _PANELS = {
-    config.CONNECTION: "Coordinator and security",
-    config.STORES: "What peers don't serve (--from auto)",
     config.COMMON: "Common",
+    config.CONNECTION: "Network and security",
+    config.STORES: "What peers don't serve (--from auto)",
+    config.LIMITS: "Limits and timeouts",
 }
 _COMMON = _PANELS[config.COMMON]
 
@@ -147,7 +148,9 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     settings = {
         n: _option(each) for n, each in config.DESCRIPTIONS.items() if verb.__name__ in each.verbs
     }
-    added = {"config": _ConfigFile, "as_json": Json, "quiet": Quiet} | settings | {"debug": Debug}
+    common = {"as_json": Json, "quiet": Quiet, "config": _ConfigFile, "debug": Debug}
+    first = {name: settings.pop(name) for name in ("coordinator", "wait_s") if name in settings}
+    added = first | common | settings
     parameters = [each for name, each in own.items() if name not in added] + [
         inspect.Parameter(
             name,
@@ -162,14 +165,16 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         verb(**{name: value for name, value in given.items() if name in own})
 
-    parameters.sort(key=_is_common)  # a panel of the help is where its first flag is
+    parameters.sort(key=_panel)  # a panel of the help is where its first flag is
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
-def _is_common(parameter: inspect.Parameter) -> bool:
+def _panel(parameter: inspect.Parameter) -> int:
+    """Return where the panel of a parameter is in the help."""
     found = getattr(parameter.annotation, "__metadata__", ())
-    return any(option.rich_help_panel == _COMMON for option in found)
+    titles = [option.rich_help_panel for option in found]
+    return next((n for n, title in enumerate(_PANELS.values(), 1) if title in titles), 0)
 
 
 def _option(about: config.SettingDescription) -> Any:
@@ -213,6 +218,7 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     log.set_up("debug" if context.params.get("debug") else level, style, words=in_flags)
     outcome.use_json_lines(style == "json")
     outcome.be_quiet(quiet)
+    config.name_service_links()
     return settings
 
 

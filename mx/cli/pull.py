@@ -31,6 +31,20 @@ def pull(
             "NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models)."
         ),
     ],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a checkpoint here that safetensors and transformers load. "
+            "The folder must not exist, or be empty.",
+            metavar="DIR",
+        ),
+    ] = None,
+    hold: Annotated[
+        bool,
+        typer.Option(
+            "--hold", help="Stay after the pull, and serve the main weights and their files."
+        ),
+    ] = False,
     source: Annotated[
         str,
         typer.Option(
@@ -43,18 +57,7 @@ def pull(
     ] = "peer",
     revision: options.Revision = "",
     variant: options.Variant = "",
-    out: Annotated[
-        str | None,
-        typer.Option(
-            help="Write a checkpoint here that safetensors and transformers load. "
-            "The folder must not exist, or be empty.",
-            metavar="DIR",
-        ),
-    ] = None,
-    no_resume: Annotated[
-        bool,
-        typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
-    ] = False,
+    device: options.Device = "cpu",
     files_only: Annotated[
         bool,
         typer.Option(
@@ -68,12 +71,6 @@ def pull(
             "--main",
             help="Write the main weights alone to --out, without the folder's further tensor "
             "files (companions).",
-        ),
-    ] = False,
-    hold: Annotated[
-        bool,
-        typer.Option(
-            "--hold", help="Stay after the pull, and serve the main weights and their files."
         ),
     ] = False,
     transport: options.OneTransport = None,
@@ -96,7 +93,10 @@ def pull(
     ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
-    device: options.Device = "cpu",
+    no_resume: Annotated[
+        bool,
+        typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
+    ] = False,
     artifacts: Annotated[
         str | None,
         typer.Option(

@@ -64,7 +64,7 @@ def show(
 
     page, values = outcome.page(), [config.format_value(shown(name)) for name in names]
     meanings = [
-        _meaning(about.text, shows_default=bool(value) and not settings.is_set(name))
+        _meaning(about, shows_default=bool(value) and not settings.is_set(name))
         for (name, about), value in zip(names.items(), values, strict=True)
     ]
     about_file = "It was read." if is_there else "There is none."
@@ -78,7 +78,9 @@ def show(
     outcome.show(table_of(columns, page.width), page)
 
 
-def _meaning(text: str, *, shows_default: bool) -> str:
-    """Return a setting's description, without its default where that is shown as its value."""
-    before, marker, _ = text.rpartition(" (default: ")
-    return in_flags(before if shows_default and marker else text)
+def _meaning(about: config.SettingDescription, *, shows_default: bool) -> str:
+    """Return a setting's description, without its default where that is shown as its value. What
+    a default means is always said: 0 may be "no limit"."""
+    before, marker, _ = about.text.rpartition(" (default: ")
+    is_said = shows_default and marker and not about.unset
+    return in_flags(before if is_said else about.text)

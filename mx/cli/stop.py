@@ -23,6 +23,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._is_asked = False
+        self._number = 0
         # Not an Event: its lock may be held by the very code that the handler interrupts.
         self._reading = self._writing = -1
 
@@ -42,11 +43,13 @@ class Stop:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._is_asked:
             sys.exit(128 + number)
-        self._is_asked = True
+        self._is_asked, self._number = True, number
         os.write(self._writing, b"\0")
 
     def wait(self) -> None:
-        """Wait for the first signal, and tell the service manager."""
+        """Wait for the first signal, tell the service manager, and say what ends the command."""
         gc.set_threshold(_COLLECTED_AT)
         os.read(self._reading, 1)
+        why = "Ctrl-C" if self._number == signal.SIGINT else signal.Signals(self._number).name
+        outcome.say(f"stopping: {why} was received")
         notify.stopping()

@@ -15,6 +15,6 @@ def listed_name(model: str, set_id: str) -> str:
 
 
 def model_and_set(name: str) -> tuple[str, str] | None:
-    """Return the model and the id of the set that a name lists; None if it is no set's."""
+    """Return the model and the id of the set that a name lists; None if it is not a set's."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], match[2])

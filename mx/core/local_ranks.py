@@ -45,7 +45,7 @@ class LocalRanks:
         if not isinstance(self.group, str):
             raise ConfigError(f"`LocalRanks`: the group {self.group!r} is not text")
         if not isinstance(self.wait_s, int | float) or not self.wait_s >= 0:
-            raise ConfigError(f"`LocalRanks`: {self.wait_s!r} is no time to wait, in seconds")
+            raise ConfigError(f"`LocalRanks`: {self.wait_s!r} is not a time to wait, in seconds")
 
 
 def index_nbytes(grid: ChunkGrid) -> int:

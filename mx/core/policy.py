@@ -83,7 +83,7 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
     uris, said = tuple(uris), (*dns, *addresses)
     # Beyond ASCII there are letters that are in lower case those of another name.
     if any(has_control(each) or not each.isascii() for each in (*uris, *said)):
-        raise NotAllowedError("has a name that is no text of ASCII in its subjectAltName")
+        raise NotAllowedError("has a name that is not ASCII text in its subjectAltName")
     uris = tuple(map(_plain_uri, uris))
     hosts = tuple(dict.fromkeys(map(plain_host, said)))
     names = uris or hosts
@@ -94,7 +94,7 @@ def subject_of(uris: Iterable[str], dns: Iterable[str], addresses: Iterable[str]
         )
     if any(each.startswith("spiffe:") and not _SPIFFE.fullmatch(each) for each in uris):
         raise NotAllowedError(
-            f"has {shown(uris[0])} in its subjectAltName, which is no SPIFFE id",
+            f"has {shown(uris[0])} in its subjectAltName, which is not a SPIFFE id",
             hint="write spiffe://DOMAIN/PATH, each part of letters, digits, '-', '_' and '.'",
         )
     if not names or not names[0]:
@@ -298,7 +298,7 @@ def _texts(entry: dict[str, object], key: str) -> tuple[str, ...]:
         raise ValueError(f"`{key}` is missing" if value is None else f"`{key}` has no text")
     for each in found:
         if not isinstance(each, str) or not each or has_control(each):
-            raise ValueError(f"`{key}` has {each!r}, which is no text that names anything")
+            raise ValueError(f"`{key}` has {each!r}, which is not text that names anything")
         if len(each) > MOST_CHARACTERS or each.count("*") > MOST_WILDCARDS:
             raise ValueError(
                 f"`{key}` has a pattern beyond {MOST_CHARACTERS} characters or {MOST_WILDCARDS} *"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 
+from mx.core.holdings import ranges_of
 from mx.core.types import ModelKey
 from mx.records import record
 
@@ -68,13 +69,14 @@ TRANSITIONS: dict[tuple[ReplicaState, EventKind], ReplicaState] = {
 }
 
 
-@record(frozen=True, slots=True)
+@record(frozen=True, slots=True, repr=False)
 class Replica:
     """One replica at one moment.
 
     `endpoint` is the HOST:PORT at which others read the weights, "" if they can't. `requests` is
     the HOST:PORT at which it takes requests, as the replica itself says, "" if it takes none.
-    `ready` is a bit set: bit i is layer i of `layers`, which is 0 until the model is known.
+    `ready` is a bit set: bit i is layer i of `layers`, which is 0 until the model is known;
+    `ready_layers` are their numbers.
     `gb_per_s` is the recent rate at which it receives. `origin` is True if it had all layers before
     it was known. `allowed` is False for one at a host that the router's `allow` leaves out: then
     `requests` is "", whatever it says.
@@ -93,6 +95,26 @@ class Replica:
     gb_per_s: float = 0.0
     origin: bool = False
     allowed: bool = True
+
+    def __repr__(self) -> str:
+        """One line: the model, the state, the ready layers, and where it is."""
+        runs = ", ".join(
+            str(begin) if end == begin + 1 else f"{begin}-{end - 1}"
+            for begin, end in ranges_of(self.ready_layers)
+        )
+        held = f"layers {runs} of {self.layers}" if runs else f"no layer of {self.layers}"
+        texts = [
+            f"{self.model}: {self.state.value}, {held}",
+            f"on {self.host}" if self.host else "",
+        ]
+        texts += [f"read at {self.endpoint}" if self.endpoint else ""]
+        texts += [f"requests at {self.requests}" if self.requests else ""]
+        return f"<Replica {', '.join(filter(None, texts))}>"
+
+    @property
+    def ready_layers(self) -> tuple[int, ...]:
+        """The numbers of the ready layers, ascending."""
+        return bits(self.ready)
 
     @property
     def layers_ready(self) -> int:

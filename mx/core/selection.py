@@ -223,7 +223,7 @@ def _check_slice(name: str, slice_: object) -> None:
         numbers = slice_
     if not numbers or not all(type(number) is int for number in numbers):
         raise ConfigError(
-            f"`slices`: {slice_!r} for {name!r} is no slice",
+            f"`slices`: {slice_!r} for {name!r} is not a slice",
             hint="give (dim, begin, end), or mx.Shard(dim, rank, size)",
         )
     if isinstance(slice_, Shard) and not 0 <= slice_.rank < slice_.size:
@@ -267,7 +267,7 @@ def _range_of(form: Tensor | Alias, slice_: Slice) -> _DimensionRange | None:
         begin, end = slice_[1:]
         if not 0 <= begin < end <= length:
             raise ConfigError(
-                f"`slices`: {begin} to {end} is no part of dimension {dim} of {name}, which has "
+                f"`slices`: {begin} to {end} is not a part of dimension {dim} of {name}, which has "
                 f"{length} elements",
                 hint="elements count from 0, and the end is not part of it",
             )

@@ -177,7 +177,7 @@ class ProcessingKey:
             name = _NAME_ALIASES.get(name, name)
             if not equals or not name or not value:
                 raise ConfigError(
-                    f"{part.strip()[:80]!r} is no field of a processing key", hint=_EXAMPLE
+                    f"{part.strip()[:80]!r} is not a field of a processing key", hint=_EXAMPLE
                 )
             if name in fields:
                 raise ConfigError(f"the processing key {text[:80]!r} has `{name}` twice")
@@ -296,7 +296,7 @@ def _document(fields: Mapping[str, str]) -> str:
 
 def _read(document: str) -> Mapping[str, str]:
     """Return the fields of a document. Raises ConfigError."""
-    wrong = ConfigError("the document of a processing key is no JSON object of its fields")
+    wrong = ConfigError("the document of a processing key is not a JSON object of its fields")
     if len(document.encode()) > DOCUMENT_BYTES:
         raise wrong
     try:
@@ -479,7 +479,7 @@ def nearest(asked: str, listed: Iterable[str]) -> tuple[str, tuple[Difference, .
         listed: The variants to choose from; those that are no keys are left out.
 
     Returns:
-        None if `asked` is no key, or none is listed. The differences have the listed value first.
+        None if `asked` is not a key, or none is listed. Differences have the listed value first.
     """
     if "=" not in asked or len(asked) > VARIANT_CHARS:
         return None
@@ -519,11 +519,13 @@ def _value(name: str, value: object) -> str:
         text = text.removeprefix("torch.").lower()
         text = _DTYPE_ALIASES.get(text, text)
         if text not in _DTYPES:
-            raise ConfigError(f"`dtype={text[:40]}` is no dtype", hint="it is " + _one_of(_DTYPES))
+            raise ConfigError(
+                f"`dtype={text[:40]}` is not a dtype", hint="it is " + _one_of(_DTYPES)
+            )
     elif name in ("version", "transformers"):
         if not _VERSION.fullmatch(text):
             raise ConfigError(
-                f"`{name}={text[:40]}` is no version", hint="write it as 0.32.0 or 5.23.0.dev0"
+                f"`{name}={text[:40]}` is not a version", hint="write it as 0.32.0 or 5.23.0.dev0"
             )
     elif name in ("engine", "quantization"):
         if not _WORD.fullmatch(text):
@@ -549,7 +551,7 @@ def _rank(name: str, value: object) -> Rank:
         if size >= 1 and (rank is None or rank < size):
             return Rank(rank, size)
     raise ConfigError(
-        f"`{name}={str(value)[:40]}` is no rank and size",
+        f"`{name}={str(value)[:40]}` is not a rank and a size",
         hint=f"write RANK/SIZE, from {name}=0/2 to {name}=1/2 for two ranks",
     )
 

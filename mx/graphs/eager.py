@@ -133,7 +133,7 @@ def identify(path: Path) -> Library:
     except OSError as error:
         raise ConfigError(f"the library {path} can't be read: {error.strerror}") from error
     except (struct.error, ValueError, IndexError) as error:
-        raise ConfigError(f"{path} is no library of 64 bits") from error
+        raise ConfigError(f"{path} is not a 64-bit library") from error
 
 
 @lru_cache(64)  # the largest have a gigabyte of kernels

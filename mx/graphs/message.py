@@ -67,7 +67,7 @@ class Capture:
         try:
             message = pb.GraphCapture.FromString(data)
         except DecodeError:
-            raise GraphError("CUDA graph: a capture that is no protobuf message") from None
+            raise GraphError("CUDA graph: a capture that is not a protobuf message") from None
         graph = _graph(message.graph)
         if [len(image) for image in message.images] != [image.nbytes for image in graph.images]:
             raise GraphError("CUDA graph: a capture with other images than it names")

@@ -42,7 +42,7 @@ class GraphStep(enum.Enum):
 class Cause(enum.Enum):
     """Why a graph is refused."""
 
-    MALFORMED = "malformed"  # the message is no graph, or out of bounds
+    MALFORMED = "malformed"  # the message is not a graph, or out of bounds
     ENVIRONMENT = "environment"  # another GPU, driver, library, ...
     PIN = "pin"  # of other weights
     OCCUPIED = "occupied"  # something else is at its addresses

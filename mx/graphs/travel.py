@@ -126,7 +126,7 @@ def find(
     """
     started_s = time.monotonic()
     if not _PIN.fullmatch(pin):
-        raise ConfigError(f"{pin!r} is no whole pin", hint="give all 64 digits")
+        raise ConfigError(f"{pin!r} is not a whole pin", hint="give all 64 digits")
     search = Search(
         model,
         CUDA_GRAPH,

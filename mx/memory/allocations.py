@@ -39,7 +39,7 @@ class Allocations(contextlib.ExitStack):
             address: The address.
 
         Raises:
-            ConfigError: It is no device memory, or was freed.
+            ConfigError: It is not GPU memory, or was freed.
             CudaUnavailableError: There is no CUDA.
         """
         at = bisect_right(self._begins, address) - 1
@@ -58,7 +58,7 @@ class Allocations(contextlib.ExitStack):
                 self._found.insert(at, (info.base + info.nbytes, key))
                 return key
         raise ConfigError(
-            f"{name} is at {address:#x}, which is no GPU memory of this process, or was freed"
+            f"{name} is at {address:#x}, which is not GPU memory of this process, or was freed"
         )
 
     def _used(self) -> list[Device]:

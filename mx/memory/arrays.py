@@ -252,7 +252,7 @@ def _of_interface(name: str, tensor: Any, attribute: str, places: Allocations) -
     if strides is None:
         stride = contiguous_strides(shape)
     elif any(s % item_nbytes for s in strides):
-        raise ConfigError(f"{name} has strides that are no whole elements")
+        raise ConfigError(f"{name} has strides that are not whole elements")
     else:
         stride = tuple(s // item_nbytes for s in strides)
     if attribute == "__array_interface__" or 0 in shape:  # an empty one has no address

@@ -389,7 +389,7 @@ def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
         return Packaging(), {}
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder", hint="`files` is the folder with the model's config.json"
+            f"{folder} is not a folder", hint="`files` is the folder with the model's config.json"
         )
     try:
         found, documents, _ = read_side_files(folder)

@@ -16,7 +16,7 @@ from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
 from mx.core.registration import Intent, Registration
 from mx.core.revisions import placed
-from mx.core.types import ModelKey, SourceRecord
+from mx.core.types import ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,

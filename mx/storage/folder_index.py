@@ -197,7 +197,7 @@ def _check_private(fd: int, name: str) -> None:
 
 
 def _read(folder: int, name: str) -> list[_Entry]:
-    """Return the entries, oldest first; none if the index is not there, or is no index."""
+    """Return the entries, oldest first; none if the index is not there, or is not an index."""
     try:
         data = read(folder, name, MAX_BYTES)
     except FileNotFoundError:
@@ -215,7 +215,7 @@ def _entry(found: Any) -> _Entry:
     stamps, identity, began_ns = found
     numbers = [number for stamp in stamps for number in stamp]
     if any(type(each) is not int for each in (*numbers, began_ns)) or len(identity) != 64:
-        raise ValueError("this is no entry")
+        raise ValueError("this is not an entry")
     bytes.fromhex(identity)
     return tuple(sorted((a, b, c, d, e) for a, b, c, d, e in stamps)), identity, began_ns
 

@@ -282,7 +282,7 @@ class ObjectBytes:
         """Do nothing: every read has checked it."""
 
     def stamp(self) -> None:
-        """Return None: it is no file of this machine."""
+        """Return None: it is not a file of this machine."""
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

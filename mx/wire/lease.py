@@ -39,6 +39,7 @@ from mx.wire.channel import Remote, Role, cut, files_of, translate
 from mx.wire.pacing import Pacer
 from mx.wire.place import place_to_wire
 from mx.wire.rpc import Malformed, Stub
+from mx.wire.status import in_plain_words
 from mx.wire.tls import diagnose
 from mx.wire.v1 import peer_pb2
 
@@ -378,7 +379,8 @@ class Lease:
         if code == grpc.StatusCode.OK:
             return PeerLostError(f"{self.peer} ended the lease", peer=self.peer)
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
-            return PeerLostError(f"{self.peer}: {details or 'gone'}", peer=self.peer)
+            said = in_plain_words(details) if details else "it is gone"
+            return PeerLostError(f"{self.peer}: {said}", peer=self.peer)
         if code == grpc.StatusCode.PERMISSION_DENIED:
             initial, trailing = await self._call.initial_metadata(), self._call.trailing_metadata()
             refusal = grpc.aio.AioRpcError(code, initial, await trailing, details, None)

@@ -59,7 +59,7 @@ def check_folder(socket: Path) -> None:
     """Check that only this user may use the folder of a socket.
 
     Raises:
-        NotAllowedError: Others may, it is no folder, or the path is too long for a socket.
+        NotAllowedError: Others may, it is not a folder, or the path is too long for a socket.
     """
     folder = socket.parent
     try:
@@ -71,7 +71,8 @@ def check_folder(socket: Path) -> None:
     private = users.is_own(status.st_uid, folder) and not stat.S_IMODE(status.st_mode) & 0o077
     if not stat.S_ISDIR(status.st_mode) or not private:
         raise NotAllowedError(
-            f"other users may use {folder}, or it is no folder: a cache's socket is not safe there",
+            f"other users may use {folder}, or it is not a folder: a cache's socket would not be "
+            "safe there",
             hint="make it yours alone (chmod 700), or name another path with `cache_socket`",
         )
     if len(os.fsencode(socket)) > _MOST_CHARS:

@@ -161,6 +161,35 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
 _NOT_CONNECTED = re.compile(r"Failed to connect to remote host: (?:getsockopt\(SO_ERROR\): )?(.+)$")
 
 
+#: Parts of what gRPC says of a connection, in lower case, and the same in plain words.
+_OF_GRPC = {
+    "timed out before receiving settings": "it accepted the connection and said nothing",
+    "connection timed out": "the connection was not accepted in time",
+    "connect timeout": "the connection was not accepted in time",
+    "fd shutdown": "the connection was not accepted in time",
+    "ping timeout": "it stopped answering",
+    "keepalive": "it stopped answering",
+    "reset by peer": "it closed the connection",
+    "socket closed": "it closed the connection",
+    "broken pipe": "it closed the connection",
+    "endpoint closing": "it closed the connection",
+    "goaway": "it closed the connection",
+    "http2 header with status": "it answers as a web server does",
+}
+_BEFORE_THE_CAUSE = re.compile(
+    r"failed to connect to all addresses; last error: (?:[A-Z_]+: )?(?:(?:ipv[46]|unix):\S+: )?"
+)
+
+
+def in_plain_words(said: str) -> str:
+    """Return what gRPC says of a connection without its own words."""
+    lowered = said.lower()
+    for part, words in _OF_GRPC.items():
+        if part in lowered:
+            return words
+    return _BEFORE_THE_CAUSE.sub("", said)
+
+
 def _first_line(text: str | None) -> str:
     lines = (text or "").strip().splitlines()
     if not lines:
@@ -173,7 +202,7 @@ def _first_line(text: str | None) -> str:
 
 def _silent(remote: Remote, said: str) -> MxError:
     """Return the error for an address at which no mx process answers."""
-    lowered = said.lower()
+    lowered, said = said.lower(), in_plain_words(said)
     if any(sign in lowered for sign in _OTHER_PROTOCOL):
         return foreign(remote, "something else listens there, such as a web server")
     if any(sign in lowered for sign in _NO_SUCH_NAME):
@@ -192,7 +221,8 @@ def _silent(remote: Remote, said: str) -> MxError:
         return PeerRefusedError(message, peer=remote.address, hint=hint)
     tls = ""
     # The symptoms of a plain client at a TLS port, and of a TLS client at a plain one.
-    if "socket closed" in lowered or "handshake" in lowered:
+    refused = "failed to connect" in lowered and "reset by peer" in lowered
+    if refused or "socket closed" in lowered or "handshake" in lowered:
         tls = "; check also that both ends use TLS of one authority, or both `insecure`"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(
@@ -217,6 +247,7 @@ def foreign(remote: Remote, said: str) -> MxError:
         remote: The process.
         said: What it answered.
     """
+    said = in_plain_words(said)
     message = f"the process at {remote.address} is not an mx {remote.role.value}: {said}"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(message, hint="check the port, and `coordinator`")

@@ -115,7 +115,7 @@ def test_a_record_that_is_no_file_is_refused(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ArtifactError, match=f"has no {RECORD}"):
         recorded(folder)
     os.mkfifo(folder / RECORD)
-    with pytest.raises(ArtifactError, match="no file"):
+    with pytest.raises(ArtifactError, match="not a file"):
         recorded(folder)
 
 

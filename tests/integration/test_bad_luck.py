@@ -420,7 +420,7 @@ def test_garbage_on_every_port_does_no_harm(run: Run, checkpoint: Path) -> None:
 
 
 def test_a_peer_that_speaks_garbage(run: Run, coordinator: str) -> None:
-    """What answers at an address is no source and no coordinator."""
+    """What answers at an address is neither a source nor a coordinator."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop = threading.Event()
 

@@ -247,7 +247,7 @@ def test_what_a_wait_refuses(coordinator: str) -> None:
     for wrong, why in (
         ({"model": ""}, "empty"),
         ({"model": "m@" + "0" * 64}, "pins the weights of one rank"),
-        ({"model": "m", "variant": "tp=2/2"}, "no rank and size"),
+        ({"model": "m", "variant": "tp=2/2"}, "not a rank and a size"),
         ({"model": "m", "variant": 5}, "variant"),
         ({"model": "m", "timeout_s": "1m"}, "timeout_s"),
     ):

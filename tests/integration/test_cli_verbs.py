@@ -219,6 +219,8 @@ def test_serve_and_hold_end_when_they_are_asked(
     for command in (relay, source):
         command.signal(number)
         assert command.wait() == 0
+        what = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        assert f"stopping: {what} was received" in command.err
         assert "Traceback" not in command.err
         assert "error" not in command.err
     assert finished(run, "sources", *at, "--json").json()["sources"] == []

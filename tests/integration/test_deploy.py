@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,30 @@ def test_units_run_commands_that_there_are(unit: Path) -> None:
     (ends,) = re.findall(r"^RestartPreventExitStatus=(.+)$", text, re.M)
     assert "2" in ends.split()
     assert set(ends.split()) <= set("23456")
+
+
+def test_the_page_installs_what_units_run_before_it_starts_them(tmp_path: Path) -> None:
+    page = (ROOT / "docs/deploy.md").read_text().partition("## systemd")[2]
+    lines = page.split("```")[1].strip().splitlines()
+    steps: dict[str, int] = {}
+    for at, line in enumerate(lines):
+        steps.setdefault(line.split()[0], at)
+    assert steps["python3"] < steps["ln"] < steps["cp"] < steps["systemctl"]
+    # What is installed, and where the links are, as the commands say; without the network.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.findall(r"'\.\[(.+)\]'", lines[steps["python3"]])[0].split(",")
+    assert set(extras) <= project["optional-dependencies"].keys()
+    for folder in ("opt/mx/bin", "usr/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in project["scripts"]:
+        (tmp_path / "opt/mx/bin" / name).symlink_to("/bin/true")
+    words = lines[steps["ln"]].split()
+    moved = [f"{tmp_path}{each}" if each.startswith("/") else each for each in words]
+    subprocess.run(moved, check=True, timeout=30)
+    for unit in units():
+        assert (tmp_path / started(unit)[0].lstrip("/")).exists(), unit
+    for source, _ in re.findall(r"cp (deploy/\S+) (\S+)", "\n".join(lines)):
+        assert list(ROOT.glob(source)), source
 
 
 def environment_of(unit: Path) -> dict[str, str]:

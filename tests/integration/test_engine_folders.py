@@ -442,7 +442,7 @@ def sockets() -> Iterator[Path]:
 
 
 def test_sockets_of_killed_processes_are_swept(sockets: Path) -> None:
-    """By the next process that listens; what listens, or is no socket, stays."""
+    """By the next process that listens; what listens, or is not a socket, stays."""
     folder = sockets
 
     def listening(ends: contextlib.ExitStack) -> subprocess.Popen[str]:

@@ -222,3 +222,50 @@ loop = runtime.acquire()
 atexit.register(lambda: loop.submit(dialled()).result(10))
 """
     assert ran(script, "no coordinator") == (0, "", "")
+
+
+def test_an_exit_waits_for_a_loop_that_an_interruption_found_starting() -> None:
+    script = """
+import asyncio, threading
+from mx import runtime
+
+make = asyncio.new_event_loop
+def made():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+    return make()
+asyncio.new_event_loop = made
+
+def ended():
+    print([each.name for each in threading.enumerate() if each.name == "mx-loop"])
+
+atexit.unregister(runtime._stop_at_exit)
+atexit.register(ended)
+atexit.register(runtime._stop_at_exit)
+try:
+    runtime.acquire()
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+    assert ran(script, "no coordinator") == (7, "[]\n", "")
+
+
+def test_an_exit_does_not_wait_for_a_loop_that_never_started() -> None:
+    script = """
+import threading
+from mx import runtime
+
+start = threading.Thread.start
+def interrupted(thread):
+    raise KeyboardInterrupt
+threading.Thread.start = interrupted
+try:
+    runtime.acquire()
+except KeyboardInterrupt:
+    threading.Thread.start = start
+    before_s = time.monotonic()
+    atexit.unregister(runtime._stop_at_exit)
+    runtime._stop_at_exit()
+    print(time.monotonic() - before_s < runtime._STOP_TIMEOUT_S / 2)
+"""
+    assert ran(script, "no coordinator") == (0, "True\n", "")

@@ -7,9 +7,14 @@ import pty
 import re
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +121,52 @@ def test_a_coordinator_that_was_named_and_is_not_there_is_why_none_is_embedded(
     assert "none is embedded here, since environment MX_PEER_COORDINATOR names one" in source.err
     with pytest.raises(CoordinatorError, match="since `coordinator` names one"):
         mx.serve(checkpoint, coordinator=nowhere, settings=config.load(environ={}))
+
+
+def _keep(connection: socket.socket) -> None:
+    pass
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+#: What something that is not mx does with a connection, and what a user reads of it.
+STRANGERS: dict[str, tuple[Callable[[socket.socket], None], str]] = {
+    "mute": (_keep, "it accepted the connection and said nothing"),
+    "closing": (socket.socket.close, "it closed the connection"),
+    "resetting": (_reset, "it closed the connection"),
+    "other protocol": (lambda c: c.sendall(b"SSH-2.0-x\r\n"), "something else listens there"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.parametrize("asked", ["coordinator", "source"])
+def test_no_error_has_words_of_grpc(run: Run, stranger: str, asked: str) -> None:
+    answer, says = STRANGERS[stranger]
+    kept: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+                    answer(kept[-1])
+
+        accepting = threading.Thread(target=accept, daemon=True)
+        accepting.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        words = ["pull", "m", "--from", f"peer={address}"]
+        command = run(*(words if asked == "source" else ["models", "--coordinator", address]))
+        assert command.wait(60) == 3
+        server.shutdown(socket.SHUT_RDWR)
+        accepting.join(10)
+    for connection in kept:
+        connection.close()
+    error = command.err.partition("error: ")[2]
+    assert says in error and address in error
+    assert not re.search("all addresses|UNKNOWN|UNAVAILABLE|ipv4|SETTINGS|recvmsg", error)
 
 
 def test_a_coordinator_named_by_nothing_is_none(checkpoint: Path) -> None:

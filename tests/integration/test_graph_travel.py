@@ -93,7 +93,7 @@ def test_graphs_are_found_by_the_pin_of_the_weights(
         assert carry.find("m", settings=asked)[0].kind != carry.find("m", settings=asked)[1].kind
     nothing = find("m", pin=PIN, trust=trust, settings=asked)
     assert not nothing.graphs and "no set of the kind cuda-graph" in nothing.reasons[0]
-    with pytest.raises(ConfigError, match="no whole pin"):
+    with pytest.raises(ConfigError, match="not a whole pin"):
         find("m", pin=PIN[:8], trust=trust, settings=asked)
 
 

@@ -19,7 +19,7 @@ from transformers.utils import hub
 
 import mx
 from mx import config
-from mx.engines.transformers import patch, unpatch
+from mx.engines.transformers import patch, tested, unpatch
 from mx.engines.transformers.loads import begin
 from mx.engines.transformers.lookup import Lookup
 from mx.errors import ConfigError, NoSourceError
@@ -62,6 +62,21 @@ def test_everything_is_put_back(settings: config.Settings) -> None:
     assert all(now is was for now, was in zip(replaced(), before, strict=True))
 
 
+def test_a_block_undoes_what_it_has_replaced(settings: config.Settings) -> None:
+    before = replaced()
+    with pytest.raises(ZeroDivisionError), patch(coordinator=NOWHERE, settings=settings):
+        assert all(now is not was for now, was in zip(replaced(), before, strict=True))
+        with patch(coordinator=NOWHERE, settings=settings):
+            pass
+        assert replaced() != before
+        raise ZeroDivisionError
+    assert replaced() == before
+    with patch(coordinator=NOWHERE, settings=settings):
+        unpatch()
+        patch(coordinator=NOWHERE, settings=settings)  # another, that the block leaves
+    assert replaced() != before
+
+
 def test_another_coordinator_is_refused(settings: config.Settings) -> None:
     patch(coordinator=NOWHERE, settings=settings)
     with pytest.raises(ConfigError, match=r"unpatch\(\) first"):
@@ -73,11 +88,14 @@ def test_an_unknown_version_is_told(
 ) -> None:
     # Importing its image processors replaces the module.
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "9.1.0")
+    tested.warn_if_untested.cache_clear()
     with caplog.at_level(logging.WARNING):
-        patch(coordinator=NOWHERE, settings=settings)
-    assert "transformers 9.1.0 is not known here" in caplog.text
+        for _ in range(2):
+            with patch(coordinator=NOWHERE, settings=settings):
+                pass
+        tested.warn_if_untested()  # as `mx.engines.transformers.load` does
+    assert caplog.text.count("transformers 9.1.0 was not tested with mx") == 1
     caplog.clear()
-    unpatch()
     # One in which a function that is replaced has another name: all is left to it.
     before = replaced()
     monkeypatch.delattr(modeling_utils, "safe_open")

@@ -337,7 +337,7 @@ def test_wrong_questions_are_answered_with_errors_that_say_what_to_do(router: mx
         router.estimate("no-such-model")
     with pytest.raises(ConfigError, match="nothing is known of the host 'mars'"):
         router.estimate("m", at="mars")
-    with pytest.raises(ConfigError, match="no place"):
+    with pytest.raises(ConfigError, match="not a place"):
         router.estimate("m", at='{"nics": 7}')
     with pytest.raises(ConfigError, match="`at=7`"):
         router.estimate("m", at=7)  # type: ignore[arg-type]

@@ -245,7 +245,7 @@ def test_a_lone_reader_is_notified_when_another_comes(origin: api.Source) -> Non
         again, coordinated = await opened(stub, record, NEWCOMER.format(1))
         assert not coordinated, "it is the same pull"
         other, coordinated = await opened(stub, record, "")
-        assert not coordinated, "it is no part of a swarm"
+        assert not coordinated, "it is not a part of a swarm"
         second, coordinated = await opened(stub, record, NEWCOMER.format(2))
         assert coordinated
         for call in (first, again):

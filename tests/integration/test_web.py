@@ -191,6 +191,59 @@ def test_what_peers_say_is_text_and_never_markup(browser: Browser, run: Run) -> 
         assert page.locator("h1").inner_text() == "mx"
 
 
+LONG_NAMES = (
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+    "meta-llama/Llama-3.1-70B-Instruct-FP8",
+    "Qwen/Qwen2.5-0.5B",
+)
+
+
+def test_a_filter_is_in_the_address_and_says_what_it_finds_nothing_of(
+    browser: Browser, run: Run
+) -> None:
+    address, _ = start_coordinator(run)
+    url, _ = start_web(run, address)
+    names = [word for name in LONG_NAMES for word in ("--name", name)]
+    with fleet(address, "--sources", "3", "--pulls", "3", *names), opened(browser, url) as page:
+        page.wait_for_selector("#reads path.edge", state="attached")
+        until(lambda: page.locator("#models li").count() == 3, "three models")
+        page.fill("#filter", 'a & "b"')
+        for noun in ("pull", "read", "model", "source"):
+            said = page.locator(f"#{noun}s .unmatched:visible")
+            said.wait_for()
+            assert said.inner_text() == f'No {noun} matches the filter “a & "b"”.'
+            assert page.is_hidden(f"#{noun}s .empty")
+        page.reload()
+        assert page.input_value("#filter") == 'a & "b"'
+        page.goto(f"{url}?filter=qwen2.5")
+        until(lambda: page.locator("#models li").count() == 1, "one model")
+        assert page.is_hidden("#models .unmatched") and page.is_hidden("#sources .unmatched")
+        page.fill("#filter", "")
+        until(lambda: page.evaluate("location.href") == url, "an address without a filter")
+        until(lambda: page.locator("#models li").count() == 3, "three models")
+
+
+def test_columns_do_not_wrap_at_1200_pixels(browser: Browser, run: Run) -> None:
+    address, _ = start_coordinator(run)
+    url, _ = start_web(run, address)
+    names = [word for name in LONG_NAMES for word in ("--name", name)]
+    load = ("--sources", "3", "--pulls", "3", "--domain", ".us-east-1.compute.internal", *names)
+    with (
+        fleet(address, *load),
+        opened(browser, url, viewport={"width": 1200, "height": 900}) as page,
+    ):
+        until(lambda: page.locator("#sources li").count() == 3, "sources")
+        until(lambda: page.locator("#pulls li").count() >= 3, "pulls")
+        page.wait_for_selector("#sources li >> text=reader")
+        for section in ("pulls", "models", "sources"):
+            heights = page.evaluate(
+                """(rows) => [...document.querySelectorAll(rows)].map((row) => row.clientHeight)""",
+                f"#{section} li",
+            )
+            assert max(heights) - min(heights) <= 1, (section, heights)
+        assert page.evaluate("document.documentElement.scrollWidth") == 1200
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_thousand_sources_and_hundreds_of_pulls_do_not_let_the_page_grow(

@@ -27,11 +27,13 @@ NBYTES = 141 << 30
 
 
 class Fleet:
-    """What reports to one coordinator. `names` are those of its models."""
+    """What reports to one coordinator. `names` are those of its models, `domain` ends
+    the names of its hosts."""
 
-    def __init__(self, address: str, names: Sequence[str] = ()) -> None:
+    def __init__(self, address: str, names: Sequence[str] = (), domain: str = "") -> None:
         self._address = address
         self._names = tuple(names) or tuple(f"model-{number}" for number in range(10))
+        self._domain = domain
         self._random = random.Random(5)
         self.records: list[SourceRecord] = []
         self.pulls: dict[str, PullStatus] = {}
@@ -59,7 +61,8 @@ class Fleet:
 
     def _record(self, number: int) -> SourceRecord:
         record = record_of(number)
-        return replace(record, model=ModelKey(self._names[number % len(self._names)]))
+        place = replace(record.place, hostname=record.place.hostname + self._domain)
+        return replace(record, model=ModelKey(self._names[number % len(self._names)]), place=place)
 
     async def _source(self, client: CoordinatorClient, record: SourceRecord, number: int) -> None:
         async def register() -> None:
@@ -94,7 +97,7 @@ class Fleet:
                 status = PullStatus(
                     pull_id=pull_id,
                     model=ModelKey(self._names[model]),
-                    host=f"gpu-{number}",
+                    host=f"gpu-{number}{self._domain}",
                     pid=1000 + number,
                     phase=PullPhase.RUNNING if share < 1 else PullPhase.COMPLETE,
                     layers=LAYERS,
@@ -118,8 +121,9 @@ def main() -> None:
     parser.add_argument("--pulls", type=int, default=300)
     parser.add_argument("--pull-s", type=float, default=30.0)
     parser.add_argument("--name", action="append", default=[])
+    parser.add_argument("--domain", default="")
     given = parser.parse_args()
-    fleet = Fleet(given.coordinator, given.name)
+    fleet = Fleet(given.coordinator, given.name, given.domain)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(fleet.run(given.sources, given.pulls, pull_s=given.pull_s))
 

@@ -508,7 +508,7 @@ def test_links_are_followed_as_the_system_follows_them(place: Path) -> None:
     with pytest.raises(ConfigError):
         check_private(place / "loop")
     put(place, "file")
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         check_private(place / "file")
 
 

@@ -174,7 +174,7 @@ def test_no_trust_file_and_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         Trust.load(tmp_path / "none")
     os.mkfifo(tmp_path / "fifo")  # its writer is not waited for
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         Trust.load(tmp_path / "fifo")
 
 

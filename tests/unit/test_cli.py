@@ -116,6 +116,7 @@ def test_each_verb_teaches_with_an_example(run_mx: Mx, verb: str) -> None:
     assert result.stderr == ""
     narrow = run_mx(*verb.split(), "--help", COLUMNS="80")
     assert "…" not in narrow.stdout  # nothing is cut
+    assert not re.search(r"\{[A-Z]+\}|<(str|int|path)", narrow.stdout)  # nothing of typer's
 
 
 def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
@@ -127,6 +128,53 @@ def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
     coordinator = run_mx("--help", main=mx.cli.coordinator_main)
     assert coordinator.returncode == 0
     assert "--lease-s" in coordinator.stdout
+    for main in (mx.cli.main, mx.cli.coordinator_main):
+        assert "…" not in run_mx("--help", main=main, COLUMNS="80").stdout
+
+
+def test_help_has_the_common_options_first(run_mx: Mx) -> None:
+    shown = run_mx("pull", "--help").stdout
+    order = ["--out ", "--hold ", "--artifacts ", "--coordinator ", "--json ", "--tls-cert "]
+    order += ["--hub-id ", "--control-memory "]
+    places = [shown.index(flag, shown.index("Options ─")) for flag in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("pul", "mx pull"),
+        ("list", "mx models"),
+        ("ls", "mx models"),
+        ("status", "mx top"),
+        ("download", "mx pull"),
+        ("version", "mx --version"),
+        ("help", "mx --help"),
+        ("artifacts lst", "mx artifacts list"),
+        ("config set", "mx config show"),
+        ("qwertz", "mx --help lists"),
+    ],
+)
+def test_a_wrong_verb_gets_the_nearest(run_mx: Mx, typed: str, meant: str) -> None:
+    result = run_mx(*typed.split(), "streams", "4")
+    assert result.returncode == 2
+    said, hint = result.stderr.splitlines()
+    assert said == f"error: there is no command mx {typed}"
+    assert meant in hint
+
+
+def test_service_links_are_named_once_in_the_log_that_was_asked_for(
+    run_mx: Mx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, warned in [((), True), (("--quiet",), False)]:
+        monkeypatch.setattr(config, "_links_were_named", False)
+        shown = run_mx(
+            *("config", "show", *arguments),
+            MX_PEER_PORT="tcp://10.0.0.1:7600",
+            MX_PEER_SERVICE_HOST="10.0.0.1",
+        )
+        assert shown.returncode == 0
+        assert ("MX_PEER_PORT, MX_PEER_SERVICE_HOST are not settings" in shown.stderr) == warned
 
 
 def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
@@ -153,7 +201,7 @@ def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("pul",), "No such command 'pul'"),
+        (("pul",), "there is no command mx pul"),
         (("pull",), "Missing argument 'MODEL'"),
         (("serve",), "Missing argument 'CHECKPOINT'"),
         (("pull", "m", "--fast"), "No such option"),
@@ -188,6 +236,12 @@ def test_a_bare_command_shows_its_help(run_mx: Mx) -> None:
     assert result.stderr == ""
 
 
+def test_config_show_says_what_a_default_of_0_means(run_mx: Mx) -> None:
+    shown = " ".join(run_mx("config", "show").stdout.split())
+    assert "bytes per second. (default: no limit)" in shown
+    assert "(default: 127.0.0.1:7600)" not in shown
+
+
 def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text("lease_s = 3\nstreams = 4\n")
@@ -202,9 +256,9 @@ def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> 
     assert "environment MX_PEER_STREAMS" in table and "It was read." in table
     # A default that is shown as the value is not said again; what an empty value means is.
     assert "(default: any" in table
-    described = "Where to listen. (default: 127.0.0.1:0)"
-    assert show._meaning(described, shows_default=True) == "Where to listen."
-    assert show._meaning(described, shows_default=False) == described
+    about = config.DESCRIPTIONS["connect_timeout_s"]
+    assert show._meaning(about, shows_default=True) == about.help
+    assert show._meaning(about, shows_default=False) == f"{about.help} (default: 3)"
     home: Any = {"XDG_CONFIG_HOME": str(tmp_path), "MX_PEER_CONFIG": ""}
     default = {"path": str(tmp_path / "mx" / "config.toml"), "read": False}
     assert the_object(run_mx("config", "show", "--json", **home).stdout)["config_file"] == default
@@ -392,6 +446,39 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert the_object(out)["error"]["exit_code"] == 130
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3, 5, 10, 20, 40, 80, 120])
+def test_ctrl_c_while_it_is_imported_is_130(nth: int) -> None:
+    code = f"""
+import os, signal, sys
+counted = None
+
+def interrupt(event, arguments):
+    global counted
+    if event != "import" or arguments[0] in ("mx", "__future__"):
+        return
+    if counted is not None:
+        counted += 1
+        if counted == {nth}:
+            os.kill(os.getpid(), signal.SIGINT)
+    elif arguments[0] == "mx.cli":
+        counted = 0
+
+sys.addaudithook(interrupt)
+from mx.cli import main
+main(["models", "--coordinator", "127.0.0.1:1"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr in ("", "error: interrupted\n")
+
+
 def test_ctrl_c_while_a_class_is_made_in_an_import_is_130() -> None:
     code = """
 import sys
@@ -418,14 +505,14 @@ cli.main(["--version"])
 def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
     code = """
 import os, signal, threading
-from mx.cli import _interruptible
+from mx.cli import _Interruptible
 
 class Left:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
         list(range(1000))
 
-with _interruptible():
+with _Interruptible():
     left = Left()
     del left
     threading.Event().wait(60)

@@ -153,6 +153,37 @@ def test_a_wrong_type_in_the_file(name: str, value: str, tmp_path: Path) -> None
         load(file=path)
 
 
+#: What a pod has of a Service "mx-peer" and of one "mx-peer-web".
+LINKS = {
+    "MX_PEER_SERVICE_HOST": "10.96.0.12",
+    "MX_PEER_SERVICE_PORT": "7600",
+    "MX_PEER_SERVICE_PORT_GRPC": "7600",
+    "MX_PEER_PORT": "tcp://10.96.0.12:7600",
+    "MX_PEER_PORT_7600_TCP": "tcp://10.96.0.12:7600",
+    "MX_PEER_PORT_7600_TCP_PROTO": "tcp",
+    "MX_PEER_PORT_7600_TCP_PORT": "7600",
+    "MX_PEER_PORT_7600_TCP_ADDR": "10.96.0.12",
+    "MX_PEER_WEB_SERVICE_HOST": "10.96.0.13",
+    "MX_PEER_WEB_PORT": "udp://10.96.0.13:53",
+}
+
+
+def test_kubernetes_service_links_are_ignored_with_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_links_were_named", False)
+    for _ in range(2):
+        assert load(env=LINKS | {"MX_PEER_STREAMS": "5"}).streams == 5
+    (line,) = caplog.messages
+    assert all(name in line for name in LINKS)
+
+
+@pytest.mark.parametrize("variable", ["MX_PEER_PORT", "MX_PEER_DATA_PORT", "MX_PEER_SERVICE"])
+def test_what_only_looks_like_a_service_link_is_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no setting {variable}"):
+        load(env={variable: "7600"})
+
+
 def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1.* cordinator .*coordinator\?"):
         load(file=toml(tmp_path, 'cordinator = "a:1"\n'))

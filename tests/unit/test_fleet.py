@@ -280,3 +280,13 @@ class Machine(RuleBasedStateMachine):
 
 TestFleetMachine = Machine.TestCase
 TestFleetMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_replica_shows_the_numbers_of_its_layers() -> None:
+    replica = Replica("id", ModelKey("llama"), "host-1", layers=8, ready=0b10010111)
+    assert replica.ready_layers == (0, 1, 2, 4, 7)
+    shown = repr(replace(replica, endpoint="10.0.0.7:7700"))
+    assert shown == (
+        "<Replica llama: receiving, layers 0-2, 4, 7 of 8, on host-1, read at 10.0.0.7:7700>"
+    )
+    assert "no layer of 8" in repr(replace(replica, ready=0))

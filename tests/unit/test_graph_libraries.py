@@ -52,10 +52,10 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
         identify(path)
     for data in (b"#!/bin/sh\n", b"\x7fELF\x01" + whole[5:], whole[:50], whole[:-100]):
         path.write_bytes(data)
-        with pytest.raises(ConfigError, match="no library of 64 bits"):
+        with pytest.raises(ConfigError, match="not a 64-bit library"):
             identify(path)
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="no library of 64 bits"):
+    with pytest.raises(ConfigError, match="not a 64-bit library"):
         identify(path)
     library(path, "none")
     with pytest.raises(ConfigError, match="no build id"):

@@ -48,7 +48,7 @@ def test_a_capture_comes_back() -> None:
     for spoiled in (replace(capture, images=(b"ab",)), replace(capture, images=())):
         with pytest.raises(GraphError, match="other images"):
             Capture.from_bytes(spoiled.to_bytes())
-    with pytest.raises(GraphError, match="no protobuf"):
+    with pytest.raises(GraphError, match="not a protobuf"):
         Capture.from_bytes(b"\xff" * 9)
 
 

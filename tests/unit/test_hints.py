@@ -1,4 +1,4 @@
-"""What is no checkpoint is named for what it is, with what to name instead."""
+"""What is not a checkpoint is named for what it is, with what to name instead."""
 
 from __future__ import annotations
 

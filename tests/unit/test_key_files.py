@@ -48,8 +48,8 @@ def others(path: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (link, "is a link"),
     "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link"),
-    "folder": (Path.mkdir, "is no file"),
-    "fifo": (os.mkfifo, "is no file"),
+    "folder": (Path.mkdir, "is not a file"),
+    "fifo": (os.mkfifo, "is not a file"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "is a link"),
     "0644": (lambda path: plain(path, mode=0o644), "its mode is 0644"),
     "0620": (lambda path: plain(path, mode=0o620), "its mode is 0620"),

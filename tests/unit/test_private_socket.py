@@ -80,6 +80,6 @@ def test_what_is_no_socket_stays(tmp_path: Path, kind: str) -> None:
     else:
         (there if kind == "folder" else tmp_path / "precious.lock").mkdir()
     settings = config.load({"cache_socket": str(there)}, environ={"HOME": "/nonexistent"})
-    with pytest.raises(ConfigError, match="is no socket|can't be opened"):
+    with pytest.raises(ConfigError, match="is not a socket|can't be opened"):
         cache(memory="1GB", settings=settings)
     assert kind == "lock" or there.exists()

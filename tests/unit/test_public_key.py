@@ -73,7 +73,7 @@ def test_what_is_no_key_says_why() -> None:
         (b"\x11" * 32, "placeholder"),
         (encoded(P + 3), "canonical"),
         (encoded(P - 1), "small order"),
-        (encoded(2), "no point"),
+        (encoded(2), "not a point"),
     ):
         with pytest.raises(ConfigError, match=why):
             PublicKey(data)

@@ -55,7 +55,7 @@ class RedisLink:
         except (ValueError, TypeError, AttributeError):
             # What the error says may have a part of the password.
             raise ConfigError(
-                "`state` is no address of a Redis, or its prefix is no identifier",
+                "`state` is not the address of a Redis, or its prefix is not an identifier",
                 hint="write redis://HOST:PORT/DB, or rediss:// for TLS; a password in it is "
                 "percent-encoded",
             ) from None

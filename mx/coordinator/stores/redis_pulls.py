@@ -168,6 +168,6 @@ def _said(pull: pb.PullProgress, row: Sequence[Any], age_s: float) -> SharedPull
     if not isinstance(principal, str) or len(principal) > _MAX_PRINCIPAL_CHARS:
         raise ValueError("its principal is not one")
     if not isinstance(claim, int):
-        raise ValueError("its claim is no number")
+        raise ValueError("its claim is not a number")
     reported_s, left_s = rate_from_wire(reported_s, "age"), rate_from_wire(left_s, "time left")
     return SharedPull(pull_from_wire(pull), principal, claim, reported_s + age_s, left_s - age_s)

@@ -31,7 +31,7 @@ def check_configuration(here: Mapping[str, Any], there: bytes) -> None:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the source's config.json is malformed: {error}") from None
     if not isinstance(theirs, dict):
-        raise ConfigError("the source's config.json is malformed: it is no object")
+        raise ConfigError("the source's config.json is malformed: it is not an object")
     found = list(_differences(here, theirs, ""))
     if found:
         more = f"; and {len(found) - 8} more" if len(found) > 8 else ""

@@ -47,7 +47,9 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         """
         super().__init__(load_config)
         if not isinstance(options, Mapping):
-            raise ConfigError("`mx_peer` is no object", hint='write {"mx_peer": {"model": "NAME"}}')
+            raise ConfigError(
+                "`mx_peer` is not an object", hint='write {"mx_peer": {"model": "NAME"}}'
+            )
         self.options = LoaderOptions.read(options)
         if self.options.state == "processed":
             raise ConfigError(

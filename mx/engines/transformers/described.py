@@ -46,7 +46,7 @@ def describe(
     Raises:
         ConfigError: The model can't be built: it has no configuration, or one that transformers
             does not know; it asks for code of its own; its weights are quantised.
-        ManifestError: A file is no JSON object.
+        ManifestError: A file is not a JSON object.
     """
     if config is None:
         config = _config(name, files, own_class=model_class is not None)

@@ -138,7 +138,7 @@ class Lookup:
         """Return the model that a program names; None if it is to come from disk.
 
         Args:
-            name: What was given to `from_pretrained`. A path that exists is no name.
+            name: What was given to `from_pretrained`. A path that exists is not a name.
             revision: What was given as `revision`, or what `resolved` returned; "main" is the
                 newest revision.
         """

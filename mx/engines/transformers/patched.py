@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from mx import config
@@ -22,14 +22,13 @@ from mx.engines.transformers import pipelines, sentences
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import LeftToDiskError, ModelLoad, begin, has_peers_files
 from mx.engines.transformers.lookup import Lookup, ServedModel, say_why_not
+from mx.engines.transformers.tested import warn_if_untested
 from mx.errors import ConfigError
 
 __all__ = ["counts", "patch", "unpatch"]
 
 log = logging.getLogger(__name__)
 
-#: The versions that this was tried with.
-KNOWN_VERSIONS = ("5.19", "5.23")
 #: What chooses a class by a configuration, which may name code of its own.
 _AUTO = (
     ("modeling_auto", "_BaseAutoModelClass"),
@@ -160,7 +159,9 @@ def _put(module: Any, old: Any, new: Any) -> None:
                 setattr(each, key, new)
 
 
-def patch(*, coordinator: str | None = None, settings: config.Settings | None = None) -> None:
+def patch(
+    *, coordinator: str | None = None, settings: config.Settings | None = None
+) -> AbstractContextManager[object]:
     """Let `from_pretrained` take models from peers and from this host's cache, in this process.
 
     A name such as "org/name" is looked up at the coordinator. If it is known, configuration,
@@ -172,6 +173,10 @@ def patch(*, coordinator: str | None = None, settings: config.Settings | None = 
     Args:
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
+
+    Returns:
+        A context manager that undoes at its end what this call has replaced: `with patch():`.
+        Without `with` it stays until `unpatch`.
 
     Raises:
         ConfigError: transformers is not installed, or is patched with another coordinator.
@@ -186,7 +191,7 @@ def patch(*, coordinator: str | None = None, settings: config.Settings | None = 
                     f"transformers is patched for the coordinator at {_patched.lookup.coordinator}",
                     hint="call unpatch() first",
                 )
-            return
+            return ExitStack()
         made = Patched(settings, address)
         try:
             _install(made)
@@ -195,6 +200,9 @@ def patch(*, coordinator: str | None = None, settings: config.Settings | None = 
             made.undo()
             raise
         _patched = made
+    block = ExitStack()
+    block.callback(_unpatch, made)
+    return block
 
 
 def _preload() -> None:
@@ -209,10 +217,17 @@ def _preload() -> None:
 
 def unpatch() -> None:
     """Undo `patch`. Models that were loaded stay as they are. Idempotent."""
+    with _lock:
+        if _patched is not None:
+            _unpatch(_patched)
+
+
+def _unpatch(made: Patched) -> None:
+    """Undo what one call of `patch` has replaced, unless it is undone."""
     global _patched
     with _lock:
-        made, _patched = _patched, None
-        if made is not None:
+        if _patched is made:
+            _patched = None
             made.undo()
 
 
@@ -228,12 +243,7 @@ def _install(made: Patched) -> None:
             hint="pip install transformers",
         ) from error
     version = str(transformers.__version__)
-    if not version.startswith(tuple(f"{known}." for known in KNOWN_VERSIONS)):
-        log.warning(
-            "transformers %s is not known here (%s are): what does not fit comes from disk",
-            version,
-            ", ".join(KNOWN_VERSIONS),
-        )
+    warn_if_untested()
     lacking = [name for name in _NEEDED if name not in vars(hub)]
     if lacking or "safe_open" not in vars(modeling_utils):
         log.warning(

@@ -28,14 +28,12 @@ from mx.core.layout import contiguous_strides
 from mx.core.types import DTYPE_BITS, Manifest
 from mx.engines.transformers.described import ModelDescription
 from mx.engines.transformers.pending import Pending, Value, Values
+from mx.engines.transformers.tested import warn_if_untested
 from mx.errors import ConfigError
 from mx.memory.tensors import TORCH_DTYPES
 from mx.text import listed, plain
 
 log = logging.getLogger(__name__)
-
-#: Versions of transformers (major, minor) that this was tested with, the first and the last.
-TESTED = ((5, 19), (5, 23))
 
 #: Building changes what is global in torch and transformers (the default dtype, progress bars).
 _one_at_a_time = threading.Lock()
@@ -67,7 +65,7 @@ def build(
         ConfigError: The weights do not fit the model; the error has all differences. Or
             transformers can't build it.
     """
-    _warn_of_version()
+    warn_if_untested()
     values = Values(_same_bytes(manifest), device)
     weights = _pending(manifest, values)
     if description.generation is not None:
@@ -293,17 +291,6 @@ def _pending(manifest: Manifest, values: Values) -> dict[str, Pending]:
             forms[dtype, shape, stride] = meta
         found[name] = Pending.of(values, Value(meta, frozenset([name]), name), meta)
     return found
-
-
-def _warn_of_version() -> None:
-    from transformers import __version__
-
-    numbers = tuple(int(part) for part in __version__.split(".")[:2] if part.isdigit())
-    if not TESTED[0] <= numbers <= TESTED[1]:
-        first, last = (".".join(map(str, each)) for each in TESTED)
-        log.warning(
-            "transformers %s: this was tested with versions %s to %s", __version__, first, last
-        )
 
 
 @contextlib.contextmanager

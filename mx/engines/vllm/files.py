@@ -133,7 +133,7 @@ def _with_files(
 
 
 def fetch_before_configuration() -> None:
-    """Have vLLM get the configuration from a peer where `model` is no folder. Idempotent."""
+    """Have vLLM get the configuration from a peer where `model` is not a folder. Idempotent."""
     from vllm.engine import arg_utils
 
     arguments = arg_utils.EngineArgs

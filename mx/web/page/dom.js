@@ -29,6 +29,21 @@ export function attribute(node, name, value) {
   }
 }
 
+// Why a section shows nothing: there is nothing, or nothing that the filter finds.
+export class Nothing {
+  constructor(section, noun) {
+    this.empty = section.querySelector(".empty");
+    this.unmatched = section.querySelector(".unmatched");
+    this.noun = noun;
+  }
+
+  show(shown, there, wanted) {
+    this.empty.hidden = shown || there;
+    this.unmatched.hidden = shown || !there;
+    text(this.unmatched, `No ${this.noun} matches the filter “${wanted}”.`);
+  }
+}
+
 // A bar with a mark for each layer, or group of layers: all of it, a part, nothing. Two paths, however
 // many layers there are.
 export class Strip {

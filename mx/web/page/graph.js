@@ -3,7 +3,7 @@
 // A drawing has a bounded number of elements, which are used again: columns that are too long end with
 // how many more there are.
 
-import { attribute, svg, text } from "./dom.js";
+import { attribute, Nothing, svg, text } from "./dom.js";
 import { many, whole } from "./format.js";
 
 const MOST_IN_COLUMN = 80;
@@ -132,7 +132,7 @@ function box() {
 export class Graph {
   constructor(section) {
     this.svg = section.querySelector("svg");
-    this.empty = section.querySelector(".empty");
+    this.nothing = new Nothing(section, "read");
     this.count = section.querySelector(".count");
     const edges = svg("g");
     const boxes = svg("g");
@@ -143,11 +143,12 @@ export class Graph {
     this.rests = new Pool(rests, () => svg("text", "rest"));
   }
 
-  show(nodes) {
+  // `there` says whether there are reads without the filter.
+  show(nodes, there, filter) {
     const width = this.svg.parentElement.clientWidth;
     const found = columns(nodes);
     const reads = [...nodes.values()].reduce((sum, node) => sum + node.from.length, 0);
-    this.empty.hidden = nodes.size > 0;
+    this.nothing.show(nodes.size > 0, there, filter);
     text(this.count, nodes.size ? `${nodes.size} processes, ${many(reads, "read")}` : "");
     attribute(this.svg, "aria-label", nodes.size ? `${many(reads, "read")} between ${nodes.size} processes; the list of pulls names them` : "No reads now");
     if (!nodes.size || !width) {

@@ -1,6 +1,6 @@
 // Lists that show the first rows of many, and keep the elements of those that stay.
 
-import { attribute, element, Strip, text } from "./dom.js";
+import { attribute, element, Nothing, Strip, text } from "./dom.js";
 import { bytes, many, rate, seconds, whole } from "./format.js";
 
 const STEP = 60;
@@ -11,7 +11,7 @@ export class List {
   constructor(section, Row, first, context) {
     this.first = first;
     this.list = section.querySelector("ul");
-    this.empty = section.querySelector(".empty");
+    this.nothing = new Nothing(section, section.id.slice(0, -1));
     this.count = section.querySelector(".count");
     this.more = section.querySelector(".more");
     this.Row = Row;
@@ -26,8 +26,8 @@ export class List {
     });
   }
 
-  // `entries` are [id, row] in the order to show; `total` is how many there are without a filter.
-  show(entries, total) {
+  // `entries` are [id, row] in the order to show; `total` is how many there are without the filter.
+  show(entries, total, filter) {
     const visible = entries.slice(0, this.limit);
     const ids = new Set(visible.map(([id]) => id));
     for (const [id, row] of this.shown) {
@@ -49,7 +49,7 @@ export class List {
     }
     const rest = entries.length - visible.length;
     this.length = entries.length;
-    this.empty.hidden = entries.length > 0;
+    this.nothing.show(entries.length > 0, total > 0, filter);
     text(this.count, entries.length === total ? whole(total) : `${whole(entries.length)} of ${whole(total)}`);
     this.more.hidden = entries.length <= this.first;
     let words = "Show fewer";

@@ -22,9 +22,14 @@ let due = 0;
 let drawnAt = 0;
 const store = (context.store = new Store(changed));
 
+filter.value = new URLSearchParams(location.search).get("filter") ?? "";
 filter.addEventListener("input", changed);
 sort.addEventListener("change", changed);
 document.addEventListener("visibilitychange", changed);
+document.addEventListener("mouseover", ({ target }) => {
+  const isCut = target.scrollWidth > target.clientWidth && !target.childElementCount;
+  if (isCut) target.title = target.textContent;
+});
 new ResizeObserver(changed).observe(document.body);
 setInterval(changed, 1000); // ages
 
@@ -42,6 +47,14 @@ function changed() {
 function words(row) {
   row.words ??= [row.title, row.host, row.endpoint, ...(row.sources instanceof Array ? row.sources : [])].join("\n").toLowerCase();
   return row.words;
+}
+
+// The filter is in the page's address, so that it can be sent to others and survives a reload.
+function keepFilter() {
+  const url = new URL(location);
+  if (filter.value) url.searchParams.set("filter", filter.value);
+  else url.searchParams.delete("filter");
+  if (url.href !== location.href) history.replaceState(null, "", url);
 }
 
 function matching(rows) {
@@ -80,6 +93,7 @@ function draw() {
   const { model, source, pull, ended } = store.rows;
   context.now = store.now();
 
+  keepFilter();
   showState();
   attribute(document.body, "data-synced", store.synced);
   const running = [...pull.values()].filter((row) => row.phase === "running");
@@ -94,10 +108,11 @@ function draw() {
   const pulls = matching(pull);
   pulls.sort(([, a], [, b]) => (b.phase === "running") - (a.phase === "running") || a.order - b.order);
   const late = matching(ended).sort(([, a], [, b]) => b.at - a.at);
-  lists.pulls.show([...pulls, ...late], pull.size + ended.size);
-  lists.models.show(matching(model).sort(([, a], [, b]) => compare(a.title, b.title)), model.size);
-  lists.sources.show(orderedSources(), source.size);
-  graph.show(network(store.rows, pulls));
+  const wanted = filter.value.trim();
+  lists.pulls.show([...pulls, ...late], pull.size + ended.size, wanted);
+  lists.models.show(matching(model).sort(([, a], [, b]) => compare(a.title, b.title)), model.size, wanted);
+  lists.sources.show(orderedSources(), source.size, wanted);
+  graph.show(network(store.rows, pulls), running.some((row) => row.sources.length), wanted);
 }
 
 function showState() {
