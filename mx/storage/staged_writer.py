@@ -15,7 +15,7 @@ from blake3 import blake3
 from mx.core.packaging import INDEX_SUFFIX, SideContent
 from mx.core.types import Packaging, SideFile
 from mx.errors import DigestError, IntegrityError, OutputError
-from mx.storage.shards import weight_map
+from mx.storage.shards import shards_of, weight_map
 from mx.storage.staging import Staging
 from mx.units import MIB
 
@@ -174,7 +174,7 @@ class StagedWriter:
         self._staging.discard()
 
     def _check_index(self, path: str, data: bytes) -> None:
-        strange = set(weight_map(data, path).values()) - self._tensor_files
+        strange = set(shards_of(weight_map(data, path))) - self._tensor_files
         if strange:
             raise IntegrityError(f"the index {path} names {min(strange)}, which is not pulled")
 
