@@ -29,7 +29,16 @@ import grpc.aio
 from mx import forks
 from mx.calls import LoopCall, Waiter
 from mx.errors import ConfigError, ForkError, MxError
-from mx.tasks import beside, dismiss, in_thread, set_by, uncut, unexpected, workers
+from mx.tasks import (
+    beside,
+    dismiss,
+    in_thread,
+    require_thread_room,
+    set_by,
+    uncut,
+    unexpected,
+    workers,
+)
 
 #: What others import from here, too.
 __all__ = ["beside", "in_thread", "set_by", "uncut", "unexpected"]
@@ -108,6 +117,7 @@ class LoopThread:
             with contextlib.ExitStack() as undo:
                 self.loop = asyncio.new_event_loop()
                 undo.callback(self.loop.close)
+                require_thread_room()
                 asyncio.set_event_loop(self.loop)
                 # gRPC's poller is a thread, and none can start once the interpreter ends: a channel
                 # that is made then would crash the process (3.12). So it runs as long as the loop.

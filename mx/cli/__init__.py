@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import os
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ _COLLECTED_AT = 50_000
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx`; never returns."""
     with _interruptible():
+        _fill_standard_streams()
         _spare_collections()
         config.quieten_grpc()
         from mx.cli.app import app
@@ -43,12 +45,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def coordinator_main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx-coordinator`; never returns."""
     with _interruptible():
+        _fill_standard_streams()
         _spare_collections()
         config.quieten_grpc()
         from mx.cli.coordinator import app
         from mx.cli.outcome import run
 
         run(app, "mx-coordinator", arguments)
+
+
+def _fill_standard_streams() -> None:
+    """Open /dev/null for the standard streams that are closed: else a file or a socket would get
+    the number of one, and what libraries print there would go into it."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
 def _spare_collections() -> None:

@@ -74,7 +74,7 @@ def resolve(path: str) -> ResolvedPath:
         ForeignLinkError: A link in it belongs to another user.
         OSError: It can't be followed.
     """
-    ahead = _names(os.path.join(os.getcwd(), path))
+    ahead = _names(path if os.path.isabs(path) else os.path.join(os.getcwd(), path))
     folder: list[str] = []
     links = 0
     at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -235,4 +235,14 @@ def others_may_replace(parent: int) -> bool:
 def sync(root: int) -> None:
     """Make a folder and all folders below it durable. Raises OSError."""
     for _, _, _, fd in os.fwalk(".", dir_fd=root):
-        os.fsync(fd)
+        sync_entries(fd)
+
+
+def sync_entries(folder: int) -> None:
+    """Make an open folder's own entries durable, where its file system has that for folders.
+    Raises OSError."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise

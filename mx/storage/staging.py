@@ -261,7 +261,7 @@ class Staging:
             raise write_error(error, self.out) from error
         if not folders.is_at(self._files, self.out.name, self._parent):
             self._moved(self.out)
-        os.fsync(self._parent)
+        folders.sync_entries(self._parent)
         self._forget_made()
         self.discard()
 
