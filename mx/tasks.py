@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 #: What Python says where there are too many threads.
 _STARTS_NONE = "can't start new thread"
-#: What the first threads of gRPC's core and of mx map: for each glibc reserves a stack of 8 MiB, and
-#: 64 MiB of heap.
+#: What the first threads of gRPC's core and of mx map: glibc reserves a stack of 8 MiB for each,
+#: and 64 MiB of heap.
 _THREADS_BYTES = 320 * MIB
 #: A worker waits so long for more work: a pull has several pieces of it, one soon after the other.
 #: To start a thread holds its loop up until that has run, for some ms where all cores are busy.
@@ -134,7 +134,7 @@ def unexpected(error: BaseException) -> MxError:
     elif _ends(error):
         found = ClosedError("this process ends, and can start no thread any more")
     elif isinstance(error, OSError | MemoryError) or _STARTS_NONE in str(error):
-        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
+        found = LocalError(f"this process could not go on: {str(error) or type(error).__name__}")
     else:
         found = LocalError(
             f"unexpected {type(error).__name__}: {error}",

@@ -179,13 +179,15 @@ def is_at(fd: int, name: str, parent: int) -> bool:
     return status is not None and os.path.samestat(status, os.fstat(fd))
 
 
-def empty(fd: int, *, ignore_errors: bool = False) -> None:
-    """Remove everything in the open folder `fd`.
+def empty(fd: int, *, but: str, ignore_errors: bool = False) -> None:
+    """Remove everything in the open folder `fd`, but what has this name.
 
     Raises:
         OSError: Something can't be removed, unless `ignore_errors`.
     """
     for name in os.listdir(fd):
+        if name == but:
+            continue
         try:
             status = find(name, fd)
             if status is not None and stat.S_ISDIR(status.st_mode):

@@ -156,9 +156,7 @@ def assembled(
     side_files, documents, left_out = side
     packaging = Packaging(packaged, side_files)
     aliases = ties(files, owners)
-    return Checkpoint(
-        root, tuple(files), aliases, packaging, documents, left_out, tuple(oddities)
-    )
+    return Checkpoint(root, tuple(files), aliases, packaging, documents, left_out, tuple(oddities))
 
 
 def _find_shards(root: Path) -> tuple[list[str], str | None]:

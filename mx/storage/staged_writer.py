@@ -117,6 +117,7 @@ class StagedWriter:
             self._staging.publish()
             self._ended = True
             self._published()
+            self._staging.discard()
 
     def abort(self) -> None:
         """Remove what was written, or leave what the subclass keeps for another run.

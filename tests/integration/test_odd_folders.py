@@ -134,9 +134,7 @@ def test_what_is_odd_travels_and_loads(
         with mx.pull(name, coordinator=coordinator, out=out) as pull:
             pull.wait()
         assert tree(out) == tree(folder.path)
-        loaded = engine.load(
-            name, coordinator=coordinator, wait_s=60.0, strict=False
-        ).state_dict()
+        loaded = engine.load(name, coordinator=coordinator, wait_s=60.0, strict=False).state_dict()
         assert list(loaded) == list(expected)
         for key, tensor in expected.items():
             # What no file holds is drawn at random, or ones.

@@ -262,6 +262,7 @@ def refusal(ref: ManifestRef, documents: dict[bytes, bytes]) -> str:
 
 LAYOUT, PACKAGING = 1, 2
 
+
 def all_of(document: dict[str, Any]) -> list[int]:
     """Return all tensors of the files in a packaging document."""
     return [index for file in document["files"] for index in file[2]]
