@@ -359,13 +359,13 @@ def _take_away(root: Path) -> None:
     fd = os.open(root, _FOLDER)
     try:
         try:
-            unused = flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            uses = "may use it" if not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) else ""
         except BlockingIOError:
-            unused = False
-        if not unused:  # or the file system has no locks, which would tell
+            uses = "uses it"
+        if uses:  # a file system without locks can't tell
             raise LocalError(
-                f"the cache in {root} has changed since it was laid out, and an engine may use it",
-                hint="end that engine and remove it, or name another folder",
+                f"the cache in {root} has changed since it was laid out, and an engine {uses}",
+                hint="end that engine and remove the cache, or name another folder",
             )
         if _is_at(fd, root):
             temporary = _temporary(root)

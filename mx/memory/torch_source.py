@@ -182,11 +182,10 @@ def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
         and tuple(map(_NAMES.get, map(_dtype, tensors))) == dtypes
     ):
         return False
-    forms = tuple(map(_shape, tensors)), tuple(map(_stride, tensors))
     if "F4" in dtypes:
-        counted = map(_in_elements, dtypes, map(tuple, forms[0]), forms[1])
-        forms = tuple(zip(*counted, strict=True))
-    return forms == (shapes, strides)
+        counted = map(_in_elements, dtypes, map(_shape, tensors), map(_stride, tensors))
+        return tuple(zip(*counted, strict=True)) == (shapes, strides)
+    return (tuple(map(_shape, tensors)), tuple(map(_stride, tensors))) == (shapes, strides)
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:

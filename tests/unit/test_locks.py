@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -128,7 +129,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     def missing(fd: int, how: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(locks.fcntl, "flock", missing)
+    monkeypatch.setattr(fcntl, "flock", missing)
     fd = os.open(tmp_path, os.O_RDONLY)
     yield fd
     os.close(fd)
