@@ -18,7 +18,7 @@ from mx.hardware import read_gpus, read_nics, read_numa_nodes
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface, read_interfaces
 from mx.hardware.nics import NicHardware
-from mx.processes import boot_id, namespace, process_start_ticks
+from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.records import record
 from mx.transport import Transport, Unavailable, Viable
 
@@ -142,7 +142,7 @@ def _place(
     driver: str,
 ) -> Place:
     return Place(
-        boot_id=boot_id(),
+        boot_id=BOOT_ID,
         hostname=socket.gethostname(),
         uid=users.own(),
         pid=os.getpid(),

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _STARTS_NONE = "can't start new thread"
 #: What the first threads of gRPC's core and of mx map: glibc reserves a stack of 8 MiB for each,
 #: and 64 MiB of heap.
-_THREADS_BYTES = 320 * MIB
+THREADS_BYTES = 320 * MIB
 #: A worker waits so long for more work: a pull has several pieces of it, one soon after the other.
 #: To start a thread holds its loop up until that has run, for some ms where all cores are busy.
 IDLE_S = 0.1
@@ -71,13 +71,17 @@ def require_thread_room() -> None:
         CapacityError: The process may not map so much more.
     """
     try:
-        mmap.mmap(-1, _THREADS_BYTES, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
+        mmap.mmap(-1, THREADS_BYTES, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
     except OSError as error:
-        raise CapacityError(
-            f"this process may not map {_THREADS_BYTES // MIB} MiB for its threads: "
-            f"{error.strerror}",
-            hint="raise the limit of its address space (ulimit -v)",
-        ) from error
+        raise no_thread_room(error) from error
+
+
+def no_thread_room(error: OSError) -> CapacityError:
+    """Return the error for threads whose memory can't be mapped."""
+    return CapacityError(
+        f"this process may not map {THREADS_BYTES // MIB} MiB for its threads: {error.strerror}",
+        hint="raise the limit of its address space (ulimit -v)",
+    )
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:

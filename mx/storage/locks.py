@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from mx.processes import boot_id, is_running, namespace, process_start_ticks
+from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.records import record
 from mx.storage.mounts import is_shared
 
@@ -105,8 +105,8 @@ class _Found:
     def is_dead(self) -> bool:
         try:
             boot, pids, pid, ticks, _ = self.text.split()
-            if boot == boot_id() and int(pids) == namespace("pid"):
-                return not is_running(int(pid), int(ticks))
+            if boot == BOOT_ID and int(pids) == namespace("pid"):
+                return process_start_ticks(int(pid)) != int(ticks)
         except ValueError:
             pass  # it is being written, or its process ended before it was
         return self.age_s > SILENT_S
@@ -188,7 +188,7 @@ def _taken(folder: int, name: str, deep: int = 0) -> str:
 
 def _made(folder: int, name: str) -> str:
     pid = os.getpid()
-    us = (boot_id() or "-", namespace("pid"), pid, process_start_ticks(pid), secrets.token_hex(8))
+    us = (BOOT_ID or "-", namespace("pid"), pid, process_start_ticks(pid), secrets.token_hex(8))
     text = " ".join(map(str, us))
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mx.processes import boot_id, namespace, process_start_ticks
+from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.storage import locks
 from mx.storage.folder_index import locked
 from mx.storage.locks import Lock
@@ -159,11 +159,11 @@ def test_a_silent_claim_may_be_taken(text: str, folder: int, tmp_path: Path) -> 
 
 def test_a_pid_that_another_process_has_by_now(folder: int, tmp_path: Path) -> None:
     pid = os.getpid()
-    ours = f"{boot_id()} {namespace('pid')} {pid} {process_start_ticks(pid)} 00"
+    ours = f"{BOOT_ID} {namespace('pid')} {pid} {process_start_ticks(pid)} 00"
     claim(tmp_path, ours, 1000)  # its process runs, however silent
     with pytest.raises(BlockingIOError):
         Lock(folder, "claim", folder)
-    claim(tmp_path, f"{boot_id()} {namespace('pid')} {pid} 1 00", 0)
+    claim(tmp_path, f"{BOOT_ID} {namespace('pid')} {pid} 1 00", 0)
     Lock(folder, "claim", folder).release()
 
 
