@@ -48,7 +48,8 @@ class Folder:
     @property
     def map(self) -> dict[str, str]:
         """The index's weight map."""
-        return self.index["weight_map"]
+        found: dict[str, str] = self.index["weight_map"]
+        return found
 
     def shard(self, name: str) -> dict[str, torch.Tensor]:
         """Return what a tensor's shard holds."""
@@ -112,9 +113,8 @@ _ODD: dict[str, tuple[Callable[[Folder], None], str]] = {
 
 
 def _from_disk(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True
-    )
+    automatic: Any = transformers.AutoModelForCausalLM
+    model, said = automatic.from_pretrained(folder, output_loading_info=True)
     return model.state_dict(), said
 
 
