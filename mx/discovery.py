@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from pathlib import Path
 
 from mx import users
 from mx.core.topology import Gpu, Nic, Place
@@ -19,6 +18,7 @@ from mx.hardware import read_gpus, read_nics, read_numa_nodes
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface, read_interfaces
 from mx.hardware.nics import NicHardware
+from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.records import record
 from mx.transport import Transport, Unavailable, Viable
 
@@ -45,26 +45,6 @@ class Topology:
 
 
 _nic_hardware: dict[tuple[int, str], NicHardware] = {}
-
-
-def _namespace(kind: str) -> int:
-    try:
-        return os.stat(f"/proc/self/ns/{kind}").st_ino
-    except OSError:
-        return 0
-
-
-def process_start_ticks(pid: int) -> int:
-    """Return field 22 of /proc/PID/stat, or 0 if the process is gone.
-
-    The pid and this number identify a process even if its pid is reused.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    # The command name is in brackets, and may itself contain spaces and brackets.
-    return int(stat[stat.rindex(")") + 2 :].split()[19])
 
 
 @functools.cache
@@ -161,20 +141,16 @@ def _place(
     gpus: tuple[Gpu, ...],
     driver: str,
 ) -> Place:
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot_id = ""
     return Place(
-        boot_id=boot_id,
+        boot_id=BOOT_ID,
         hostname=socket.gethostname(),
         uid=users.own(),
         pid=os.getpid(),
         pid_start_ticks=process_start_ticks(os.getpid()),
-        pid_namespace=_namespace("pid"),
-        net_namespace=_namespace("net"),
-        user_namespace=_namespace("user"),
-        ipc_namespace=_namespace("ipc"),
+        pid_namespace=namespace("pid"),
+        net_namespace=namespace("net"),
+        user_namespace=namespace("user"),
+        ipc_namespace=namespace("ipc"),
         device=device,
         addresses=tuple(addresses),
         driver=driver,

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import threading
 import time
@@ -29,7 +30,17 @@ import grpc.aio
 from mx import forks
 from mx.calls import LoopCall, Waiter
 from mx.errors import ConfigError, ForkError, MxError
-from mx.tasks import beside, dismiss, in_thread, set_by, uncut, unexpected, workers
+from mx.tasks import (
+    THREADS_BYTES,
+    beside,
+    dismiss,
+    in_thread,
+    no_thread_room,
+    set_by,
+    uncut,
+    unexpected,
+    workers,
+)
 
 #: What others import from here, too.
 __all__ = ["beside", "in_thread", "set_by", "uncut", "unexpected"]
@@ -108,6 +119,10 @@ class LoopThread:
             with contextlib.ExitStack() as undo:
                 self.loop = asyncio.new_event_loop()
                 undo.callback(self.loop.close)
+                try:  # as `require_thread_room`
+                    mmap.mmap(-1, THREADS_BYTES, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
+                except OSError as error:
+                    raise no_thread_room(error) from error
                 asyncio.set_event_loop(self.loop)
                 # gRPC's poller is a thread, and none can start once the interpreter ends: a channel
                 # that is made then would crash the process (3.12). So it runs as long as the loop.

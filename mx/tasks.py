@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import mmap
 import os
 import threading
 import weakref
@@ -15,12 +16,16 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from mx.errors import ClosedError, LocalError, MxError
+from mx.errors import CapacityError, ClosedError, LocalError, MxError
+from mx.units import MIB
 
 T = TypeVar("T")
 
 #: What Python says where there are too many threads.
 _STARTS_NONE = "can't start new thread"
+#: What the first threads of gRPC's core and of mx map: glibc reserves a stack of 8 MiB for each,
+#: and 64 MiB of heap.
+THREADS_BYTES = 320 * MIB
 #: A worker waits so long for more work: a pull has several pieces of it, one soon after the other.
 #: To start a thread holds its loop up until that has run, for some ms where all cores are busy.
 IDLE_S = 0.1
@@ -56,6 +61,27 @@ class Latch:
         if not self.is_set and self._lock.acquire(timeout=timeout_s):
             self._lock.release()
         return self.is_set
+
+
+def require_thread_room() -> None:
+    """Check that threads can have their memory: where gRPC's core can start none, it says nothing,
+    and its calls wait for ever.
+
+    Raises:
+        CapacityError: The process may not map so much more.
+    """
+    try:
+        mmap.mmap(-1, THREADS_BYTES, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
+    except OSError as error:
+        raise no_thread_room(error) from error
+
+
+def no_thread_room(error: OSError) -> CapacityError:
+    """Return the error for threads whose memory can't be mapped."""
+    return CapacityError(
+        f"this process may not map {THREADS_BYTES // MIB} MiB for its threads: {error.strerror}",
+        hint="raise the limit of its address space (ulimit -v)",
+    )
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
@@ -112,7 +138,7 @@ def unexpected(error: BaseException) -> MxError:
     elif _ends(error):
         found = ClosedError("this process ends, and can start no thread any more")
     elif isinstance(error, OSError | MemoryError) or _STARTS_NONE in str(error):
-        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
+        found = LocalError(f"this process could not go on: {str(error) or type(error).__name__}")
     else:
         found = LocalError(
             f"unexpected {type(error).__name__}: {error}",

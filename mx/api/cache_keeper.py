@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from mx import config, discovery
+from mx import config
 from mx.api.arguments import PullArguments
 from mx.api.common import transports
 from mx.api.options import pull_options
@@ -31,6 +31,7 @@ from mx.errors import (
 from mx.log import event
 from mx.memory.huge import Collapser
 from mx.memory.mapped import mapped_elsewhere
+from mx.processes import process_start_ticks
 from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
@@ -323,7 +324,7 @@ def _has_ended(there: Place, here: Place) -> bool:
     """Return True if a source's process has certainly ended, though it is still listed."""
     ours = (here.boot_id, here.pid_namespace)
     return (there.boot_id, there.pid_namespace) == ours and (
-        discovery.process_start_ticks(there.pid) != there.pid_start_ticks
+        process_start_ticks(there.pid) != there.pid_start_ticks
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ from mx.api.serving import join_or_embed, named_by
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
 from mx.memory.budget import available_nbytes
+from mx.storage.locks import Lock
 from mx.wire.address import is_local, tls_of
 from mx.wire.cache import CacheClient, CacheServicer, CacheStatus
 from mx.wire.client import CoordinatorClient
@@ -123,6 +123,7 @@ class _Lock:
         self._file = self._open()
         # A cache that ends removes its lock file: what was opened just before is locked in vain.
         while not self._is_listed():
+            self._held.release()
             self._file.close()
             self._file = self._open()
 
@@ -136,14 +137,17 @@ class _Lock:
                 f"{self._path} can't be opened: {error.strerror}",
                 hint="name another path with `cache_socket`",
             ) from error
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._held = Lock(file.fileno(), f".{self.socket.name}.claim", folder)
+        except BlockingIOError as error:
             file.close()
             raise LocalError(
                 f"a cache runs at {self.socket} already",
                 hint="one is enough; or name another path with `cache_socket`",
             ) from error
+        finally:
+            os.close(folder)
         return file
 
     def _is_listed(self) -> bool:
@@ -161,6 +165,7 @@ class _Lock:
                 self.socket.unlink(missing_ok=True)
             if self._is_listed():
                 self._path.unlink(missing_ok=True)
+            self._held.release()
             self._file.close()
 
 

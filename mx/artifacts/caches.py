@@ -25,6 +25,7 @@ from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.private import check_private, private_folder
 from mx.records import record
+from mx.storage.locks import flock
 from mx.text import shown
 from mx.units import GIB, MIB, format_bytes
 
@@ -284,7 +285,7 @@ def _write_and_rename(
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        flock(fd, fcntl.LOCK_EX)
         if not _is_at(fd, temporary):
             return False
         made = {""}
@@ -358,12 +359,14 @@ def _take_away(root: Path) -> None:
     fd = os.open(root, _FOLDER)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            uses = "may use it" if not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) else ""
         except BlockingIOError:
+            uses = "uses it"
+        if uses:  # a file system without locks can't tell
             raise LocalError(
-                f"the cache in {root} has changed since it was laid out, and an engine uses it",
-                hint="end that engine, or name another folder",
-            ) from None
+                f"the cache in {root} has changed since it was laid out, and an engine {uses}",
+                hint="end that engine and remove the cache, or name another folder",
+            )
         if _is_at(fd, root):
             temporary = _temporary(root)
             root.rename(temporary)
@@ -384,8 +387,7 @@ def _remove_leftovers(root: Path) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):
+            if flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(fd, path):
                 shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
             pass  # its process is at work
@@ -398,7 +400,7 @@ def hold(root: Path) -> Iterator[None]:
     """Keep a cache's folder from being laid out anew while an engine uses it. Raises OSError."""
     fd = os.open(root, _FOLDER)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        flock(fd, fcntl.LOCK_SH)
         if not _is_at(fd, root):
             raise FileNotFoundError(errno.ENOENT, "it was taken away just now")
         yield

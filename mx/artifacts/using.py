@@ -7,9 +7,9 @@ why. Only the caller's own mistakes are errors.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import logging
+import os
 import shutil
 import sys
 import time
@@ -27,6 +27,7 @@ from mx.errors import ConfigError, MxError, OutputError
 from mx.log import event
 from mx.private import private_folder
 from mx.records import record
+from mx.storage.locks import Lock
 
 log = logging.getLogger(__name__)
 
@@ -151,10 +152,14 @@ def staging(place: Path, set_id: str) -> Iterator[Path]:
 
 def _locked(place: Path, name: str, held: contextlib.ExitStack) -> bool:
     lock = held.enter_context((place / f".lock-{name}").open("ab"))
+    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = Lock(lock.fileno(), f".claim-{name}", folder)
     except BlockingIOError:
         return False
+    finally:
+        os.close(folder)
+    held.callback(taken.release)
     return True
 
 

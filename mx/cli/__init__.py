@@ -49,12 +49,27 @@ def _prepare() -> None:
 
     from mx import config
 
+    _fill_standard_streams()
     # Garbage is collected less often: after each 700 new objects Python looks at them all while
     # modules are imported, which is garbage in none of them.
     gc.set_threshold(_COLLECTED_AT)
     # The collection at exit looks at all objects, which takes as long as a pull.
     atexit.register(gc.freeze)
     config.quieten_grpc()
+
+
+def _fill_standard_streams() -> None:
+    """Open /dev/null for the standard streams that are closed: else a file or a socket would get
+    the number of one, and what libraries print there would go into it."""
+    import os
+
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
 class _Interruptible:

@@ -288,4 +288,7 @@ class _Unexpected:
             where = f"{error.filename}: " if error.filename else ""
             text = f"{where}{error.strerror}"
             hint = "check permissions, free space and limits; --debug shows what needed it"
+        elif isinstance(error, MemoryError):
+            text = "this process can't have the memory that it needs"
+            hint = "free memory, or raise its limit (ulimit -v); --debug shows what needed it"
         fail(EXIT_OTHER, kind.__name__, text, hint, as_json=self._as_json)

@@ -10,6 +10,7 @@ import typer
 
 from mx.cli import options, outcome
 from mx.errors import ConfigError, install_hint
+from mx.tasks import require_thread_room
 from mx.wire.address import tls_of
 
 
@@ -59,4 +60,5 @@ def web(context: typer.Context, *, as_json: bool) -> None:
             listening,
         )
 
+    require_thread_room()
     asyncio.run(serve())

@@ -29,6 +29,7 @@ from mx.errors import ConfigError
 from mx.log import event
 from mx.records import record
 from mx.runtime import uncut
+from mx.tasks import require_thread_room
 from mx.transport import TlsFiles
 from mx.wire.descriptors import raise_limit
 from mx.wire.documents import DocumentsServicer
@@ -334,6 +335,7 @@ def run(
     # Little here is garbage that only a collector finds: 20 objects for each call that has ended.
     # To look for it among the objects of a thousand streams stops every call for some 50 ms.
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    require_thread_room()
     asyncio.run(_serve(options, on_listening, beside, on_stopping))
     return 0
 

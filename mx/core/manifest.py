@@ -107,7 +107,7 @@ def encode(
     if planned_again(columns, version) != columns or build_layout(*columns).layers != layout.layers:
         raise ManifestError("the layout was not made by plan_layout")
     _check_chunks(layout)
-    _check_packaging(packaging, names)
+    _check_packaging(packaging, layout, names)
     records = IdentityRecords(names, kinds, kind, layout.aliases)
     identity = records.document(roots)
     in_order = tuple([roots[name] for name in names])
@@ -163,7 +163,7 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     _check_roots(layout, roots)
     _check_chunks(layout)
     packaging = _read_packaging(packaging_data, names) if ref.packaging else Packaging()
-    _check_packaging(packaging, names)
+    _check_packaging(packaging, layout, names)
     own = {digest: documents[digest] for digest, _ in ref.documents}
     return Manifest(ref, layout, packaging, roots, own)
 
@@ -370,7 +370,7 @@ def _unhex(text: str) -> bytes:
     return digest
 
 
-def _check_packaging(packaging: Packaging, names: list[str]) -> None:
+def _check_packaging(packaging: Packaging, layout: Layout, names: list[str]) -> None:
     for file in packaging.files:
         reason = bad_path(file.path)
         if reason is None and not file.path.endswith(TENSOR_SUFFIX):
@@ -378,8 +378,11 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
         if reason is not None:
             raise ManifestError(f"the tensor file {shown(file.path)} {reason}")
     packed = list(chain.from_iterable(file.tensors for file in packaging.files))
-    if packaging.files and not len(packed) == len(names) == len(set(packed)):
-        raise ManifestError("the files do not hold each tensor exactly once")
+    held = set(packed)
+    if packaging.files and len(held) != len(names):
+        raise ManifestError("the files do not hold each tensor")
+    if len(packed) > len(held):
+        _check_copies(packaging, layout)
     if len(packaging.companions) > MAX_COMPANIONS:
         raise ManifestError(f"there are more than {MAX_COMPANIONS} companions")
     for each in packaging.companions:
@@ -402,3 +405,13 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
     reason = bad_path_set(map(attrgetter("path"), chain(*every)))
     if reason is not None:
         raise ManifestError(f"the files clash: {reason}")
+
+
+def _check_copies(packaging: Packaging, layout: Layout) -> None:
+    """Check the tensors that several files hold: in `--out` each takes its bytes again."""
+    nbytes = {tensor.name: tensor.nbytes for tensor in layout.tensors}
+    if any(len(set(file.tensors)) != len(file.tensors) for file in packaging.files):
+        raise ManifestError("a file holds a tensor twice")
+    total = sum(nbytes.get(name, 0) for file in packaging.files for name in file.tensors)
+    if total > 2 * layout.payload_nbytes:
+        raise ManifestError("the files hold tensors again that have more bytes than the model")

@@ -91,7 +91,7 @@ class Array(NamedTuple):
 
     @property
     def item_nbytes(self) -> int:
-        return DTYPE_BITS[self.dtype] // 8
+        return max(1, DTYPE_BITS[self.dtype] // 8)
 
     @property
     def span_nbytes(self) -> int:
@@ -136,7 +136,7 @@ def span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> 
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return (last + 1) * (DTYPE_BITS[dtype] // 8)
+    return (last + 1) * DTYPE_BITS[dtype] // 8
 
 
 def array_of(name: str, tensor: object, places: Allocations | None = None) -> Array:

@@ -17,7 +17,8 @@ try:
 except ModuleNotFoundError as error:
     raise torch_missing(error) from None
 
-#: The safetensors names of dtypes that torch has; other dtypes are returned as bytes.
+#: The safetensors names of dtypes that torch has; other dtypes are returned as bytes. See also
+#: `torch_form`.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -39,6 +40,18 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+#: Two elements of F4 in one of torch's, in the last dimension. Older torch has no such dtype.
+PAIRS: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape that a tensor has in torch, as safetensors.torch gives it; of one
+    whose dtype torch lacks uint8, and the number of its packed bytes."""
+    if dtype in TORCH_DTYPES:
+        return TORCH_DTYPES[dtype], shape
+    if dtype == "F4" and PAIRS is not None and shape and shape[-1] % 2 == 0:
+        return PAIRS, (*shape[:-1], shape[-1] // 2)
+    return torch.uint8, (kind_nbytes((dtype, shape, ())),)
 
 
 class _CudaArray:
@@ -74,21 +87,19 @@ def _bytes_of(arena: View, offset: int, nbytes: int) -> torch.Tensor:
 
 def _empty(arena: View, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     device = device_of(arena)
-    if device == "cpu":
-        return torch.empty(shape, dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device=f"cuda:{find_ordinal(load(), device)}")
+    if device != "cpu":
+        device = f"cuda:{find_ordinal(load(), device)}"
+    return torch.empty(shape, dtype=dtype, device=device)  # whatever the caller's default is
 
 
 def tensor_view(arena: View, layout: Layout, tensor: Tensor) -> torch.Tensor:
     """Return `tensor` as a view of `arena` (writable host bytes, or a GPU's).
 
-    The view keeps the arena's memory alive, and has the strides that the layout says. Sub-byte
-    dtypes (F4, F6_*) are returned as a 1-D uint8 tensor of their packed bytes.
+    The view keeps the arena's memory alive, and has the strides that the layout says. Dtypes that
+    torch lacks (F6_*) are returned as a 1-D uint8 tensor of their packed bytes.
     """
     offset = layout.layers[tensor.layer].arena_offset + tensor.offset
-    packed = DTYPE_BITS[tensor.dtype] < 8
-    dtype = torch.uint8 if packed else TORCH_DTYPES[tensor.dtype]
-    shape = (tensor.nbytes,) if packed else tensor.shape
+    dtype, shape = torch_form(tensor.dtype, tensor.shape)
     if tensor.nbytes == 0:
         return _empty(arena, shape, dtype)
     flat = _bytes_of(arena, offset, tensor.nbytes).view(dtype)
@@ -96,13 +107,11 @@ def tensor_view(arena: View, layout: Layout, tensor: Tensor) -> torch.Tensor:
 
 
 def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
-    """Return a tied tensor: the target's memory with the alias's shape, stride and offset.
-
-    For sub-byte dtypes it is the packed bytes, as for the target.
-    """
-    if DTYPE_BITS[alias.dtype] < 8:
+    """Return a tied tensor: the target's memory with the alias's shape, stride and offset."""
+    if DTYPE_BITS[alias.dtype] < 8:  # in row-major order
         end = alias.offset_bytes + kind_nbytes((alias.dtype, alias.shape, ()))
-        return target[alias.offset_bytes : end]
+        dtype, shape = torch_form(alias.dtype, alias.shape)
+        return target.view(torch.uint8).view(-1)[alias.offset_bytes : end].view(dtype).view(shape)
     element_nbytes = target.element_size()
     return target.as_strided(
         alias.shape, alias.stride, target.storage_offset() + alias.offset_bytes // element_nbytes

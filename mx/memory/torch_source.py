@@ -8,12 +8,13 @@ from itertools import repeat
 from operator import add, attrgetter, ge, is_, mul
 from typing import Any
 
+from mx.core.layout import contiguous_strides
 from mx.errors import ConfigError
 from mx.memory.allocations import device_of_ordinal
 from mx.memory.arrays import Array, adapters, array_of, batch_adapters, span_nbytes
 from mx.memory.describe import DescribedTensors, describe_arrays
 from mx.memory.extras import torch_missing
-from mx.memory.tensors import TORCH_DTYPES
+from mx.memory.tensors import PAIRS, TORCH_DTYPES
 from mx.text import listed
 
 try:
@@ -23,6 +24,8 @@ except ModuleNotFoundError as error:
     raise torch_missing(error) from None
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+if PAIRS is not None:
+    _NAMES[PAIRS] = "F4"
 
 
 def torch_array(name: str, tensor: object) -> Array | None:
@@ -47,13 +50,15 @@ def torch_array(name: str, tensor: object) -> Array | None:
         and tensor.layout is torch.strided
         and not tensor.is_neg()
         and (dtype != "C64" or not tensor.is_conj())
+        and (dtype != "F4" or (tensor.dim() and tensor.is_contiguous()))
     ):
         raise _refusal(name, tensor)
     storage = tensor.untyped_storage()
+    shape, stride = _in_elements(dtype, tuple(tensor.shape), tensor.stride())
     array = Array(
         dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
+        shape,
+        stride,
         _key(tensor.device),
         tensor.data_ptr(),
         storage,
@@ -62,7 +67,7 @@ def torch_array(name: str, tensor: object) -> Array | None:
         storage.nbytes(),
     )
     if (
-        _end(int(tensor.storage_offset()) * array.item_nbytes, array.span_nbytes)
+        _end(int(tensor.storage_offset()) * tensor.element_size(), array.span_nbytes)
         > array.owner_nbytes
     ):
         raise ConfigError(
@@ -125,11 +130,21 @@ class _KnownForms(dict[_Form, _KnownForm | None]):
 @lru_cache(4096)
 def _known(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _KnownForm | None:
     """Return a form as arrays have it, with the bytes of an element and of the span; None for one
-    that no checkpoint has, and for a complex one, which may be a conjugated view."""
+    that no checkpoint has, for a complex one, which may be a conjugated view, and for F4."""
     name = _NAMES.get(dtype)
-    if name is None or name == "C64":
+    if name is None or name in ("C64", "F4"):
         return None
     return name, tuple(shape), stride, dtype.itemsize, span_nbytes(name, tuple(shape), stride)
+
+
+def _in_elements(
+    dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a shape and strides counted in elements: of F4 torch counts pairs of them."""
+    if dtype != "F4":
+        return shape, stride
+    shape = (*shape[:-1], shape[-1] * 2)
+    return shape, contiguous_strides(shape)
 
 
 def _end(begin: int, nbytes: int) -> int:
@@ -161,13 +176,16 @@ def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
     if not all(map(_is_tensor, set(map(type, tensors)))):
         return False
     dtypes, shapes, strides, _, addresses, storages, _, _, sizes = zip(*arrays, strict=True)
-    return bool(
+    if not (
         tuple(map(_data_ptr, tensors)) == addresses
         and tuple(map(_nbytes, storages)) == sizes
-        and tuple(map(_shape, tensors)) == shapes
-        and tuple(map(_stride, tensors)) == strides
         and tuple(map(_NAMES.get, map(_dtype, tensors))) == dtypes
-    )
+    ):
+        return False
+    if "F4" in dtypes:
+        counted = map(_in_elements, dtypes, map(_shape, tensors), map(_stride, tensors))
+        return tuple(zip(*counted, strict=True)) == (shapes, strides)
+    return (tuple(map(_shape, tensors)), tuple(map(_stride, tensors))) == (shapes, strides)
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
@@ -186,6 +204,11 @@ def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
         return ConfigError(
             f"{name} is on {tensor.device}; this version works with CPU and CUDA tensors",
             hint="move it with .cpu(), or use the checkpoint's folder",
+        )
+    if tensor.dtype == PAIRS:
+        return ConfigError(
+            f"{name} is {tensor.dtype}, and its pairs are not in row-major order",
+            hint="use .contiguous()",
         )
     if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
         return ConfigError(f"{name} is {tensor.dtype}, {tensor.layout}: no checkpoint has that")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -23,6 +22,7 @@ from mx import users
 from mx.core.json_bounds import check_json
 from mx.errors import NotAllowedError
 from mx.storage.disk_file import Stamp
+from mx.storage.locks import Lock
 
 NAME = "folders.json"
 #: How long ago files must have been changed when hashing begins, in nanoseconds.
@@ -130,22 +130,22 @@ def locked(folder: int, name: str) -> Iterator[None]:
     try:
         _check_private(lock, name)
         until_s = time.monotonic() + LOCK_S
-        while not _is_locked(lock):
-            if time.monotonic() >= until_s:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process has had {name} too long")
+        while True:
+            try:
+                held = Lock(lock, f".{name}.claim", folder, beats=False)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise TimeoutError(
+                        errno.ETIMEDOUT, f"another process has had {name} too long"
+                    ) from None
             time.sleep(0.01)
-        yield
+        try:
+            yield
+        finally:
+            held.release()
     finally:
         os.close(lock)
-
-
-def _is_locked(lock: int) -> bool:
-    """Lock a file, unless another process has."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def read(folder: int, name: str, most: int) -> bytes:

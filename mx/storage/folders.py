@@ -74,7 +74,7 @@ def resolve(path: str) -> ResolvedPath:
         ForeignLinkError: A link in it belongs to another user.
         OSError: It can't be followed.
     """
-    ahead = _names(os.path.join(os.getcwd(), path))
+    ahead = _names(path if os.path.isabs(path) else os.path.join(os.getcwd(), path))
     folder: list[str] = []
     links = 0
     at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -179,13 +179,15 @@ def is_at(fd: int, name: str, parent: int) -> bool:
     return status is not None and os.path.samestat(status, os.fstat(fd))
 
 
-def empty(fd: int, *, ignore_errors: bool = False) -> None:
-    """Remove everything in the open folder `fd`.
+def empty(fd: int, *, but: str, ignore_errors: bool = False) -> None:
+    """Remove everything in the open folder `fd`, but what has this name.
 
     Raises:
         OSError: Something can't be removed, unless `ignore_errors`.
     """
     for name in os.listdir(fd):
+        if name == but:
+            continue
         try:
             status = find(name, fd)
             if status is not None and stat.S_ISDIR(status.st_mode):
@@ -235,4 +237,14 @@ def others_may_replace(parent: int) -> bool:
 def sync(root: int) -> None:
     """Make a folder and all folders below it durable. Raises OSError."""
     for _, _, _, fd in os.fwalk(".", dir_fd=root):
-        os.fsync(fd)
+        sync_entries(fd)
+
+
+def sync_entries(folder: int) -> None:
+    """Make an open folder's own entries durable, where its file system has that for folders.
+    Raises OSError."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise

@@ -106,8 +106,6 @@ def parse_header(
     """
     entries = _load(header, location)
     metadata = _metadata(entries.pop("__metadata__", None), location)
-    if not entries:
-        fail(location, "it holds no tensors", hint="nothing to serve: name the right file")
     if len(entries) > MAX_TENSORS:
         fail(location, f"it holds {len(entries)} tensors; {MAX_TENSORS} is the most")
     start = 8 + len(header)
@@ -150,8 +148,9 @@ def _load(header: bytes, location: Path | str) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            raise ValueError(f"the key {shown(counts.most_common(1)[0][0])} comes twice")
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            both = " and ".join(shown(str(each)) for name, each in pairs if name == key)
+            raise ValueError(f"the key {shown(key)} comes twice, with {both}")
         return found
 
     def integer(text: str) -> int:

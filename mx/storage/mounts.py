@@ -21,6 +21,12 @@ def is_local(fd: int) -> bool:
     return file_system_of(fd) in _LOCAL
 
 
+def is_shared(fd: int) -> bool:
+    """Return True unless an open file is on a file system that is this machine's alone: that of a
+    network, of a program (FUSE), or one that is not known."""
+    return file_system_of(fd) not in _LOCAL | {"tmpfs", "ramfs"}
+
+
 def file_system_of(fd: int) -> str:
     """Return the type of the file system that an open file is on; "" if it can't be known."""
     try:

@@ -15,6 +15,7 @@ from mx.storage.header import FileTensor
 from mx.storage.mounts import is_local
 from mx.storage.osfile import open_regular, read_error
 from mx.storage.safetensors import read_index, tensor_files
+from mx.storage.shards import shards_of
 
 SAMPLE_BYTES = 4096
 #: How files with weights are called, whatever can read them.
@@ -43,7 +44,7 @@ def _has_shards(folder: Path, index: str) -> bool:
     """Return True if a file that an index names is there, maybe in a folder below, or if the index
     can't be read."""
     try:
-        return any((folder / shard).exists() for shard in set(read_index(folder / index).values()))
+        return any((folder / shard).exists() for shard in shards_of(read_index(folder / index)))
     except (MxError, OSError):
         return True
 

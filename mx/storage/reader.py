@@ -90,7 +90,7 @@ def fill(
         job = _FillJob(layout, shortcuts, progress, cancelled, on_layer)
         try:
             for file in checkpoint.files:
-                readers.append(SpanReader(file, layout, index_of, arena))
+                readers.append(SpanReader(file, layout, index_of, arena))  # takes its tensors
             found = [(reader, span) for reader in readers for span in reader.spans(span_nbytes)]
             if in_layer_order:
                 found.sort(key=lambda each: each[0].place(each[1][0]))

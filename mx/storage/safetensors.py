@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import field, replace
@@ -16,15 +17,18 @@ from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import CheckpointError, ConfigError
 from mx.records import record
 from mx.storage.companions import take_companions
+from mx.storage.copies import check_copies
 from mx.storage.disk_file import DiskFile, read_tensor_file
-from mx.storage.header import MAX_HEADER_BYTES, StoredFile
+from mx.storage.header import MAX_HEADER_BYTES, StoredFile, fail
 from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
 from mx.storage.hub_blobs import HubFiles, hub_files
 from mx.storage.osfile import open_regular, read_error
 from mx.storage.shards import (
-    check_index,
+    Oddity,
     check_paths,
     chosen_files,
+    file_oddities,
+    index_oddities,
     owners_of,
     shards_of,
     ties,
@@ -32,14 +36,17 @@ from mx.storage.shards import (
 )
 from mx.storage.side_files import SideFiles, read_side_file, take_side_files, walk
 
+log = logging.getLogger(__name__)
+
 
 @record(frozen=True)
 class Checkpoint:
     """A checkpoint whose headers, but not yet its tensors, were read and checked.
 
     `side_documents` are the side files' bytes by digest. `left_out` has, by name, the files that
-    are not transferred, with the reason. `companions` are further tensor files by path; the
-    packaging gets them once they are hashed (`mx.storage.load`).
+    are not transferred, with the reason. `oddities` are what is odd about it, and was logged.
+    `companions` are further tensor files by path; the packaging gets them once they are hashed
+    (`mx.storage.load`).
     """
 
     root: Path | str
@@ -48,6 +55,7 @@ class Checkpoint:
     packaging: Packaging
     side_documents: dict[bytes, bytes] = field(repr=False)
     left_out: dict[str, str] = field(repr=False)
+    oddities: tuple[Oddity, ...] = ()
     companions: tuple[tuple[str, StoredFile], ...] = ()
 
     def companion(self, path: str) -> Checkpoint:
@@ -91,7 +99,8 @@ class Checkpoint:
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every tensor, in file order."""
-        return tuple(tensor.spec for file in self.files for tensor in file.tensors)
+        found = {tensor.spec.name: tensor.spec for file in self.files for tensor in file.tensors}
+        return tuple(found.values())
 
 
 def open_checkpoint(
@@ -100,7 +109,8 @@ def open_checkpoint(
     """Find and check the safetensors files at `path`: one file, or a folder of them.
 
     A folder is read as transformers or diffusers read it: `model.safetensors`, else the shards of
-    an index, else all of its safetensors files. A single file has no side files.
+    an index, else all of its safetensors files. A single file has no side files. Where index and
+    files disagree, the files count, as they do there; what is odd is logged.
 
     Args:
         path: A safetensors file, or a folder.
@@ -185,18 +195,27 @@ def assembled(
         side: The side files.
 
     Raises:
-        CheckpointError, ConfigError: They contradict each other.
+        CheckpointError, ConfigError: They hold no tensors, or different ones of one name.
+        LocalError, StoreError: Reading fails, where several files hold one tensor.
     """
-    owners = owners_of(files)
-    if shard_of is not None:
-        check_index(f"{root}/{index_path}", files, shard_of)
+    if not any(file.tensors for file in files):
+        fail(files[0].location, "it holds no tensors", hint="nothing to serve: name the right file")
+    owners, copies = owners_of(files)
+    check_copies(copies)
+    oddities = file_oddities(files, copies) if len(files) > 1 else []
+    if shard_of is not None and index_path is not None:
+        oddities += index_oddities(index_path, files, shard_of)
+    for oddity in oddities:
+        log.warning("%s/%s: %s", root, oddity.path, oddity.what)
     packaged = tuple(
         PackagedFile(file.path, file.metadata, tuple(t.spec.name for t in file.tensors))
         for file in files
     )
     side_files, documents, left_out = side
     packaging = Packaging(packaged, side_files)
-    return Checkpoint(root, tuple(files), ties(files, owners), packaging, documents, left_out)
+    aliases = ties(files, owners)
+    found = root, tuple(files), aliases, packaging, documents, left_out
+    return Checkpoint(*found, oddities=tuple(oddities))
 
 
 def _find_shards(root: Path) -> tuple[list[str], str | None]:

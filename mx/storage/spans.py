@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from mx.buffers import address_of, copy_bytes
 from mx.core.grid import BLOCK_BYTES
@@ -88,7 +88,8 @@ class SpanPiece:
 class SpanReader:
     """One open file. `read` is thread-safe; `close` it when no read is running.
 
-    `index_of` maps names to indices of the layout's tensors. `arena` is used until `close`.
+    `index_of` maps the names of the tensors that no other file is read for to their indices in the
+    layout; those that this file holds are removed from it. `arena` is used until `close`.
 
     Raises:
         CheckpointError: The file is gone, or changed since its header was read.
@@ -97,7 +98,7 @@ class SpanReader:
     """
 
     def __init__(
-        self, file: StoredFile, layout: Layout, index_of: Mapping[str, int], arena: ArenaWriter
+        self, file: StoredFile, layout: Layout, index_of: dict[str, int], arena: ArenaWriter
     ) -> None:
         self._arena = arena
         #: None where tensors lie in several places.
@@ -105,7 +106,9 @@ class SpanReader:
         # (index in the layout, first byte in the file, bytes, place in the arena)
         self._tensors: list[tuple[int, int, int, int]] = []
         for tensor in file.tensors:
-            index = index_of[tensor.spec.name]
+            index = index_of.pop(tensor.spec.name, None)
+            if index is None:  # an earlier file holds it, too
+                continue
             there = layout.tensors[index]
             same = (there.dtype, there.shape) == (tensor.spec.dtype, tensor.spec.shape)
             if not same or there.stride:  # files are row-major
@@ -128,7 +131,11 @@ class SpanReader:
         if span_nbytes < BLOCK_BYTES:
             raise ValueError(f"{span_nbytes} bytes do not hold a block")
         start = at = self._begins[0] if self._begins else 0
-        for _, begin, nbytes, _ in self._tensors:  # one follows another without a gap
+        for _, begin, nbytes, _ in self._tensors:
+            if begin != at:  # what is between is read from another file
+                if start < at:
+                    yield start, at
+                start = at = begin
             end = begin + nbytes
             while at < end:
                 take = min(end - at, start + span_nbytes - at)

@@ -15,7 +15,7 @@ from blake3 import blake3
 from mx.core.packaging import SideContent, is_index
 from mx.core.types import Packaging, SideFile
 from mx.errors import DigestError, IntegrityError, OutputError
-from mx.storage.shards import weight_map
+from mx.storage.shards import shards_of, weight_map
 from mx.storage.staging import Staging
 from mx.units import MIB
 
@@ -117,6 +117,7 @@ class StagedWriter:
             self._staging.publish()
             self._ended = True
             self._published()
+            self._staging.discard()
 
     def abort(self) -> None:
         """Remove what was written, or leave what the subclass keeps for another run.
@@ -175,7 +176,7 @@ class StagedWriter:
 
     def _check_index(self, path: str, data: bytes) -> None:
         folder = path.rpartition("/")[0]
-        named = {f"{folder}/{name}".lstrip("/") for name in weight_map(data, path).values()}
+        named = {f"{folder}/{name}".lstrip("/") for name in shards_of(weight_map(data, path))}
         strange = named - self._tensor_files
         if strange:
             raise IntegrityError(f"the index {path} names {min(strange)}, which is not pulled")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import pwd
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +18,15 @@ from mx import forks, users
 from mx.core.types import Manifest
 from mx.errors import CapacityError, ConfigError, OutputError
 from mx.storage import folders
+from mx.storage.locks import Lock
 from mx.storage.osfile import write_error
 from mx.units import format_bytes
 
 _SUFFIX = ".mx-partial"
 _FILES = "files"
+_CLAIM = "lock"
+#: How files are called that were removed while they were open, and for how long.
+_HIDDEN, _HIDDEN_S = (".nfs", ".fuse_hidden"), 1.0
 JOURNAL = "journal"
 #: The extended attribute of a folder that says what was pulled there.
 _RECORD = "user.mx.pulled"
@@ -86,7 +90,7 @@ class Staging:
 
     Its folder `files` is what appears at `out`; its `journal` is for the caller.
 
-    The lock (flock, on the folder itself) dies with the process. The next run for the same `out`
+    The lock, on the folder itself, dies with the process. The next run for the same `out`
     can therefore tell what a killed run left, which it resumes from or clears, from the folder of
     a running one, which it leaves alone.
 
@@ -108,6 +112,7 @@ class Staging:
         self.files = self.folder / _FILES
         self._made: list[tuple[int, str]] = []  # (its parent's descriptor, name), innermost last
         self._fd = self._files = -1
+        self._held: Lock | None = None
         self._parent = where.fd
         try:
             with self.errors():
@@ -125,8 +130,11 @@ class Staging:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn system errors inside the block into errors about the output."""
+        """Turn system errors inside the block into errors about the output; that this process has
+        lost its lock is one."""
         try:
+            if self._held is not None:
+                self._held.check()
             yield
         except OSError as error:
             # Names are relative to a descriptor; those of files are below `files`.
@@ -156,7 +164,7 @@ class Staging:
     def clear(self) -> None:
         """Remove what an earlier run left and begin with empty `files`. Raises OSError."""
         self._close_files()
-        folders.empty(self._fd)
+        folders.empty(self._fd, but=_CLAIM)
         os.mkdir(_FILES, dir_fd=self._fd)
         self._files = folders.open_folder(_FILES, self._fd)
 
@@ -240,7 +248,7 @@ class Staging:
                 return
 
     def publish(self) -> None:
-        """Make `files` durable and rename them to `out`.
+        """Make `files` durable and rename them to `out`; `discard` the rest once it is closed.
 
         Raises:
             OSError: The file system refuses.
@@ -266,9 +274,8 @@ class Staging:
             raise write_error(error, self.out) from error
         if not folders.is_at(self._files, self.out.name, self._parent):
             self._moved(self.out)
-        os.fsync(self._parent)
+        folders.sync_entries(self._parent)
         self._forget_made()
-        self.discard()
 
     def release(self) -> None:
         """Unlock the folder and leave it for another run. Idempotent."""
@@ -277,25 +284,37 @@ class Staging:
 
     def leave(self) -> None:
         """Restore what was found, after the folder was made only to see if that is possible."""
-        if self._fd >= 0 and os.listdir(self._fd):
+        if self._fd >= 0 and set(os.listdir(self._fd)) - {_CLAIM}:
             self.release()
         else:
             self.discard()
 
     def discard(self) -> None:
         """Remove the folder, and the parents that were made for it. Idempotent."""
-        if self._fd >= 0:
-            folders.empty(self._fd, ignore_errors=True)
+        if self._fd >= 0 and self._is_held():
+            folders.empty(self._fd, but=_CLAIM, ignore_errors=True)
+            self._unlock()  # last: another run may use the folder from here on
             try:
                 if folders.is_at(self._fd, self._name, self._parent):
-                    os.rmdir(self._name, dir_fd=self._parent)
+                    self._remove()
             except OSError as error:
-                log.warning("%s could not be removed: %s", self.folder, error.strerror)
+                if error.errno != errno.ENOTEMPTY:
+                    log.warning("%s could not be removed: %s", self.folder, error.strerror)
         self._close()
         with contextlib.suppress(OSError):  # another process uses it meanwhile
             for parent, name in reversed(self._made):
                 os.rmdir(name, dir_fd=parent)
         self._forget_made()
+
+    def _remove(self) -> None:
+        """Remove the partial folder, once no removed file is kept in it: NFS and FUSE keep one,
+        under a hidden name, while it is open, and learn of its end a moment later."""
+        until_s = time.monotonic() + _HIDDEN_S
+        while time.monotonic() < until_s:
+            if not any(name.startswith(_HIDDEN) for name in os.listdir(self._fd)):
+                break
+            time.sleep(0.01)
+        os.rmdir(self._name, dir_fd=self._parent)
 
     def _moved(self, path: Path) -> NoReturn:
         raise OutputError(
@@ -312,8 +331,22 @@ class Staging:
         if fd >= 0:
             os.close(fd)
 
+    def _is_held(self) -> bool:
+        try:
+            assert self._held is not None
+            self._held.check()
+        except OSError:
+            return False
+        return True
+
+    def _unlock(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
     def _close(self) -> None:
         self._close_files()
+        self._unlock()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -346,7 +379,10 @@ class Staging:
             try:
                 if not folders.is_private(fd, self._parent):
                     self._not_ours(os.fstat(fd))
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._held = Lock(fd, _CLAIM, fd)
+            except FileNotFoundError:  # the folder was removed meanwhile
+                os.close(fd)
+                continue
             except BlockingIOError:
                 os.close(fd)
                 raise ConfigError(
@@ -360,6 +396,7 @@ class Staging:
             if folders.is_at(fd, self._name, self._parent):
                 self._fd = fd
                 return
+            self._unlock()
             os.close(fd)
         self._moved(self.folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -203,6 +204,9 @@ class CheckpointWriter(StagedWriter):
             plans.append((file.path, header, members, len(header) + sum(t.nbytes for t in members)))
         ref, folder = self._manifest.ref, self._staging.fd
         claimed = read(JOURNAL, ref, len(self._pieces), folder=folder) if keep else None
+        if claimed:  # of a tensor in two files only one copy would be read back and checked
+            seen = Counter(name for file in self._packaging.files for name in file.tensors)
+            claimed -= {tensors[name].layer for name, times in seen.items() if times > 1}
         if claimed and self._staging.left_over({path: nbytes for path, *_, nbytes in plans}):
             self.claimed, flags = frozenset(claimed), 0
         else:

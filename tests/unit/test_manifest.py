@@ -262,6 +262,12 @@ def refusal(ref: ManifestRef, documents: dict[bytes, bytes]) -> str:
 
 LAYOUT, PACKAGING = 1, 2
 
+
+def all_of(document: dict[str, Any]) -> list[int]:
+    """Return all tensors of the files in a packaging document."""
+    return [index for file in document["files"] for index in file[2]]
+
+
 HOSTILE: list[tuple[int, Callable[[dict[str, Any]], object]]] = [
     (LAYOUT, lambda d: d["kind"].__setitem__(0, -1)),
     (LAYOUT, lambda d: d["kind"].__setitem__(0, 10**30)),
@@ -349,6 +355,8 @@ HOSTILE: list[tuple[int, Callable[[dict[str, Any]], object]]] = [
     (PACKAGING, lambda d: d["files"][0][2].__setitem__(0, d["files"][0][2][1])),
     (PACKAGING, lambda d: d["files"][0][2].pop()),
     (PACKAGING, lambda d: d["files"].append(d["files"][0])),
+    (PACKAGING, lambda d: d["files"][0][2].append(d["files"][0][2][0])),
+    (PACKAGING, lambda d: d["files"].extend([f"{i}.safetensors", None, all_of(d)] for i in "ab")),
     (PACKAGING, lambda d: d["side_files"][0].__setitem__(0, "modeling.py")),
     (PACKAGING, lambda d: d["side_files"][0].__setitem__(0, "weights.bin")),
     (PACKAGING, lambda d: d["side_files"][0].__setitem__(0, "word2vec.model")),
@@ -374,6 +382,14 @@ def test_hostile_documents_are_refused(
 ) -> None:
     # Every other layout is also not the identity's: that is not what refuses these.
     assert "does not describe" not in refusal(*edited(manifest_of(), position, change))
+
+
+def test_a_file_may_hold_another_ones_tensors_too() -> None:
+    def copied(document: dict[str, Any]) -> None:
+        document["files"].append(["copy.safetensors", None, all_of(document)])
+
+    ref, documents = edited(manifest_of(), PACKAGING, copied)
+    assert len(decode(ref, documents).packaging.files[-1].tensors) == len(SPECS)
 
 
 def test_an_edit_without_changes_is_accepted() -> None:

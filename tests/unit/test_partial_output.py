@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from mx.core.types import Manifest, ManifestRef
+from mx.core.types import Manifest, ManifestRef, PackagedFile
 from mx.errors import CapacityError
 from mx.storage import journal
 from mx.storage.journal import Journal
@@ -102,6 +102,28 @@ def test_a_writer_goes_on_from_what_another_left(setting: Setting) -> None:
     assert writer.kept == 2
     assert writer.layers == LAYERS
     assert setting.finish(writer) == {0, 2}
+
+
+def test_a_tensor_in_two_files_is_written_again(setting: Setting) -> None:
+    """Of its two copies one would be read back over the other, and hide what is wrong with that."""
+    copy = PackagedFile("copy.safetensors", None, ("model.layers.1.mlp.w",))
+    packaging = setting.manifest.packaging
+    packaging = replace(packaging, files=(*packaging.files, copy))
+    setting.manifest = replace(setting.manifest, packaging=packaging)
+    setting.leave(0, 1)
+    with setting.weights.open("r+b") as file:
+        file.seek(-3 * NBYTES, os.SEEK_END)
+        file.write(b"wrong")
+    writer = setting.writer()
+    assert writer.claimed == {0}
+    writer.have_layer(0, True)
+    setting.write(writer, *range(LAYERS))
+    for side in packaging.side_files:
+        write_side_file(writer, side.path, setting.manifest.documents[side.digest])
+    writer.commit()
+    assert load_file(setting.out / copy.path)["model.layers.1.mlp.w"].eq(2).all()
+    source = setting.folder / "source0" / "model.safetensors"
+    assert (setting.out / source.name).read_bytes() == source.read_bytes()
 
 
 def test_what_is_left_grows(setting: Setting) -> None:

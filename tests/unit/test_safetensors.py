@@ -21,7 +21,7 @@ from mx.errors import CheckpointError, ConfigError
 from mx.storage.header import header_bytes, parse_header
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.side_files import resolved_folders
-from tests.support.checkpoints import crafted, entry, raw_file, tiny
+from tests.support.checkpoints import content, crafted, entry, loaded, raw_file, tiny
 
 deserialize: Any = safetensors.deserialize
 ONE = entry("U8", [2], 0)
@@ -246,14 +246,11 @@ def test_a_missing_shard(tmp_path: Path) -> None:
         {"lm_head__weight": "../model.safetensors"},
         {"lm_head__weight": "/model.safetensors"},
         {"lm_head__weight": "pytorch_model.bin"},
-        {"model__layers__0__input_layernorm__weight": None},
-        {"nobody": "SAME"},
     ],
 )
 def test_an_index_that_disagrees(changes: dict[str, str | None], tmp_path: Path) -> None:
     sharded(tmp_path)
-    shard = sorted(file.name for file in tmp_path.glob("*.safetensors"))[0]
-    edit_index(tmp_path, **{k: shard if v == "SAME" else v for k, v in changes.items()})
+    edit_index(tmp_path, **changes)
     with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path)
 
@@ -266,9 +263,19 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
 
 
 def test_one_tensor_in_two_files(tmp_path: Path) -> None:
-    for name in ("one.safetensors", "two.safetensors"):
-        put(tmp_path, crafted([("a", "U8", [1], b"x")]), name)
-    with pytest.raises(ConfigError, match="one.safetensors and in two.safetensors"):
+    """Copies of several spans and of no bytes, in other places and between other tensors."""
+    big, small = bytes(range(256)) * 20_000, ("b", "U8", [3], b"abc")
+    tensors = [("a", "U8", [len(big)], big), small, ("none", "U8", [0], b"")]
+    put(tmp_path, crafted(tensors), "one.safetensors")
+    others = [("c", "U8", [5], b"12345"), tensors[0], ("d", "U8", [2], b"zz"), *tensors[1:]]
+    put(tmp_path, crafted(others, pad=3), "two.safetensors")
+    checkpoint, layout, arena, _ = loaded(tmp_path)
+    assert content(arena, layout) == {name: data for name, _, _, data in others}
+    (odd,) = checkpoint.oddities
+    assert odd.path == "two.safetensors"
+    assert odd.what.endswith("with the same bytes: 'a' and 2 more")
+    put(tmp_path, crafted([("b", "U8", [3], b"abd")]), "two.safetensors")
+    with pytest.raises(ConfigError, match="one.safetensors and in two.safetensors with other byte"):
         open_checkpoint(tmp_path)
 
 

@@ -22,10 +22,20 @@ def test_an_alias_of_a_packed_dtype_is_a_slice_of_its_bytes() -> None:
     layout = plan_layout(specs, [alias])
     arena = memoryview(bytearray(range(256)) + bytearray(layout.arena_nbytes - 256))
     tensors = state_dict(arena, layout)
-    assert tensors["packed"].tolist() == list(range(32))
-    assert tensors["tied"].dtype == torch.uint8
-    assert tensors["tied"].tolist() == list(range(5, 13))
+    assert tensors["packed"].shape == (4, 8)  # pairs
+    assert tensors["packed"].view(torch.uint8).flatten().tolist() == list(range(32))
+    assert (tensors["tied"].dtype, tensors["tied"].shape) == (torch.float4_e2m1fn_x2, (2, 4))
+    assert tensors["tied"].view(torch.uint8).flatten().tolist() == list(range(5, 13))
     assert tensors["tied"].untyped_storage().data_ptr() == tensors["packed"].data_ptr()
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F6_E2M3", (4, 4)), ("F4", (2, 3))])
+def test_what_torch_has_no_form_for_comes_as_bytes(dtype: str, shape: tuple[int, ...]) -> None:
+    layout = plan_layout([TensorSpec("packed", dtype, shape)])
+    arena = memoryview(bytearray(range(256)) + bytearray(layout.arena_nbytes - 256))
+    found = state_dict(arena, layout)["packed"]
+    assert found.dtype == torch.uint8
+    assert found.tolist() == list(range(layout.tensors[0].nbytes))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from mx.engines.replica.tensors import (
 )
 from mx.errors import ConfigError, IntegrityError, MxError, NotAllowedError
 from mx.log import event
-from mx.memory.tensors import TORCH_DTYPES
+from mx.memory.tensors import torch_form
 from mx.storage.folder_hash import remember_in_background
 from mx.storage.own_weights import OwnWeights, Sample, stamps_in
 from mx.text import listed
@@ -114,10 +114,7 @@ class Sampler:
 
 
 def _same_kind(sample: Sample, tensor: torch.Tensor) -> bool:
-    dtype = TORCH_DTYPES.get(sample.dtype)
-    if dtype is None:  # of less than 8 bits: it comes as bytes
-        return tensor.dtype == torch.uint8
-    return tuple(tensor.shape) == sample.shape and dtype == tensor.dtype
+    return (tensor.dtype, tuple(tensor.shape)) == torch_form(sample.dtype, sample.shape)
 
 
 def _bytes_at(tensor: torch.Tensor, sample: Sample) -> bytes:

@@ -9,7 +9,7 @@ import torch
 from mx.core.types import Manifest
 from mx.cuda import driver
 from mx.errors import ConfigError
-from mx.memory.tensors import TORCH_DTYPES
+from mx.memory.tensors import torch_form
 from mx.records import record
 from mx.text import listed
 from mx.transport import Unavailable
@@ -118,20 +118,20 @@ def check(manifest: Manifest, slots: Mapping[str, ParameterSlot]) -> None:
         ConfigError: Names, shapes or dtypes differ. All differences are in the message.
     """
     layout = manifest.layout
-    coming = {t.name: (tuple(t.shape), t.dtype) for t in layout.tensors}
-    coming |= {a.name: (tuple(a.shape), a.dtype) for a in layout.aliases}
+    coming = {t.name: (t.dtype, tuple(t.shape)) for t in layout.tensors}
+    coming |= {a.name: (a.dtype, tuple(a.shape)) for a in layout.aliases}
     wrong = []
     if missing := sorted(slots.keys() - coming.keys()):
         wrong.append(f"not there: {listed(missing)}")
     if extra := sorted(coming.keys() - slots.keys()):
         wrong.append(f"not in this model: {listed(extra)}")
     for name in sorted(slots.keys() & coming.keys()):
-        tensor, (shape, dtype) = slots[name].get(), coming[name]
+        tensor, (torch_dtype, shape) = slots[name].get(), torch_form(*coming[name])
         if tensor is None or tuple(tensor.shape) != shape:
             here = "none" if tensor is None else list(tensor.shape)
             wrong.append(f"{name}: {list(shape)} there, {here} here")
-        elif TORCH_DTYPES.get(dtype) not in (None, tensor.dtype):
-            wrong.append(f"{name}: {dtype} there, {tensor.dtype} here")
+        elif torch_dtype != tensor.dtype:
+            wrong.append(f"{name}: {coming[name][0]} there, {tensor.dtype} here")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ConfigError(f"the weights do not fit this model: {'; '.join(wrong[:8])}{more}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mx import config
 from mx.api.offering import pull_offered
 from mx.core.variant import ProcessingKey
-from mx.engines.transformers.lookup import ServedModel
+from mx.engines.transformers.lookup import ADAPTER, ServedModel
 from mx.errors import ConfigError
 from mx.wire.cache import HeldAt
 
@@ -61,7 +61,11 @@ def key_of(
     """
     given = {name for name, value in kwargs.items() if value is not None}
     dtype = kwargs.get("dtype") if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
-    if args or given - _NEUTRAL or isinstance(dtype, dict) or kwargs.get("adapter_kwargs"):
+    if args or given - _NEUTRAL or isinstance(dtype, dict):
+        return None
+    # Where PEFT is installed an `Auto` class always says how an adapter would be found.
+    adapts = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if adapts or (found.folder / ADAPTER).exists():
         return None
     given_config = kwargs.get("config")
     if given_config is not None and not hasattr(given_config, "to_dict"):

@@ -38,6 +38,11 @@ WEIGHTS = "model.safetensors"
 PIPELINE_WEIGHTS = "diffusion_pytorch_model.safetensors"
 #: The file that a diffusers pipeline has.
 PIPELINE = "model_index.json"
+#: The file that an adapter of PEFT has, and its weights.
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: One of these is in the folder of each model that can be loaded.
+_DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 
 
 @record(frozen=True)
@@ -217,7 +222,7 @@ class Lookup:
             return _KeptMeaning(0.0, None, str(error))
         except OSError as error:  # a full disk, or paths that can't be there together
             return _KeptMeaning(0.0, None, f"its files can't be written: {error.strerror}")
-        if not any((served.folder / name).exists() for name in ("config.json", PIPELINE)):
+        if not any((served.folder / name).exists() for name in _DESCRIBED):
             return _KeptMeaning(0.0, None, "its sources have no config.json", asked=True)
         return _KeptMeaning(0.0, served, "")
 
@@ -267,7 +272,8 @@ class Lookup:
             if PIPELINE in files:
                 self._add_components(key, files, folder)
             else:
-                (folder / WEIGHTS).touch()
+                adapts = ADAPTER in files and "config.json" not in files
+                (folder / (ADAPTER_WEIGHTS if adapts else WEIGHTS)).touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

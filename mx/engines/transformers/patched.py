@@ -18,7 +18,7 @@ from typing import Any
 
 from mx import config
 from mx.api.common import transports
-from mx.engines.transformers import pipelines, sentences
+from mx.engines.transformers import adapters, pipelines, sentences
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import LeftToDiskError, ModelLoad, begin, has_peers_files
 from mx.engines.transformers.lookup import Lookup, ServedModel, say_why_not
@@ -279,6 +279,7 @@ def _install(made: Patched) -> None:
     pipelines.when_imported(made, "transformers.pipelines", functools.partial(_pipeline, made))
     pipelines.install(made)
     sentences.install(made)
+    adapters.install(made)
 
 
 # -- files -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from mx.engines.transformers.described import ModelDescription
 from mx.engines.transformers.pending import Pending, Value, Values
 from mx.engines.transformers.tested import warn_if_untested
 from mx.errors import ConfigError
-from mx.memory.tensors import TORCH_DTYPES
+from mx.memory.tensors import torch_form
 from mx.text import listed, plain
 
 log = logging.getLogger(__name__)
@@ -280,13 +280,17 @@ def _pending(manifest: Manifest, values: Values) -> dict[str, Pending]:
     ]:
         meta = forms.get((dtype, shape, stride))
         if meta is None:
-            if DTYPE_BITS[dtype] < 8:
+            torch_dtype, torch_shape = torch_form(dtype, shape)
+            if DTYPE_BITS[dtype] < 8 and torch_dtype is torch.uint8:
                 raise ConfigError(
                     f"{name} is {dtype}, which torch has no dtype for",
                     hint="serve weights that are not quantised",
                 )
             meta = torch.empty_strided(
-                shape, stride or contiguous_strides(shape), dtype=TORCH_DTYPES[dtype], device="meta"
+                torch_shape,
+                stride or contiguous_strides(torch_shape),
+                dtype=torch_dtype,
+                device="meta",
             )
             forms[dtype, shape, stride] = meta
         found[name] = Pending.of(values, Value(meta, frozenset([name]), name), meta)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mx.api.target import Pull
 from mx.core.types import DTYPE_BITS
 from mx.errors import MxError
+from mx.memory.tensors import torch_form
 from mx.transport import DeviceView, View
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ class Weights:
     @property
     def packed(self) -> bool:
         """True if tensors have dtypes that torch has not, and so come as bytes."""
-        return any(DTYPE_BITS[dtype] < 8 for dtype, _ in self.kinds.values())
+        return any(
+            DTYPE_BITS[dtype] < 8 and torch_form(dtype, shape)[0] is torch.uint8
+            for dtype, shape in self.kinds.values()
+        )
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, once its layer has arrived.
