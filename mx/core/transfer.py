@@ -317,6 +317,11 @@ class TransferMachine:
         self._rights.read_freely()
         return self._assign(now_s)
 
+    def exempt(self, sources: frozenset[str], now_s: float) -> list[Command]:
+        """Read every chunk from these sources, also in coordinated reading, and from no others."""
+        self._rights.exempt = sources
+        return self._assign(now_s)
+
     def allow(self, source: str, chunk: int, now_s: float) -> list[Command] | None:
         """Let the chunk be read from this source: now, or when the connections that read it have
         failed. Returns None if it is verified already, or reading is not coordinated."""
@@ -327,6 +332,8 @@ class TransferMachine:
 
     def withdraw(self, source: str, chunk: int) -> list[int]:
         """Read the chunk no longer from this source. Returns the connections that read it now."""
+        if source in self._rights.exempt:
+            return []
         self._rights.withdraw(source, chunk)
         return [
             number

@@ -39,6 +39,11 @@ ORDINARY_S = 1.0
 SOURCES_PER_S = 50.0
 #: ... and no longer than this: a coordinator says how many there are.
 LONGEST_ORDINARY_S = 60.0
+#: Sources on links of this pull's own are enough if they will be done within this time,
+SOON_S = 10.0
+#: or if its share of the network should be no more than so many times as fast: few networks are as
+#: fast as their interfaces say.
+NOMINAL = 4.0
 
 
 def ordinary_pause_s(source_count: int) -> float:
@@ -98,6 +103,9 @@ class ConnectionPool:
         self._live: dict[int, tuple[PathEntry, Connection]] = {}
         self._useless: list[Connection] = []  # open, but the transfer can't read through them
         self._joined: dict[str, object] = {}  # neighbours, and their streams
+        self._shared_links: set[str] = set()  # over which other pulls read, too
+        self._exempt: frozenset[str] = frozenset()  # sources that all is read from
+        self._weigh_at_s = math.inf
         self._left: dict[str, str] = {}  # endpoint -> why
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
@@ -127,6 +135,8 @@ class ConnectionPool:
             for number in sorted(edition.lost):
                 await self._lose(number, edition.lost.pop(number))
             self._check_leases()
+            if self._sharing.begun:
+                self._weigh(now_s)
             self._follow_swarm()
             self._open()
             if not self._opening:
@@ -147,6 +157,7 @@ class ConnectionPool:
         """Return when there is next something to do, if nothing happens before."""
         named = (
             self._transfer.due_s,
+            self._weigh_at_s,
             self._connections.due_s,
             self._sharing.waits_until_s,
             self._until_s,
@@ -337,6 +348,30 @@ class ConnectionPool:
 
     # -- the swarm ------------------------------------------------------------------------------
 
+    def _weigh(self, now_s: float) -> None:
+        """Exempt sources on links that no other pull reads over from coordination, and read over
+        others only if those are slow."""
+        live = [(entry.path.source, connection) for entry, connection in self._live.values()]
+        self._shared_links |= {c.link for _, c in live if c.link and c.lease.coordinated}
+        own = [
+            (source.key, connection.bytes_per_s)
+            for source, connection in live
+            if source.whole and self._sharing.is_own(connection.link, self._shared_links)
+        ]
+        exempt = frozenset(key for key, _ in own)
+        if exempt != self._exempt:
+            self._exempt = exempt
+            self._transfer.exempt(exempt)
+        rate = sum(bytes_per_s for _, bytes_per_s in own)
+        share = self._connections.network_bytes_per_s / (1 + self._sharing.rivals)
+        enough = not own or share <= rate * NOMINAL
+        if not enough:
+            whole_nbytes = self._transfer.manifest.layout.payload_nbytes
+            enough = whole_nbytes - self._transfer.landed_nbytes() <= rate * SOON_S
+        self._connections.supplied = enough
+        self._sharing.supplied(bool(own) and enough)
+        self._weigh_at_s = now_s + ORDINARY_S if own and share else math.inf
+
     def _follow_swarm(self) -> None:
         """Follow the swarm: coordinated or free reading, and which peers to read from."""
         if self._sharing.coordinated and not self._connections.coordinated:
@@ -347,7 +382,8 @@ class ConnectionPool:
         peers = self._sharing.reading_from
         for key in [each for each in self._joined if each not in peers]:
             del self._joined[key]
-            self._leave(key)
+            if key not in self._exempt:
+                self._leave(key)
         for key, (stream, record) in peers.items():
             if self._joined.get(key) != stream:
                 self._joined[key] = stream
