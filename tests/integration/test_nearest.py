@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from mx.errors import EXIT_OK
-from tests.integration.lan import TARGETS, Lan, Pull, check
-from tests.integration.lan import lan as lan
-from tests.integration.lan import pull as pull
+from tests.integration.lan import TARGETS, Lan, Pull, check, lan, pull
 from tests.support.commands import HostCommand
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -46,6 +46,8 @@ PLAN = Plan((TCP0, TCP1), (Spare(UCX0, ""), Spare(OTHER, "")), ())
 class FakeSwarm:
     """Of a pull that nothing joins unless a test says so."""
 
+    begun = False
+
     def __init__(self) -> None:
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
