@@ -37,6 +37,7 @@ from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.local_ranks import Expected, Shares
 from mx.core.missing import Missing
 from mx.core.pace import Pace
+from mx.core.reasons import Why
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
 from mx.core.suspects import Suspects
@@ -293,7 +294,7 @@ class TransferMachine:
                 and all(self._may_read(other, part.chunk) for part in load.in_flight)
             ]
             if striping.is_late(load, others, self._missing.nbytes, now_s, landed_nbytes):
-                reason = PathSlowError("it has become far slower than the other paths")
+                reason = PathSlowError(Why.SLOWER())
                 commands += self._drop([number], reason, now_s)
         return commands
 

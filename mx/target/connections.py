@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mx.core.connections import Connections, PathEntry, PeerLeftError
 from mx.core.planner import Plan
+from mx.core.reasons import Reason, Why, reason_of
 from mx.core.types import SourceRecord, cover
 from mx.errors import (
     ChunkElsewhereError,
@@ -106,7 +107,7 @@ class ConnectionPool:
         self._shared_links: set[str] = set()  # over which other pulls read, too
         self._exempt: frozenset[str] = frozenset()  # sources that all is read from
         self._weigh_at_s = math.inf
-        self._left: dict[str, str] = {}  # endpoint -> why
+        self._left: dict[str, Reason] = {}  # endpoint -> why
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
         self._hopeless = self._closed = False
@@ -312,7 +313,7 @@ class ConnectionPool:
         known = error if isinstance(error, MxError) else None
         self._connections.failed(entry, known, time.monotonic())
         if known is not None:
-            self._left[entry.path.source.endpoint] = known.message
+            self._left[entry.path.source.endpoint] = reason_of(known)
         if known is not None and not isinstance(known, ConfigError):
             complaint = (entry.key, entry.path.label, known.message)
             if complaint not in self._complaints:  # it may be tried again and again
@@ -329,7 +330,7 @@ class ConnectionPool:
         if entry is None or connection is None:
             return
         if not isinstance(error, PeerLeftError | ChunkElsewhereError):
-            self._left[connection.peer] = error.message
+            self._left[connection.peer] = reason_of(error)
         lease_runs = connection.lease.check() is None
         self._connections.lost(entry, error, time.monotonic(), lease_runs=lease_runs)
         ended = isinstance(error, PeerLostError | PeerRefusedError)
@@ -396,7 +397,7 @@ class ConnectionPool:
                 self._opening[entry].cancel()
         for number, (entry, connection) in list(self._live.items()):
             if entry in entries:
-                left = PeerLeftError(f"{connection.peer} has left", peer=connection.peer)
+                left = PeerLeftError(Why.LEFT(connection.peer), peer=connection.peer)
                 self._transfer.connection_lost(number, left)
 
     def _report_lost(self, key: str) -> None:
