@@ -28,8 +28,18 @@ import grpc.aio
 
 from mx import forks
 from mx.calls import LoopCall, Waiter
-from mx.errors import ConfigError, ForkError, MxError
-from mx.tasks import beside, dismiss, in_thread, set_by, uncut, unexpected, workers
+from mx.errors import ForkError, MxError
+from mx.tasks import (
+    beside,
+    calling_back,
+    dismiss,
+    in_thread,
+    require_other_thread,
+    set_by,
+    uncut,
+    unexpected,
+    workers,
+)
 
 #: What others import from here, too.
 __all__ = ["beside", "in_thread", "set_by", "uncut", "unexpected"]
@@ -120,7 +130,8 @@ class LoopThread:
             self._ready.release()
         self.loop.call_later(LINGER_S, self._look)
         try:
-            self.loop.run_forever()
+            with calling_back():
+                self.loop.run_forever()
         finally:
             pending = asyncio.all_tasks(self.loop)
             for task in pending:
@@ -155,18 +166,6 @@ class LoopThread:
         """True on the loop's own thread."""
         return threading.current_thread() is self._thread
 
-    def require_other_thread(self) -> None:
-        """Refuse a blocking call on the loop's own thread, which would wait for itself.
-
-        Raises:
-            ConfigError: This is the loop's thread.
-        """
-        if self.is_current:
-            raise ConfigError(
-                "a blocking call of mx was made in a callback of mx",
-                hint="make it on a thread of your own",
-            )
-
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the loop, from any other thread.
 
@@ -197,11 +196,11 @@ class LoopThread:
             timeout_s: How long to wait before it is cancelled, with TimeoutError; None: forever.
 
         Raises:
-            ConfigError: This is the loop's own thread, which would wait for itself.
+            ConfigError: This is a thread of mx's, which would wait for itself.
             ForkError: This process is a forked child.
         """
         try:
-            self.require_other_thread()
+            require_other_thread()
             if self.inherited:
                 raise fork_error()
         except MxError:
@@ -294,10 +293,10 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         work: Returns the coroutine.
 
     Raises:
-        ConfigError: This is the loop's own thread, which would wait for itself.
+        ConfigError: This is a thread of mx's, which would wait for itself.
         ForkError: This process was forked from one in which mx was running.
     """
-    _require_other_thread()
+    require_other_thread()
     return _wait_for(work, None, None, closes=False)
 
 
@@ -311,7 +310,7 @@ def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
         make: Makes the object, given the loop, which is acquired for it.
 
     Raises:
-        ConfigError: This is the loop's own thread, which would wait for itself.
+        ConfigError: This is a thread of mx's, which would wait for itself.
         ForkError: This process was forked from one in which mx was running.
     """
 
@@ -323,7 +322,7 @@ def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
             release(loop_thread)
             raise
 
-    _require_other_thread()
+    require_other_thread()
     return _wait_for(work, None, None, closes=True)
 
 
@@ -348,11 +347,6 @@ def submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         loop_thread = _the_loop()
         loop_thread.touch()  # it does not stop before the work has begun
         return loop_thread.submit(using())
-
-
-def _require_other_thread() -> None:
-    if (current := _current) is not None:
-        current.require_other_thread()
 
 
 def acquire() -> LoopThread:

@@ -10,12 +10,12 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from mx.errors import ClosedError, LocalError, MxError
+from mx.errors import ClosedError, ConfigError, LocalError, MxError
 
 T = TypeVar("T")
 
@@ -35,6 +35,34 @@ _idle_s = IDLE_S
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
+#: Has `on` while the thread, one of mx's, may run callbacks of the user's.
+_callback = threading.local()
+
+
+@contextlib.contextmanager
+def calling_back() -> Iterator[None]:
+    """Mark this thread as one of mx's that calls users' code, which must not wait for mx."""
+    within = getattr(_callback, "on", False)
+    _callback.on = True
+    try:
+        yield
+    finally:
+        _callback.on = within
+
+
+def require_other_thread() -> None:
+    """Refuse a blocking call in a callback on a thread of mx's, which would wait for itself.
+
+    Raises:
+        ConfigError: This is such a thread.
+    """
+    if getattr(_callback, "on", False):
+        raise ConfigError(
+            "a blocking call of mx was made in a callback of mx",
+            hint="make it on a thread of your own",
+        )
+
+
 class Latch:
     """Something that happens once, for which a thread waits. Unlike `threading.Event` it is not
     broken by an exception from a signal while it waits."""
@@ -52,7 +80,7 @@ class Latch:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is set, for `timeout_s` at most; return whether it is. One thread waits."""
-        timeout_s = -1 if timeout_s is None else max(0.0, timeout_s)
+        timeout_s = -1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
         if not self.is_set and self._lock.acquire(timeout=timeout_s):
             self._lock.release()
         return self.is_set

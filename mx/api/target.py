@@ -512,6 +512,9 @@ class Pull(DescribedPull, Closable):
         """Stop the pull if it still runs, and drop this object's reference to the memory.
 
         Idempotent; a close that was interrupted goes on when it is called again.
+
+        Raises:
+            ConfigError: A callback of `on_layer` or `on_end` called it on a thread of mx's.
         """
         super().close()
 

@@ -5,23 +5,36 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints import write_checkpoint
 from mx import api
 from mx.core.reasons import Reason, Why
 from mx.discovery import here
 from mx.errors import EXIT_OK, PeerBusyError
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
-from tests.integration.test_bounds import observer, weights
 from tests.support.commands import Run, environment, serve
 from tests.support.outcomes import until
 
-__all__ = ["observer", "weights"]  # fixtures
-
 pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """25 MB, long enough at 6 MB/s for a source to end meanwhile."""
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    write_checkpoint(path, {f"model.layers.{n}.w": (1024, 1024) for n in range(12)})
+    return path
+
+
+@pytest.fixture
+def observer(coordinator: str) -> Iterator[api.Observer]:
+    with api.Observer(coordinator=coordinator) as made:
+        yield made
 
 
 def test_a_full_source_and_one_that_takes_an_idle_place_back_say_which(
