@@ -232,7 +232,8 @@ class Pull(DescribedPull, Closable):
         Args:
             callback: Must be short and must not close the pull: until it returns no later layer
                 is reported to anyone, and the pull's time goes on. An error that it raises on
-                mx's thread ends the pull.
+                mx's thread ends the pull; one that it raises on this thread is passed on, and it is
+                called no more.
         """
         self._state.on_layer(callback)
 
