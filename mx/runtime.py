@@ -130,7 +130,7 @@ class LoopThread:
             self._ready.release()
         self.loop.call_later(LINGER_S, self._look)
         try:
-            with calling_back():
+            with calling_back(loop=True):
                 self.loop.run_forever()
         finally:
             pending = asyncio.all_tasks(self.loop)
@@ -196,11 +196,11 @@ class LoopThread:
             timeout_s: How long to wait before it is cancelled, with TimeoutError; None: forever.
 
         Raises:
-            ConfigError: This is a thread of mx's, which would wait for itself.
+            ConfigError: This is the loop's own thread, which would wait for itself.
             ForkError: This process is a forked child.
         """
         try:
-            require_other_thread()
+            require_other_thread(off_loop=True)
             if self.inherited:
                 raise fork_error()
         except MxError:
@@ -293,10 +293,10 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         work: Returns the coroutine.
 
     Raises:
-        ConfigError: This is a thread of mx's, which would wait for itself.
+        ConfigError: This is the loop's own thread, which would wait for itself.
         ForkError: This process was forked from one in which mx was running.
     """
-    require_other_thread()
+    require_other_thread(off_loop=True)
     return _wait_for(work, None, None, closes=False)
 
 
@@ -310,7 +310,7 @@ def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
         make: Makes the object, given the loop, which is acquired for it.
 
     Raises:
-        ConfigError: This is a thread of mx's, which would wait for itself.
+        ConfigError: This is the loop's own thread, which would wait for itself.
         ForkError: This process was forked from one in which mx was running.
     """
 
@@ -322,7 +322,7 @@ def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
             release(loop_thread)
             raise
 
-    require_other_thread()
+    require_other_thread(off_loop=True)
     return _wait_for(work, None, None, closes=True)
 
 

@@ -35,28 +35,32 @@ _idle_s = IDLE_S
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-#: Has `on` while the thread, one of mx's, may run callbacks of the user's.
-_callback = threading.local()
+#: Of a thread of mx's that may run code of the user's: `calls`, and `loop` for the loop's own.
+_of_thread = threading.local()
 
 
 @contextlib.contextmanager
-def calling_back() -> Iterator[None]:
-    """Mark this thread as one of mx's that calls users' code, which must not wait for mx."""
-    within = getattr(_callback, "on", False)
-    _callback.on = True
+def calling_back(*, loop: bool = False) -> Iterator[None]:
+    """Mark this thread as one of mx's that calls users' code. `loop`: it is the loop's."""
+    before = {**vars(_of_thread)}
+    _of_thread.calls, _of_thread.loop = True, loop or before.get("loop", False)
     try:
         yield
     finally:
-        _callback.on = within
+        vars(_of_thread).clear()
+        vars(_of_thread).update(before)
 
 
-def require_other_thread() -> None:
-    """Refuse a blocking call in a callback on a thread of mx's, which would wait for itself.
+def require_other_thread(*, off_loop: bool = False) -> None:
+    """Refuse a call in a callback on a thread of mx's which would wait for that thread.
+
+    Args:
+        off_loop: It waits for nothing but the loop: other threads of mx's may make it.
 
     Raises:
         ConfigError: This is such a thread.
     """
-    if getattr(_callback, "on", False):
+    if getattr(_of_thread, "loop" if off_loop else "calls", False):
         raise ConfigError(
             "a blocking call of mx was made in a callback of mx",
             hint="make it on a thread of your own",

@@ -438,7 +438,7 @@ class Changing(contextlib.AbstractContextManager[None]):
         """Return once no reader trusts what it reads. Raises as `Source.changing`."""
         if self._change is not None:
             raise ConfigError("a change is made once", hint="call `changing` again")
-        require_other_thread()
+        require_other_thread(off_loop=True)
         lending = self._find()
         change = MemoryChange(self._names, self._grace_s)
         change.driver = weakref.ref(self, _dropping(self._loop, change))
@@ -487,7 +487,7 @@ class Changing(contextlib.AbstractContextManager[None]):
             raise ClosedError("the source was closed") from None
 
     def _wait(self, latch: Latch) -> None:
-        require_other_thread()
+        require_other_thread(off_loop=True)
         while not latch.wait(_LOOK_S):
             if self._loop.loop.is_closed():
                 raise ClosedError("the source was closed")

@@ -161,7 +161,7 @@ class EventLog:
 
     def _report_next(self, ready: EditionReadiness) -> list[_Subscriber] | None:
         """Store the next layer, wake those who wait for it, and return the subscribers to call
-        before the one after it is reported to anybody; None if there is none."""
+        before the one after it is reported; None if there is none."""
         with self._lock:
             if not ready.pending:
                 ready.reporting = False

@@ -12,6 +12,8 @@ from mx.errors import EXIT_OK
 from tests.integration.lan import TARGETS, Lan, Pull, check, lan, pull
 from tests.support.commands import HostCommand
 
+__all__ = ["lan", "pull"]  # fixtures
+
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 #: So slow that pulls find each other long before their end, and faster than a share of the link.

@@ -63,7 +63,7 @@ def test_a_full_source_and_one_that_takes_an_idle_place_back_say_which(
             said.append(error.message)
         finally:
             await asyncio.gather(idle.close(), next_one.close())
-            await asyncio.gather(*(channel.close() for channel in channels))
+            await asyncio.gather(*(channel.close(None) for channel in channels))
         return said
 
     *refused, ended = asyncio.run(reasons())
