@@ -159,6 +159,10 @@ class Hosts:
             found[name] = link
         return found
 
+    def dead_end(self, host: str, address: str) -> Link:
+        """A cable to a host of its own without an address: nothing answers in that subnet."""
+        return self._cable(host, f"{host}end", (address, ""), 24)
+
     def _cable(self, a: str, b: str, addresses: tuple[str, str], length: int) -> Link:
         for host in (a, b):
             if host not in self._names:

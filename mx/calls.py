@@ -58,7 +58,7 @@ class LoopCall(Generic[T]):
         if timeout_s is None:
             with self._over:
                 return True
-        if self._over.acquire(timeout=max(0.0, timeout_s)):
+        if self._over.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
             self._over.release()
             return True
         return False

@@ -241,7 +241,8 @@ class PeerUntrustedError(PeerRefusedError):
 
 
 class PeerBusyError(SourceError):
-    """The source has as many readers as it admits. Retry after `retry_after_s`."""
+    """The source has no place for this reader, or has taken its place back since it read nothing
+    for long. Retry after `retry_after_s`."""
 
     def __init__(
         self, message: str, *, peer: str = "", hint: str = "", retry_after_s: float = 0.5

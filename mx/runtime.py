@@ -29,13 +29,15 @@ import grpc.aio
 
 from mx import forks
 from mx.calls import LoopCall, Waiter
-from mx.errors import ConfigError, ForkError, MxError
+from mx.errors import ForkError, MxError
 from mx.tasks import (
     THREADS_BYTES,
     beside,
+    calling_back,
     dismiss,
     in_thread,
     no_thread_room,
+    require_other_thread,
     set_by,
     uncut,
     unexpected,
@@ -135,7 +137,8 @@ class LoopThread:
             self._ready.release()
         self.loop.call_later(LINGER_S, self._look)
         try:
-            self.loop.run_forever()
+            with calling_back(loop=True):
+                self.loop.run_forever()
         finally:
             pending = asyncio.all_tasks(self.loop)
             for task in pending:
@@ -169,18 +172,6 @@ class LoopThread:
     def is_current(self) -> bool:
         """True on the loop's own thread."""
         return threading.current_thread() is self._thread
-
-    def require_other_thread(self) -> None:
-        """Refuse a blocking call on the loop's own thread, which would wait for itself.
-
-        Raises:
-            ConfigError: This is the loop's thread.
-        """
-        if self.is_current:
-            raise ConfigError(
-                "a blocking call of mx was made in a callback of mx",
-                hint="make it on a thread of your own",
-            )
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the loop, from any other thread.
@@ -216,7 +207,7 @@ class LoopThread:
             ForkError: This process is a forked child.
         """
         try:
-            self.require_other_thread()
+            require_other_thread(off_loop=True)
             if self.inherited:
                 raise fork_error()
         except MxError:
@@ -320,7 +311,7 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         ConfigError: This is the loop's own thread, which would wait for itself.
         ForkError: This process was forked from one in which mx was running.
     """
-    _require_other_thread()
+    require_other_thread(off_loop=True)
     return _wait_for(work, None, None, closes=False)
 
 
@@ -346,7 +337,7 @@ def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
             release(loop_thread)
             raise
 
-    _require_other_thread()
+    require_other_thread(off_loop=True)
     return _wait_for(work, None, None, closes=True)
 
 
@@ -371,11 +362,6 @@ def submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         loop_thread = _the_loop()
         loop_thread.touch()  # it does not stop before the work has begun
         return loop_thread.submit(using())
-
-
-def _require_other_thread() -> None:
-    if (current := _current) is not None:
-        current.require_other_thread()
 
 
 def acquire() -> LoopThread:

@@ -11,12 +11,12 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from mx.errors import CapacityError, ClosedError, LocalError, MxError
+from mx.errors import CapacityError, ClosedError, ConfigError, LocalError, MxError
 from mx.units import MIB
 
 T = TypeVar("T")
@@ -40,6 +40,38 @@ _idle_s = IDLE_S
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
+#: Of a thread of mx's that may run code of the user's: `calls`, and `loop` for the loop's own.
+_of_thread = threading.local()
+
+
+@contextlib.contextmanager
+def calling_back(*, loop: bool = False) -> Iterator[None]:
+    """Mark this thread as one of mx's that calls users' code. `loop`: it is the loop's."""
+    before = {**vars(_of_thread)}
+    _of_thread.calls, _of_thread.loop = True, loop or before.get("loop", False)
+    try:
+        yield
+    finally:
+        vars(_of_thread).clear()
+        vars(_of_thread).update(before)
+
+
+def require_other_thread(*, off_loop: bool = False) -> None:
+    """Refuse a call in a callback on a thread of mx's which would wait for that thread.
+
+    Args:
+        off_loop: It waits for nothing but the loop: other threads of mx's may make it.
+
+    Raises:
+        ConfigError: This is such a thread.
+    """
+    if getattr(_of_thread, "loop" if off_loop else "calls", False):
+        raise ConfigError(
+            "a blocking call of mx was made in a callback of mx",
+            hint="make it on a thread of your own",
+        )
+
+
 class Latch:
     """Something that happens once, for which a thread waits. Unlike `threading.Event` it is not
     broken by an exception from a signal while it waits."""
@@ -57,7 +89,7 @@ class Latch:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is set, for `timeout_s` at most; return whether it is. One thread waits."""
-        timeout_s = -1 if timeout_s is None else max(0.0, timeout_s)
+        timeout_s = -1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
         if not self.is_set and self._lock.acquire(timeout=timeout_s):
             self._lock.release()
         return self.is_set

@@ -17,7 +17,9 @@ of the session is left. Destinations stay valid until then: that is the caller's
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -35,6 +37,7 @@ __all__ = [
     "BLOCK_DIGEST_BYTES",
     "MAX_CONTENT_BYTES",
     "Authenticating",
+    "Cancellation",
     "DeviceView",
     "ExposeOptions",
     "ExposedRegion",
@@ -272,6 +275,27 @@ class Witness(Protocol):
         where readers fetch. Thread-safe."""
 
 
+@record(slots=True, eq=False)
+class Cancellation:
+    """Ends an `open` that is under way: it shuts down the sockets that are waited for."""
+
+    is_set: bool = False
+    sockets: list[socket.socket] = field(default_factory=list, repr=False)
+
+    def covers(self, sock: socket.socket) -> None:
+        """Shut the socket down when this is set, or now if it is: then nothing waits for it."""
+        self.sockets.append(sock)
+        if self.is_set:
+            self.set()
+
+    def set(self) -> None:
+        """Shut down all sockets that this covers; from any thread."""
+        self.is_set = True
+        for sock in list(self.sockets):
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's own would change its state
+
+
 @record(frozen=True, slots=True)
 class Grant:
     """What `open` needs.
@@ -298,6 +322,8 @@ class Grant:
             user, that process itself must state this label for this generation: the ticket may have
             come from another process, which lies about whose it is. Transports whose bytes are
             always verified ignore the label.
+        cancelled: Is set when nothing waits for `open` any more. A transport that waits for a peer
+            lets it cover its sockets, as the toolkit's `dial` does, and raises any SourceError.
 
     Raises:
         ValueError: The label is too long.
@@ -316,6 +342,7 @@ class Grant:
     trusted_fabric: bool = False
     peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
     content: bytes = b""
+    cancelled: Cancellation = field(default_factory=Cancellation, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.content) > MAX_CONTENT_BYTES:

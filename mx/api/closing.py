@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from mx import runtime
-from mx.tasks import Latch
+from mx.tasks import Latch, require_other_thread
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Closable:
             Exception: The first error of a step, after all steps have run.
         """
         if not self._loop.inherited:
-            self._loop.require_other_thread()
+            require_other_thread()
         failures: list[Exception] = []
         with self._step_lock:
             if self._steps is None:

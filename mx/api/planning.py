@@ -10,6 +10,7 @@ from mx.api.arguments import PlanArguments, PullArguments, takes
 from mx.api.common import transports
 from mx.api.options import pull_options, settings_of
 from mx.api.tables import SourceMemory, memories
+from mx.core.paths import Medium
 from mx.core.planner import Plan
 from mx.core.selection import Subset
 from mx.core.topology import Place
@@ -38,6 +39,15 @@ class PlannedPull:
     plan: Plan
     subset: Subset | None = None
     memories: tuple[SourceMemory, ...] = ()
+    coordinate_always: bool = False
+
+    @property
+    def coordinated(self) -> bool:
+        """True if the pull would exchange chunks with others that read there at the same time:
+        over links that they share."""
+        best = self.plan.chosen[:1]
+        moves = any(not path.attach for path in best)
+        return moves and (self.coordinate_always or best[0].medium is Medium.NETWORK)
 
     def devices_of(self, source: SourceRecord) -> tuple[str, ...]:
         """Return the devices of a source's memory, by its table: "cpu" or "cuda:UUID".
@@ -89,6 +99,7 @@ async def plan_pull(
         plan_paths(options, place, transports, located.sources),
         subset,
         where,
+        options.coordinate_always,
     )
 
 

@@ -31,7 +31,7 @@ from mx.source.lending import Lending
 from mx.source.model import HeldModel
 from mx.source.server import SourceServer, SourceStats
 from mx.storage.side_files import resolved_folders
-from mx.tasks import Latch
+from mx.tasks import Latch, require_other_thread
 from mx.transport import View, host_view
 from mx.units import format_bytes
 
@@ -451,7 +451,7 @@ class Changing(contextlib.AbstractContextManager[None]):
         """Return once no reader trusts what it reads. Raises as `Source.changing`."""
         if self._change is not None:
             raise ConfigError("a change is made once", hint="call `changing` again")
-        self._loop.require_other_thread()
+        require_other_thread(off_loop=True)
         lending = self._find()
         change = MemoryChange(self._names, self._grace_s)
         change.driver = weakref.ref(self, _dropping(self._loop, change))
@@ -500,7 +500,7 @@ class Changing(contextlib.AbstractContextManager[None]):
             raise ClosedError("the source was closed") from None
 
     def _wait(self, latch: Latch) -> None:
-        self._loop.require_other_thread()
+        require_other_thread(off_loop=True)
         while not latch.wait(_LOOK_S):
             if self._loop.loop.is_closed():
                 raise ClosedError("the source was closed")

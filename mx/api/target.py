@@ -243,7 +243,8 @@ class Pull(DescribedPull, Closable):
         Args:
             callback: Must be short and must not close the pull: until it returns no later layer
                 is reported to anyone, and the pull's time goes on. An error that it raises on
-                mx's thread ends the pull.
+                mx's thread ends the pull; one that it raises on this thread is passed on, and it is
+                called no more.
         """
         self._state.on_layer(callback)
 
@@ -528,6 +529,9 @@ class Pull(DescribedPull, Closable):
         """Stop the pull if it still runs, and drop this object's reference to the memory.
 
         Idempotent; a close that was interrupted goes on when it is called again.
+
+        Raises:
+            ConfigError: A callback of `on_layer` or `on_end` called it on a thread of mx's.
         """
         super().close()
 

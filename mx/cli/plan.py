@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mx.api.planning import PlannedPull
     from mx.api.tables import SourceMemory
     from mx.core.planner import Rejected, SourcePath
+    from mx.core.reasons import Reason
     from mx.core.selection import Subset
 
 #: The columns of the table of paths, and the widths to which they may be folded.
@@ -101,7 +102,7 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         for path, nbytes in zip(found.chosen, shares, strict=True)
     ]
     paths += [
-        _path_json(spare.path) | {"use": "spare", "bytes": 0, "reason": in_flags(spare.reason)}
+        _path_json(spare.path) | {"use": "spare", "bytes": 0} | _reason_json(spare.reason)
         for spare in found.spare
     ]
     paths += [
@@ -110,8 +111,8 @@ def _json(planned: PlannedPull) -> dict[str, object]:
             "transport": rejected.transport,
             "use": _use(rejected),
             "bytes": 0,
-            "reason": in_flags(rejected.reason),
         }
+        | _reason_json(rejected.reason)
         for rejected in found.rejected
     ]
     tried = [path.source for path in found.chosen] + [spare.path.source for spare in found.spare]
@@ -126,9 +127,14 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         "bytes": planned.nbytes,
         "layers": planned.layers,
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),
+        "coordinated": planned.coordinated,
         "paths": paths,
         "sources": [_memory_json(each) for each in planned.memories],
     } | ({} if planned.subset is None else {"subset": _subset_json(planned.subset)})
+
+
+def _reason_json(reason: Reason) -> dict[str, object]:
+    return {"why": reason.code, "reason": in_flags(reason)}
 
 
 def _memory_json(memory: SourceMemory) -> dict[str, object]:
@@ -211,6 +217,13 @@ def _show(planned: PlannedPull) -> None:
         for at, (name, folds) in enumerate(_COLUMNS)
     ]
     outcome.show(table_of(columns, page.width), page)
+    if planned.coordinated:
+        outcome.write(
+            "beside other pulls: they share the links, and chunks are exchanged with them"
+        )
+    elif found.chosen and not found.chosen[0].attach:
+        where = found.chosen[0].source.endpoint
+        outcome.write(f"beside other pulls: the same, since {where} is on this machine")
     _show_memories(planned)
 
 

@@ -10,7 +10,8 @@ Each path to a source is an entry in one of five states:
                 has written: never again
 
 In free reading every source that holds everything is a candidate. In coordinated reading only
-neighbours are used: sources that were in use when it began, and those that the swarm joins.
+neighbours are used: sources that were in use when it began, and those that the swarm joins; and
+sources on this host that hold everything, whose bytes cross no link that other readers share.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 
+from mx.core.paths import Medium
 from mx.core.planner import SourcePath, why_not
 from mx.errors import (
     DigestError,
@@ -105,9 +107,16 @@ class PathEntry:
 class Connections:
     """One pull's. Not thread-safe; `now_s` are readings of one monotonic clock."""
 
-    def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: how many seconds to wait for busy sources while nothing else is left."""
+    def __init__(self, patience_s: float = 0.0, *, local_exempt: bool = True) -> None:
+        """
+        Args:
+            patience_s: How many seconds to wait for busy sources while nothing else is left.
+            local_exempt: False coordinates what is read within this host, too.
+        """
         self.coordinated = False
+        #: False while the sources on this host are slow: others are read from beside them.
+        self.supplied = True
+        self._local_exempt = local_exempt
         self._patience_s = patience_s
         self._waits_until_s: float | None = None
         self._entries: list[PathEntry] = []  # best first, as they were found
@@ -130,6 +139,12 @@ class Connections:
             or (entry.state is ConnectionState.RESTING and entry.rest is Rest.SLOW)
             for entry in self._entries
         )
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """The expected speed of the best path over the network; 0: there is none."""
+        paths = [e.path for e in self._entries if e.path.medium is Medium.NETWORK]
+        return max((path.gb_per_s * 1e9 for path in paths), default=0.0)
 
     def excluded(self, key: str) -> bool:
         """Return True for a source that sent wrong bytes, or holds something else by now."""
@@ -289,9 +304,11 @@ class Connections:
         Cases, in this order:
         1. Nothing is in use or a candidate: slow paths are candidates again, and in free reading
            busy ones whose time has come. (In coordinated reading a busy source is joined again.)
+           Busy ones within this host are, whatever is in use.
         2. A source is excluded, or in coordinated reading no neighbour: its paths stay closed.
         3. A path does not go together with those in use (the same bottleneck, or too little to
-           gain): it stays a candidate. A neighbour's path is compared with its own others only.
+           gain): it stays a candidate. A neighbour's path is compared with its own others only, one
+           within this host with those within it.
         4. Any other candidate is opened, the best first.
         """
         if not any(e.in_use or self._is_candidate(e) for e in self._entries):  # case 1
@@ -300,6 +317,9 @@ class Connections:
                 busy = entry.rest is Rest.BUSY and due and entry.retry_at_s <= now_s
                 if entry.state is ConnectionState.RESTING and (entry.rest is Rest.SLOW or busy):
                     entry.step(ConnectionEvent.RETRY)
+        for entry in self._entries:
+            if entry.rest is Rest.BUSY and entry.retry_at_s <= now_s and self._exempt(entry):
+                entry.step(ConnectionEvent.RETRY)
         opening: list[PathEntry] = []
         in_use = [entry.path for entry in self.in_use]
         for entry in self._entries:
@@ -316,12 +336,20 @@ class Connections:
 
     def _considered(self, entry: PathEntry) -> bool:
         return entry.key not in self._excluded and (
-            not self.coordinated or entry.key in self._neighbours
+            not self.coordinated or entry.key in self._neighbours or self._exempt(entry)
         )
+
+    def _exempt(self, entry: PathEntry) -> bool:
+        """Return True for a path within this host to a source that holds everything."""
+        path = entry.path
+        return self._local_exempt and path.medium is not Medium.NETWORK and path.source.whole
 
     def _beside(self, path: SourcePath, in_use: Sequence[SourcePath]) -> list[SourcePath]:
         """Return the paths in use that this one is compared with."""
         key = path.source.key
         if key in self._neighbours:
             return [other for other in in_use if other.source.key == key]
+        local = path.medium is not Medium.NETWORK
+        if self._local_exempt and (local or not self.supplied):
+            return [other for other in in_use if (other.medium is not Medium.NETWORK) is local]
         return [other for other in in_use if other.source.key not in self._neighbours]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
+from mx.core.reasons import Reason, Why
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
 from mx.records import record
@@ -49,17 +50,21 @@ class Spare:
     """A path that works, and is not used as long as the chosen ones work."""
 
     path: SourcePath
-    reason: str
+    reason: Reason
 
 
 @record(frozen=True, slots=True)
 class Rejected:
-    """A transport that does not lead to a source. `unasked`: the user named another one."""
+    """A transport that does not lead to a source."""
 
     source: SourceRecord
     transport: str
-    reason: str
-    unasked: bool = False
+    reason: Reason
+
+    @property
+    def unasked(self) -> bool:
+        """Return True if the user named another one."""
+        return self.reason.why is Why.UNASKED
 
     def __str__(self) -> str:
         return f"{self.source.endpoint}: skipped {self.transport}: {self.reason}"
@@ -133,11 +138,14 @@ def plan(
     for source in sources:
         for name in transports:
             if forced is not None and name != forced:
-                rejected.append(Rejected(source, name, f"you asked for {forced}", unasked=True))
+                rejected.append(Rejected(source, name, Why.UNASKED(forced)))
                 continue
-            answer = _ask(source, name, reach)
+            if name not in source.transports:
+                rejected.append(Rejected(source, name, Why.UNSERVED()))
+                continue
+            answer = reach(name, source.place)
             if isinstance(answer, str):
-                rejected.append(Rejected(source, name, answer))
+                rejected.append(Rejected(source, name, Why.TRANSPORT(answer)))
             else:
                 table = source.table  # readers attach to scattered memory only if it is frozen
                 attaches = attach and (table.frozen or not table.scattered)
@@ -152,12 +160,6 @@ def plan(
         else:
             spare.append(Spare(path, reason))
     return Plan(tuple(chosen), tuple(spare), tuple(rejected))
-
-
-def _ask(source: SourceRecord, name: str, reach: Reach) -> Path | str:
-    if name not in source.transports:
-        return "the source does not serve over it"
-    return reach(name, source.place)
 
 
 def _paths(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterator[SourcePath]:
@@ -198,18 +200,18 @@ def _rank(path: SourcePath) -> tuple[object, ...]:
     )
 
 
-def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
+def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> Reason | None:
     """Return why a path to another source is not used; None if it is. A second source is of use
     where the network connection of the source is the bottleneck."""
     best = chosen[0]
     network = path.medium is best.medium is Medium.NETWORK and not best.attach
     if not network or any(_host(other.source) == _host(path.source) for other in chosen):
-        nearer = "nearer" if best.gb_per_s > path.gb_per_s else "as near"
-        return f"{best.source.endpoint} is {nearer}"
+        nearer = Why.NEARER if best.gb_per_s > path.gb_per_s else Why.AS_NEAR
+        return nearer(best.source.endpoint)
     if len({other.source.key for other in chosen}) >= MOST_SOURCES:
-        return f"{MOST_SOURCES} sources are enough"
+        return Why.ENOUGH(MOST_SOURCES)
     if path.source.state is not SourceState.SERVING:
-        return f"{path.source.endpoint} is draining"
+        return Why.DRAINING(path.source.endpoint)
     return None
 
 
@@ -220,7 +222,7 @@ def _host(source: SourceRecord) -> tuple[str, int, str]:
     return (source.place.boot_id, source.place.net_namespace, host)
 
 
-def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
+def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> Reason | None:
     """Return why a path is not used beside the chosen ones (the best first); None if it is."""
     if not chosen:
         return None
@@ -230,15 +232,16 @@ def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
         if reason is not None:
             return reason
     elif best.attach:
-        return f"{best.label} attaches: there is nothing to move"
+        return Why.ATTACHES(best.label)
     elif path.not_beside:
-        return path.not_beside
+        return Why.TRANSPORT(path.not_beside)
     for other in chosen:
         if other.bottleneck == path.bottleneck:
-            faster = "faster" if other.gb_per_s > path.gb_per_s else "as fast"
-            return f"{other.label} is {faster} over the same {other.medium.value}"
+            faster = Why.FASTER if other.gb_per_s > path.gb_per_s else Why.AS_FAST
+            return faster(other.label, other.medium.value)
     if Medium.NETWORK in (path.medium, best.medium) and path.medium is not best.medium:
-        return f"{best.label} does not leave the machine"
+        inner = path if best.medium is Medium.NETWORK else best
+        return Why.WITHIN(inner.label)
     if path.gb_per_s < WORTH * best.gb_per_s:
-        return f"it would add less than {WORTH:.0%} to {best.label}"
+        return Why.LITTLE(WORTH, best.label)
     return None

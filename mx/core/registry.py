@@ -43,6 +43,9 @@ from mx.records import record
 
 #: Why a source is gone that will be back.
 _FOR_NOW = "withdrawn for now"
+_LEFT, _EXPIRED = "deregistered", "lease expired"
+#: Why sources are not listed any more; the last: with the state.
+GONE = (_LEFT, _FOR_NOW, _EXPIRED, "lost")
 
 
 @record(frozen=True, slots=True)
@@ -281,7 +284,7 @@ class Registry:
         self.tick(now)
         if self._store.source(source_id) is not None:
             self._owned(source_id, secret)
-            self._drop(source_id, _FOR_NOW if keeps_name else "deregistered")
+            self._drop(source_id, _FOR_NOW if keeps_name else _LEFT)
 
     def tick(self, now: float) -> None:
         """Advance the clock: leases, bindings and tombstones end. Costs in proportion to what
@@ -297,7 +300,7 @@ class Registry:
             max(self._restores_s, self._store.doubt_until_s) + self.binding_grace_s
         )
         for source_id in self._store.due_sources(now):
-            self._drop(source_id, "lease expired")
+            self._drop(source_id, _EXPIRED)
         self._store.forget(now)
         self._bindings.lapse(now)
         self._end_doubt()
@@ -608,7 +611,7 @@ class Registry:
         self._store.drop(source_id)
         self._budget.take(listed.address, -1)
         record = listed.record
-        by = record.own_commitment if reason == "deregistered" else b""
+        by = record.own_commitment if reason == _LEFT else b""
         keeps_place = reason == _FOR_NOW
         self._bindings.leave(self._now, listed, by=by, keeps_place=keeps_place)
         until_s = self._now + self.binding_grace_s

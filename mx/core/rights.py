@@ -1,7 +1,8 @@
 """Which source a chunk may be read from. Events in, answers out; no IO, no clock.
 
 A chunk is read only from a source that allows it: each source allows everything by default, and
-nothing by default once reading is coordinated. A chunk that came wrong is not read from the same
+nothing by default once reading is coordinated, unless it is exempt from that: it is read over a
+link that no other pull reads over. A chunk that came wrong is not read from the same
 source again while another may serve it.
 """
 
@@ -17,6 +18,8 @@ class ReadRights:
         self._default = self._all = (1 << chunk_count) - 1
         self._allowed: dict[str, int] = {}  # source -> chunks, where it is not the default
         self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
+        #: Sources that allow everything even then.
+        self.exempt: frozenset[str] = frozenset()
         #: True while sources allow nothing by default.
         self.coordinated = False
 
@@ -33,11 +36,12 @@ class ReadRights:
 
     def allow(self, source: str, chunk: int) -> None:
         """Let the chunk be read from this source."""
-        self._allowed[source] = self.allowed(source) | 1 << chunk
+        if source not in self.exempt:
+            self._allowed[source] = self.allowed(source) | 1 << chunk
 
     def withdraw(self, source: str, chunk: int) -> None:
         """In coordinated reading, let the chunk not be read from this source any more."""
-        if self.coordinated:
+        if self.coordinated and source not in self.exempt:
             self._allowed[source] = self.allowed(source) & ~(1 << chunk)
 
     def verified(self, chunk: int) -> None:
@@ -51,7 +55,7 @@ class ReadRights:
 
     def allowed(self, source: str) -> int:
         """Return the chunks that the source allows."""
-        return self._allowed.get(source, self._default)
+        return self._all if source in self.exempt else self._allowed.get(source, self._default)
 
     def may_read(self, source: str, chunk: int, sources: Callable[[], Iterable[str]]) -> bool:
         """Return True if the chunk may be read from this source now; `sources` returns those of all

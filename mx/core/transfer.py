@@ -37,6 +37,7 @@ from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.local_ranks import Expected, Shares
 from mx.core.missing import Missing
 from mx.core.pace import Pace
+from mx.core.reasons import Why
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
 from mx.core.suspects import Suspects
@@ -293,7 +294,7 @@ class TransferMachine:
                 and all(self._may_read(other, part.chunk) for part in load.in_flight)
             ]
             if striping.is_late(load, others, self._missing.nbytes, now_s, landed_nbytes):
-                reason = PathSlowError("it has become far slower than the other paths")
+                reason = PathSlowError(Why.SLOWER())
                 commands += self._drop([number], reason, now_s)
         return commands
 
@@ -317,6 +318,11 @@ class TransferMachine:
         self._rights.read_freely()
         return self._assign(now_s)
 
+    def exempt(self, sources: frozenset[str], now_s: float) -> list[Command]:
+        """Read every chunk from these sources, also in coordinated reading, and from no others."""
+        self._rights.exempt = sources
+        return self._assign(now_s)
+
     def allow(self, source: str, chunk: int, now_s: float) -> list[Command] | None:
         """Let the chunk be read from this source: now, or when the connections that read it have
         failed. Returns None if it is verified already, or reading is not coordinated."""
@@ -327,6 +333,8 @@ class TransferMachine:
 
     def withdraw(self, source: str, chunk: int) -> list[int]:
         """Read the chunk no longer from this source. Returns the connections that read it now."""
+        if source in self._rights.exempt:
+            return []
         self._rights.withdraw(source, chunk)
         return [
             number

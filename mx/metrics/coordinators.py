@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from mx.coordinator.daemon import Coordinator
+from mx.core.registry import GONE
 from mx.metrics.families import counter, gauge
 from mx.metrics.labels import Names
 
@@ -35,7 +36,8 @@ class CoordinatorMetrics:
         yield gauge(f"{name}streams", "Open streams.", now.servicer.streams(), "kind")
         yield gauge(f"{name}pulls", "Pulls that have reported lately.", pulls, "phase")
         yield counter(f"{name}registrations", "Sources that were listed, or came back.", now.came)
-        yield counter(f"{name}sources_gone", "Sources that left.", now.gone, "reason")
+        gone = dict.fromkeys(GONE, 0) | now.gone
+        yield counter(f"{name}sources_gone", "Sources that left.", gone, "reason")
         held_bytes = now.state.document_bytes
         yield gauge(f"{name}document_bytes", "Bytes of documents held.", held_bytes)
         yield gauge(f"{name}state_info", "Where the state is.", {self._state: 1}, "kind")

@@ -180,7 +180,7 @@ class MetricsCollector:
         Raises:
             TimeoutError: The loop is too busy, or the metrics have ended.
         """
-        from mx.metrics.families import counter, gauge
+        from mx.metrics.families import ERRORS, counter, gauge
 
         with self._lock:
             asked_s = time.monotonic()
@@ -188,7 +188,7 @@ class MetricsCollector:
                 return self._found
 
             async def on_loop() -> list[Metric]:
-                refused = counters.totals(counters.REFUSED)
+                refused = ERRORS | counters.totals(counters.REFUSED)
                 return [
                     gauge("mx_tasks", "Tasks of the event loop.", len(asyncio.all_tasks())),
                     counter("mx_requests_refused", "Requests refused.", refused, "error"),

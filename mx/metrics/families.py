@@ -7,7 +7,20 @@ from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from mx import errors
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, errors.MxError)
+
+
 _Family = TypeVar("_Family", GaugeMetricFamily, CounterMetricFamily)
+
+#: What may end a pull or refuse a request. Known labels are there at 0: a count that is born at 1
+#: has no increase, and an alert would miss its first event.
+ERRORS = dict.fromkeys(
+    [*sorted(name for name, kind in vars(errors).items() if _is_error(kind)), "ForgedState"], 0
+)
 
 #: One value, or one for each value of a label.
 Values = Mapping[str, float] | float

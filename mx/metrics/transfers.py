@@ -17,7 +17,7 @@ from mx.api.caching import Cache
 from mx.api.source import Source
 from mx.api.target import Pull
 from mx.metrics.coordinators import CoordinatorMetrics
-from mx.metrics.families import counter, gauge
+from mx.metrics.families import ERRORS, counter, gauge
 from mx.metrics.labels import Names
 from mx.source import server
 from mx.target.report import PathReport, PullReport
@@ -78,7 +78,8 @@ class Pulls:
             ["step"],
             registry=registry,
         )
-        self._ended.labels("complete")
+        for outcome in ("complete", *ERRORS):
+            self._ended.labels(outcome)
         for step in ("disk", "hub", "objects"):
             self._fallbacks.labels(step)
 

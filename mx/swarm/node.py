@@ -112,6 +112,7 @@ class Node:
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._gives = True
+        self._width = WIDTH  # in coordinated reading
         self._silent: set[str] = set()  # sources that serve nothing any more
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
@@ -140,7 +141,7 @@ class Node:
         self._patience.coordinate()
         self._reads.coordinate()
         self.reading_from.clear()
-        self._receiver.width = WIDTH
+        self._receiver.width = self._width
         for peer in self._peers.values():
             peer.connected = False
             if peer.seeds and peer.readable:
@@ -155,6 +156,13 @@ class Node:
             self._receiver.width = 0
             self._reads.read_freely()
             self._changed()
+
+    def supply(self, supplied: bool) -> None:
+        """Request no chunks while `supplied`: the pull has links that others don't share."""
+        self._width = 0 if supplied else WIDTH
+        if self.coordinated:
+            self._receiver.width = self._width
+            self._do(self._receiver.plan(time.monotonic()))
 
     def reading_ended(self) -> None:
         """Only serve others from now on: the pull's transfer is about to end."""
@@ -355,6 +363,8 @@ class Node:
                     peer.stream.send(SwarmMessage(cancel=chunk))
             case "reject":
                 self._do(self._receiver.rejected(number, chunk, now_s))
+            case "suggest" if not self._width:  # it will come another way
+                peer.stream.send(SwarmMessage(decline=chunk))
             case "suggest":
                 if peer.readable:
                     self._do(self._receiver.suggested(number, chunk, now_s))

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from mx.core.grid import ChunkGrid
@@ -101,6 +101,7 @@ class Sharing:
         self._node: Node | None = None
         self._host: Host | None = None
         self._task: asyncio.Task[None] | None = None
+        self._supplied = False
         self._untold: list[Callable[[Node], None]] = []  # news from before there is a node
 
     # -- what there is ----------------------------------------------------------------------------
@@ -149,6 +150,23 @@ class Sharing:
         if self._coordinate_always or medium is Medium.NETWORK:
             self.coordinate()
 
+    def is_own(self, link: str, shared: Collection[str]) -> bool:
+        """Return True if what is read over a link (`Connection.link`) takes nothing from other
+        pulls: it stays within this host, or others share other links."""
+        within = not link and not self._coordinate_always
+        return within or bool(link and shared and link not in shared)
+
+    @property
+    def rivals(self) -> int:
+        """How many other pulls of the model are known, with which links may be shared."""
+        return sum(not each.whole and each.source_id != self._own_id for each in self.sources)
+
+    def supplied(self, supplied: bool) -> None:
+        """Request no chunks from peers while `supplied`: this pull's own links are enough."""
+        if supplied != self._supplied:
+            self._supplied = supplied
+            self._tell(lambda node: node.supply(supplied))
+
     def no_whole_source(self) -> None:
         """Read from sources that hold parts, if any: none is left that holds everything."""
         others = [each for each in self.sources if each.source_id != self._own_id]
@@ -189,6 +207,7 @@ class Sharing:
         for tell in self._untold:
             tell(node)
         self._task = asyncio.create_task(self._run(node, host), name="mx-sharing")
+        self._changed()
 
     async def _run(self, node: Node, host: Host) -> None:
         try:

@@ -6,6 +6,7 @@ import time
 from dataclasses import field
 
 from mx.core.connections import Connections, PathEntry
+from mx.core.reasons import reason_of
 from mx.core.types import Manifest
 from mx.errors import ConfigError, DigestError, LocalError, MxError, NotAllowedError
 from mx.records import record
@@ -80,6 +81,6 @@ class Attacher:
             peer = connection.peer
             lie = DigestError(f"{peer}: {error.message}", peer=peer, hint=error.hint)
             self.causes.append(lie)
-            self.left.append(LeftSource(peer, lie.message))
+            self.left.append(LeftSource(peer, reason_of(lie)))
             return lie
         return None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mx.core.connections import Connections, PathEntry, PeerLeftError
 from mx.core.planner import Plan
+from mx.core.reasons import Reason, Why, reason_of
 from mx.core.types import SourceRecord, cover
 from mx.errors import (
     ChunkElsewhereError,
@@ -39,6 +40,11 @@ ORDINARY_S = 1.0
 SOURCES_PER_S = 50.0
 #: ... and no longer than this: a coordinator says how many there are.
 LONGEST_ORDINARY_S = 60.0
+#: Sources on links of this pull's own are enough if they will be done within this time,
+SOON_S = 10.0
+#: or if its share of the network should be no more than so many times as fast: few networks are as
+#: fast as their interfaces say.
+NOMINAL = 4.0
 
 
 def ordinary_pause_s(source_count: int) -> float:
@@ -98,7 +104,10 @@ class ConnectionPool:
         self._live: dict[int, tuple[PathEntry, Connection]] = {}
         self._useless: list[Connection] = []  # open, but the transfer can't read through them
         self._joined: dict[str, object] = {}  # neighbours, and their streams
-        self._left: dict[str, str] = {}  # endpoint -> why
+        self._shared_links: set[str] = set()  # over which other pulls read, too
+        self._exempt: frozenset[str] = frozenset()  # sources that all is read from
+        self._weigh_at_s = math.inf
+        self._left: dict[str, Reason] = {}  # endpoint -> why
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
         self._hopeless = self._closed = False
@@ -127,6 +136,8 @@ class ConnectionPool:
             for number in sorted(edition.lost):
                 await self._lose(number, edition.lost.pop(number))
             self._check_leases()
+            if self._sharing.begun:
+                self._weigh(now_s)
             self._follow_swarm()
             self._open()
             if not self._opening:
@@ -147,6 +158,7 @@ class ConnectionPool:
         """Return when there is next something to do, if nothing happens before."""
         named = (
             self._transfer.due_s,
+            self._weigh_at_s,
             self._connections.due_s,
             self._sharing.waits_until_s,
             self._until_s,
@@ -301,7 +313,7 @@ class ConnectionPool:
         known = error if isinstance(error, MxError) else None
         self._connections.failed(entry, known, time.monotonic())
         if known is not None:
-            self._left[entry.path.source.endpoint] = known.message
+            self._left[entry.path.source.endpoint] = reason_of(known)
         if known is not None and not isinstance(known, ConfigError):
             complaint = (entry.key, entry.path.label, known.message)
             if complaint not in self._complaints:  # it may be tried again and again
@@ -318,7 +330,7 @@ class ConnectionPool:
         if entry is None or connection is None:
             return
         if not isinstance(error, PeerLeftError | ChunkElsewhereError):
-            self._left[connection.peer] = error.message
+            self._left[connection.peer] = reason_of(error)
         lease_runs = connection.lease.check() is None
         self._connections.lost(entry, error, time.monotonic(), lease_runs=lease_runs)
         ended = isinstance(error, PeerLostError | PeerRefusedError)
@@ -337,6 +349,30 @@ class ConnectionPool:
 
     # -- the swarm ------------------------------------------------------------------------------
 
+    def _weigh(self, now_s: float) -> None:
+        """Exempt sources on links that no other pull reads over from coordination, and read over
+        others only if those are slow."""
+        live = [(entry.path.source, connection) for entry, connection in self._live.values()]
+        self._shared_links |= {c.link for _, c in live if c.link and c.lease.coordinated}
+        own = [
+            (source.key, connection.bytes_per_s)
+            for source, connection in live
+            if source.whole and self._sharing.is_own(connection.link, self._shared_links)
+        ]
+        exempt = frozenset(key for key, _ in own)
+        if exempt != self._exempt:
+            self._exempt = exempt
+            self._transfer.exempt(exempt)
+        rate = sum(bytes_per_s for _, bytes_per_s in own)
+        share = self._connections.network_bytes_per_s / (1 + self._sharing.rivals)
+        enough = not own or share <= rate * NOMINAL
+        if not enough:
+            whole_nbytes = self._transfer.manifest.layout.payload_nbytes
+            enough = whole_nbytes - self._transfer.landed_nbytes() <= rate * SOON_S
+        self._connections.supplied = enough
+        self._sharing.supplied(bool(own) and enough)
+        self._weigh_at_s = now_s + ORDINARY_S if own and share else math.inf
+
     def _follow_swarm(self) -> None:
         """Follow the swarm: coordinated or free reading, and which peers to read from."""
         if self._sharing.coordinated and not self._connections.coordinated:
@@ -347,7 +383,8 @@ class ConnectionPool:
         peers = self._sharing.reading_from
         for key in [each for each in self._joined if each not in peers]:
             del self._joined[key]
-            self._leave(key)
+            if key not in self._exempt:
+                self._leave(key)
         for key, (stream, record) in peers.items():
             if self._joined.get(key) != stream:
                 self._joined[key] = stream
@@ -360,7 +397,7 @@ class ConnectionPool:
                 self._opening[entry].cancel()
         for number, (entry, connection) in list(self._live.items()):
             if entry in entries:
-                left = PeerLeftError(f"{connection.peer} has left", peer=connection.peer)
+                left = PeerLeftError(Why.LEFT(connection.peer), peer=connection.peer)
                 self._transfer.connection_lost(number, left)
 
     def _report_lost(self, key: str) -> None:

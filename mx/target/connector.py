@@ -16,7 +16,7 @@ from mx import trace
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import Layout
-from mx.errors import MxError, PeerProtocolError, SourceError
+from mx.errors import ClosedError, MxError, PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
@@ -24,7 +24,7 @@ from mx.transport import Grant, Session, Transport, View, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial
 from mx.wire.lease import LAST_WORDS, Granted, Lease
-from mx.wire.pacing import PacedSession
+from mx.wire.pacing import PacedSession, Pacer
 
 if TYPE_CHECKING:
     from mx.cuda.device import Device
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 #: Turns of the loop until a lease's call has begun: of the path's task, the grant's, and gRPC's.
 _STEPS_TO_ASK = 3
+#: Openings that are cancelled end at once, but for one that looks a name up: this is enough.
+_ABANDONED_S = 0.2
 
 
 class Connector:
@@ -65,6 +67,7 @@ class Connector:
         self._leases: dict[Lease, list[Connection]] = {}  # and the connections on each
         self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
         self._sessions: list[Session] = []
+        self._abandoned: list[asyncio.Task[Session]] = []  # openings that nothing waits for
         self._lock = threading.Lock()
         self._device: Device | None = None
         self._users: Counter[ReadLease] = Counter()  # sessions, open or being opened
@@ -115,9 +118,11 @@ class Connector:
             lease, granted = await self._grant_for(path)
             self._users[lease] += 1
             try:
-                session = await self._session(path, granted)
+                grant = self._grant(path, granted)
+                session = await self._session(path, grant, granted.pacer)
                 vouched = session.vouched_digests() if isinstance(session, Vouching) else None
-                connection = Connection(path, lease, session, vouched=vouched)
+                sockets = grant.cancelled.sockets
+                connection = Connection(path, lease, session, sockets, vouched=vouched)
                 self._leases[lease].append(connection)
             except BaseException:
                 await self._leave(lease)
@@ -154,22 +159,34 @@ class Connector:
             )
         return self._channels[endpoint]
 
-    async def _session(self, path: SourcePath, granted: Granted) -> Session:
+    async def _session(self, path: SourcePath, grant: Grant, pacer: Pacer | None) -> Session:
         transport = self._transports[path.transport]
-        grant = self._grant(path, granted)
 
         def connect() -> Session:
             addresses = resolve(path.source.endpoint)
             session = transport.open(replace(grant, peer_addresses=addresses))
-            if granted.pacer is not None:
-                session = PacedSession(session, granted.pacer, path.source.endpoint)
+            if pacer is not None:
+                session = PacedSession(session, pacer, path.source.endpoint)
             if path.staged:
                 session = self._stage(session)
-            self._sessions.append(session)
-            return session
+            with self._lock:
+                if not grant.cancelled.is_set:
+                    self._sessions.append(session)
+                    return session
+            session.close()
+            session.join(2 * self._options.stall_timeout_s)
+            raise ClosedError(f"the connection to {grant.peer} came too late")
 
-        # Opening blocks, so it has a thread. A cancelled pull waits for it, to close the session.
-        return await uncut(in_thread(connect))
+        # Opening blocks, so it has a thread, which closes what comes when nothing waits for it.
+        opening = asyncio.create_task(in_thread(connect), name="mx-open-session")
+        try:
+            await asyncio.wait((opening,))
+        except asyncio.CancelledError:
+            self._abandoned.append(opening)
+            with self._lock:
+                grant.cancelled.set()
+            raise
+        return opening.result()
 
     def _stage(self, inner: Session) -> Session:
         """Return a session that fills the target's GPU through `inner`, which it owns. Blocks."""
@@ -265,6 +282,13 @@ class Connector:
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
+        if self._abandoned:
+            # One that may use a GPU needs the device until its end.
+            patience_s = _ABANDONED_S if self._options.device == "cpu" else None
+            done, others = await asyncio.wait(self._abandoned, timeout=patience_s)
+            await asyncio.gather(*done, return_exceptions=True)
+            for opening in others:
+                opening.cancel()
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             session.close()

@@ -17,10 +17,17 @@ from dataclasses import field
 from typing import TypeVar
 
 from mx.core.types import Manifest
-from mx.errors import ConfigError, IntegrityError, MxError, RevisionChangedError, another
+from mx.errors import (
+    ConfigError,
+    IntegrityError,
+    LocalError,
+    MxError,
+    RevisionChangedError,
+    another,
+)
 from mx.records import record
 from mx.target.report import LayerEvent, PullReport
-from mx.tasks import Latch
+from mx.tasks import Latch, calling_back, require_other_thread
 
 T = TypeVar("T")
 Callback = Callable[[LayerEvent], None]
@@ -43,7 +50,9 @@ def _ignored(error: BaseException) -> None:
 class EditionReadiness:
     """What is known and ready of one edition; the log's lock guards it."""
 
-    events: dict[int, LayerEvent] = field(default_factory=dict)
+    events: dict[int, LayerEvent] = field(default_factory=dict)  # that were reported
+    pending: dict[int, _EventReport] = field(default_factory=dict)  # to be reported, in this order
+    reporting: bool = False  # a thread reports them
     n_layers: int | None = None
     manifest: Manifest | None = None
     told: bytes | None = None  # the identity that the caller knows
@@ -134,20 +143,38 @@ class EventLog:
     def layer_ready(self, ready: EditionReadiness, event: LayerEvent, raised: Raised) -> bool:
         """See `mx.target.edition.EditionLog`."""
         with self._lock:
-            if event.index in ready.events:
+            if event.index in ready.events or event.index in ready.pending:
                 return False
-            ready.events[event.index] = event
-            last = len(ready.events) == ready.n_layers
+            ready.pending[event.index] = _EventReport(event, ready, raised)
+            if ready.reporting:  # that thread goes on with it: this one does not wait for callbacks
+                return False
+            ready.reporting = True
+        try:
+            while (subscribers := self._report_next(ready)) is not None:
+                with calling_back() if subscribers else contextlib.nullcontext():
+                    for subscriber in subscribers:
+                        self._call(subscriber, ready)
+        except BaseException:
+            ready.reporting = False
+            raise
+        return len(ready.events) == ready.n_layers
+
+    def _report_next(self, ready: EditionReadiness) -> list[_Subscriber] | None:
+        """Store the next layer, wake those who wait for it, and return the subscribers to call
+        before the one after it is reported; None if there is none."""
+        with self._lock:
+            if not ready.pending:
+                ready.reporting = False
+                return None
+            report = ready.pending.pop(next(iter(ready.pending)))
+            ready.events[report.event.index] = report.event
             if ready is not self._present:
-                return last
+                return []
             for subscriber in self._subscribers:
-                subscriber.queue.append(_EventReport(event, ready, raised))
+                subscriber.queue.append(report)
                 ready.given = True
-            subscribers = list(self._subscribers)
             self._wake()
-        for subscriber in subscribers:
-            self._call(subscriber, ready)
-        return last
+            return list(self._subscribers)
 
     def reading_began(self, now_s: float) -> None:
         """Record that a connection is open, and read through."""
@@ -207,7 +234,8 @@ class EventLog:
     def on_layer(self, callback: Callback) -> None:
         """Call `callback` for each layer, in the order of readiness: at once on this thread for
         layers that are ready, then on the threads that verify, one call at a time. It should be
-        short; an exception that it raises on those threads fails the pull."""
+        short; an exception that it raises on those threads fails the pull. One that it raises here
+        is passed on, and it is called no more."""
         subscriber = _Subscriber(callback)
         with self._lock:
             ready = self._present
@@ -217,7 +245,12 @@ class EventLog:
             ready.given |= bool(ready.events)
             if not self.ended:
                 self._subscribers.append(subscriber)
-        self._call(subscriber, None)
+        try:
+            self._call(subscriber, None)
+        except BaseException:
+            with self._lock, contextlib.suppress(ValueError):  # of a pull that has ended
+                self._subscribers.remove(subscriber)
+            raise
 
     def on_failure(self, callback: Callable[[MxError], None]) -> None:
         """Call `callback` with the pull's error when the pull fails, before its memory is freed; at
@@ -241,8 +274,14 @@ class EventLog:
             try:
                 subscriber.callback(report.event)
             except BaseException as error:
-                if ready is None or report.ready is ready:
+                if ready is None:
                     raise
+                if isinstance(error, asyncio.CancelledError):  # else it would look like `close`
+                    refusal = LocalError("a callback of `on_layer` raised CancelledError")
+                    refusal.__cause__ = error
+                    error = refusal
+                if report.ready is ready:
+                    raise error
                 report.raised(error)
             finally:
                 with self._lock:
@@ -330,7 +369,7 @@ class EventLog:
 
     def block(self, look: Callable[[], T], timeout_s: float | None = None) -> T:
         """Block until `look`, called under the lock, does not raise LookupError; return what it
-        does. Raises TimeoutError."""
+        does. Raises TimeoutError, and ConfigError in a callback, for which it would wait."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             woken = Latch()
@@ -338,6 +377,7 @@ class EventLog:
                 try:
                     return look()
                 except LookupError:
+                    require_other_thread()
                     self._sleepers.add(woken)
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             try:

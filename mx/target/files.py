@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mx import trace
+from mx.core.reasons import reason_of
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
 from mx.records import record
@@ -76,7 +77,7 @@ async def write_files(
     locator = Locator(options)
 
     def refused(endpoint: str, error: MxError) -> None:
-        left.append(LeftSource(endpoint, error.message))
+        left.append(LeftSource(endpoint, reason_of(error)))
 
     async def attempt() -> str:
         nonlocal known

@@ -254,7 +254,7 @@ class FromSources(Attempt):
         when those are lost."""
         manifest, options, edition_log = found.manifest, self._options, self.edition.log
         causes, plan = self._history.causes, self._context.plan
-        connections = Connections(options.patience_s)
+        connections = Connections(options.patience_s, local_exempt=not options.coordinate_always)
         connections.add(found.paths.paths)
         attachable = any(path.attach for path in found.paths.paths)
         fill = prefilling(delivery, options.reuse, attachable=attachable)

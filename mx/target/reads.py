@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mx.core.paths import Medium, Rail
@@ -88,6 +90,7 @@ class Connection:
     path: SourcePath | StorePath
     lease: ReadLease
     session: Session
+    sockets: Sequence[socket.socket] = ()  # that its session was opened with
     opened_at_s: float = 0.0  # monotonic: when it was first read through
     lost: bool = False
     #: The transfer's state of it, once it is added there.
@@ -101,6 +104,24 @@ class Connection:
     def peer(self) -> str:
         """The source's endpoint, which names it in errors and reports."""
         return self.path.source.endpoint
+
+    @property
+    def link(self) -> str:
+        """This host's address that the bytes come to, "" if they do not leave the host: as the
+        kernel has it of the sockets, whatever place the source declares."""
+        known = self.path.medium is not Medium.NETWORK
+        for sock in self.sockets:
+            with contextlib.suppress(OSError):  # it is closed, or TLS has taken it over
+                near, far = sock.getsockname(), sock.getpeername()
+                if sock.family != socket.AF_UNIX and near[0] != far[0]:
+                    return str(near[0])
+                known = True
+        return "" if known else "network"
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Its speed as seen last, at first the expected one."""
+        return 0.0 if self.load is None else self.load.pace.bytes_per_s
 
     @property
     def verified_nbytes(self) -> int:

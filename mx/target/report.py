@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING
 
+from mx.core.reasons import Reason
 from mx.core.types import Layout, ModelKey
 from mx.errors import (
     ClosedError,
@@ -106,7 +107,7 @@ class LeftSource:
     """A source (HOST:PORT) that was not used to the end, and why."""
 
     source: str
-    reason: str
+    reason: Reason
 
 
 @record(frozen=True, slots=True)
@@ -267,7 +268,10 @@ class PullReport:
                 for path in self.paths
             ],
             "retries": self.retries,
-            "left": [{"source": each.source, "reason": each.reason} for each in self.left],
+            "left": [
+                {"source": each.source, "why": each.reason.code, "reason": str(each.reason)}
+                for each in self.left
+            ],
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
             **self.folder.to_json(),

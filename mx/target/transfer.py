@@ -350,6 +350,10 @@ class Transfer:
         """Read every chunk from every source from now on."""
         self.react(lambda machine: machine.read_freely(time.monotonic()))
 
+    def exempt(self, sources: frozenset[str]) -> None:
+        """Read every chunk from these sources, also in coordinated reading, and from no others."""
+        self.react(lambda machine: machine.exempt(sources, time.monotonic()))
+
     def allow(self, source: str, chunk: int) -> bool:
         """Let the chunk be read from this source. Returns False if it is verified already."""
         commands = self._call(lambda machine: machine.allow(source, chunk, time.monotonic()))

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from mx.core.reasons import Why
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.errors import (
@@ -154,7 +155,7 @@ class Lease:
                     hint="start the pull again, for the new weights",
                 )
             if event.WhichOneof("event") == "busy":
-                raise self._busy(event.busy.retry_after_s)
+                raise self._busy(Why.FULL, event.busy.retry_after_s)
             if event.WhichOneof("event") != "granted":
                 raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
             self._lease_s = self._believed_s(event.granted.lease_s)
@@ -243,7 +244,7 @@ class Lease:
                         self.coordinated = True
                         self._on_change()
                     case "busy":  # nothing was read for long: another reader has its place now
-                        self._lose(self._busy(event.busy.retry_after_s))
+                        self._lose(self._busy(Why.IDLE, event.busy.retry_after_s))
                     case "checked":
                         if (right := self._asked.pop(event.checked.chunk, None)) is not None:
                             right()
@@ -358,11 +359,11 @@ class Lease:
             )
         return StaleGenerationError(updated, peer=self.peer, hint=hint)
 
-    def _busy(self, retry_after_s: float) -> PeerBusyError:
+    def _busy(self, why: Why, retry_after_s: float) -> PeerBusyError:
         if not 0 <= retry_after_s < math.inf:  # NaN is not either
             retry_after_s = _MAX_RETRY_S
         return PeerBusyError(
-            f"{self.peer} has as many readers as it admits",
+            why(self.peer),
             peer=self.peer,
             hint="`wait_s` waits longer for it, or for another source",
             retry_after_s=min(retry_after_s, _MAX_RETRY_S),

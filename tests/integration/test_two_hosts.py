@@ -47,3 +47,27 @@ def test_a_model_crosses_the_network(
     refused = run_in("far", "pull", "m", "--coordinator", coordinator)
     assert refused.wait() == 2
     assert "--insecure" in refused.err
+
+
+def test_a_subnet_that_is_not_connected_delays_nothing(
+    hosts: Hosts, run_in: RunIn, checkpoint: Path, tmp_path: Path
+) -> None:
+    addresses = hosts.link("near", "far").addresses
+    apart = ("10.99.0.1", "10.99.0.2")  # such as those of a bridge for containers
+    for host, address in zip(("near", "far"), apart, strict=True):
+        hosts.dead_end(host, address)
+    source_address = addresses[0]
+    base = ("--coordinator", f"{source_address}:7600", "--insecure", "--json")
+    daemon = run_in("near", "--listen", f"{source_address}:7600", "--insecure", daemon=True)
+    daemon.until(lambda: "listens" in daemon.err, "listening")
+    nics = ("--nics", "eth0,eth1")
+    at = ("--listen", f"{source_address}:0")
+    run_in("near", "serve", str(checkpoint), "--model", "m", *at, *nics, *base).json()
+    out = tmp_path / "out"
+    # What waits for an answer from that subnet fails by the time at which this gives up.
+    stalls = ("--stall-timeout-s", "600")
+    pull = run_in("far", "pull", "m", "--out", str(out), *stalls, *nics, *base)
+    report = pull.json()
+    assert pull.wait() == 0, pull.err
+    assert {path["rail"] for path in report["paths"]} == {"eth0→eth0"}
+    assert same(load_file(out / "model.safetensors"), load_file(checkpoint))

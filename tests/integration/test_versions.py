@@ -204,7 +204,8 @@ def test_a_pull_leaves_a_source_of_another_version_and_reads_from_a_good_one(
             sources = {path["source"] for path in report["paths"]}
             assert sources == {good.json()["endpoint"]}, report
             if transport == "tcp":  # the report of a pull that attaches has no place for it
-                assert report["left"] == [{"source": endpoint, "reason": said}]
+                left = {"source": endpoint, "why": "failed", "reason": said}
+                assert report["left"] == [left]
 
 
 def test_a_source_outlives_a_coordinator_of_another_version(run: Run, run_other: RunOther) -> None:

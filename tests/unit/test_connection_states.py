@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from mx.core.connections import (
     Rest,
 )
 from mx.core.planner import SourcePath, why_not
+from mx.core.types import SourceRole
 from mx.errors import (
     DigestError,
     MxError,
@@ -159,6 +161,43 @@ def test_in_coordinated_reading_neighbours_alone_are_used_and_their_paths_compar
     assert connections.has_no_path(LATER.source.key)
     connections.read_freely()
     assert connections.assign(0.0) == []  # OTHER is as near as the first
+
+
+#: Whole sources on the host of the pull, as sources are that serve from a file.
+HERE, HERE_TOO = (
+    SourcePath(replace(source(name), role=SourceRole.ORIGIN), "tcp", 2.0, False, "loopback")
+    for name in "hi"
+)
+
+
+def test_a_whole_source_on_this_host_is_read_from_beside_neighbours_and_when_it_is_free() -> None:
+    connections = Connections()
+    connections.add([TCP0])
+    live(connections, TCP0)
+    connections.add([HERE, HERE_TOO])
+    (here,) = live(connections, HERE)  # beside another host's: it takes nothing from its link
+    connections.coordinate()
+    busy = PeerBusyError("busy", peer="h", retry_after_s=5.0)
+    connections.lost(here, busy, 0.0, lease_runs=True)
+    live(connections, HERE_TOO)
+    connections.lost(connections.in_use[1], PeerLostError("gone"), 0.0, lease_runs=False)
+    assert connections.due_s == 5.0 and connections.assign(4.0) == []
+    assert [entry.path for entry in connections.assign(5.0)] == [HERE]
+    forced = Connections(local_exempt=False)
+    forced.add([TCP0])
+    live(forced, TCP0)
+    forced.coordinate()
+    forced.add([HERE])
+    assert forced.assign(0.0) == []
+
+
+def test_other_hosts_are_read_from_beside_this_one_only_if_it_is_slow() -> None:
+    connections = Connections()
+    connections.add([HERE, TCP0, TCP1])
+    live(connections, HERE)
+    assert connections.assign(0.0) == []
+    connections.supplied = False
+    live(connections, TCP0, TCP1)
 
 
 @given(st.integers(0, 1 << 32))

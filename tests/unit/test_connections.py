@@ -13,6 +13,7 @@ import pytest
 from mx.core.connections import Connections
 from mx.core.paths import Medium
 from mx.core.planner import Plan, SourcePath, Spare
+from mx.core.reasons import Why
 from mx.core.types import Layout, SourceRecord
 from mx.errors import (
     ChunkElsewhereError,
@@ -40,11 +41,13 @@ from tests.support.editions import edition_log
 from tests.support.held_sessions import HeldSession, Lease, manifest_of_three_chunks
 from tests.support.planned_paths import LATER, OTHER, TCP0, TCP1, UCX0, A
 
-PLAN = Plan((TCP0, TCP1), (Spare(UCX0, ""), Spare(OTHER, "")), ())
+PLAN = Plan((TCP0, TCP1), (Spare(UCX0, Why.WITHIN("a")), Spare(OTHER, Why.AS_NEAR("a"))), ())
 
 
 class FakeSwarm:
     """Of a pull that nothing joins unless a test says so."""
+
+    begun = False
 
     def __init__(self) -> None:
         self.coordinated = False

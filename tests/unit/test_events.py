@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from mx.errors import (
     ClosedError,
     ConfigError,
     IntegrityError,
+    LocalError,
     MxError,
     PeerBusyError,
     RevisionChangedError,
@@ -25,6 +27,7 @@ from mx.errors import (
 from mx.target.edition import EditionLog
 from mx.target.events import EditionReadiness, EventLog
 from mx.target.report import LayerEvent, PullReport, VerifiedBy, no_tensors
+from mx.tasks import require_other_thread
 
 
 def landed(index: int) -> tuple[Layer, VerifiedBy]:
@@ -57,16 +60,23 @@ async def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_tim
 
     state.on_layer(slow)
     assert called == [2]
-    first = threading.Thread(target=now.layer_ready, args=landed(0))
+    last: list[bool] = []
+    first = threading.Thread(target=lambda: last.append(now.layer_ready(*landed(0))))
     first.start()
     assert entered.wait(10)
-    # While one thread is in the callback, others leave their events to it.
+    # While one thread is in the callback, others leave their events to it, and go on.
     assert not now.layer_ready(*landed(3))
-    assert now.layer_ready(*landed(1))
+    assert not now.layer_ready(*landed(1))
     assert called == [2]
+    # What the callback was called with is there for all, what comes after it for none.
+    seen = state.layers()
+    assert [now.is_ready(layer) for layer in range(4)] == [True, False, True, False]
+    assert (first_seen := seen.next()) is not None and first_seen.index == 0
+    with pytest.raises(TimeoutError):
+        state.block(lambda: state.next_layer(seen), 0.05)
     go_on.set()
     first.join()
-    assert called == [2, 0, 3, 1]
+    assert called == [2, 0, 3, 1] and last == [True]
     assert not now.layer_ready(*landed(1))
     assert called == [2, 0, 3, 1]
 
@@ -89,6 +99,66 @@ async def test_an_exception_of_a_callback_is_raised_where_the_event_or_the_callb
         state.on_layer(refuse)
     with pytest.raises(RuntimeError, match=r"layer\.1"):  # it was not left busy
         now.layer_ready(*landed(1))
+
+
+async def test_a_callback_that_refuses_a_layer_of_before_is_called_no_more() -> None:
+    state = EventLog(0.0)
+    now = edition(state)
+    now.planned(2)
+    now.layer_ready(*landed(0))
+    called: list[int] = []
+
+    def refuse(event: LayerEvent) -> None:
+        called.append(event.index)
+        raise RuntimeError(event.name)
+
+    with pytest.raises(RuntimeError, match=r"layer\.0"):
+        state.on_layer(refuse)
+    assert now.layer_ready(*landed(1))
+    assert called == [0]
+
+
+async def test_a_callbacks_cancelled_error_is_named_as_the_cause() -> None:
+    state = EventLog(0.0)
+    now = edition(state)
+    now.planned(1)
+
+    def cancelled(event: LayerEvent) -> None:
+        raise asyncio.CancelledError
+
+    state.on_layer(cancelled)
+    with now.guard():
+        now.layer_ready(*landed(0))
+    await asyncio.sleep(0)
+    assert isinstance(now.failure, LocalError) and "raised CancelledError" in now.failure.message
+    assert isinstance(now.failure.__cause__, asyncio.CancelledError)
+
+
+async def test_a_callback_that_waits_for_the_pull_is_refused_at_once() -> None:
+    state = EventLog(0.0)
+    now = edition(state)
+    now.planned(2)
+    refused: list[str] = []
+
+    def wait(event: LayerEvent) -> None:
+        assert state.wait_layer(event.index) is event
+        for blocks in (state.wait_end, lambda: state.wait_layer(1), require_other_thread):
+            with pytest.raises(ConfigError) as error:
+                blocks()
+            refused.append(error.value.message)
+
+    state.on_layer(wait)
+    now.layer_ready(*landed(0))
+    assert len(refused) == 3 and len(set(refused)) == 1
+    require_other_thread()  # this thread is the caller's again
+
+
+def test_a_wait_without_an_end_waits() -> None:
+    state = EventLog(0.0)
+    ending = threading.Timer(0.05, lambda: state.finished(report()))
+    ending.start()
+    assert state.wait_end(math.inf).model == "m"
+    ending.join()
 
 
 def test_the_first_outcome_counts() -> None:

@@ -11,11 +11,13 @@ import pytest
 from mx.core.locality import is_this_machine, with_verified_place
 from mx.core.paths import UNKNOWN_GB_PER_S, rails
 from mx.core.topology import Nic, Place
-from mx.errors import PeerTimeoutError
+from mx.errors import PeerTimeoutError, SourceError
 from mx.transport import ExposeOptions, Grant
 from mx_transports.tcp import TcpTransport
 from mx_transports.toolkit import dial, framing, proof
 from tests.support.planned_paths import source as record
+
+DATAGRAMS = socket.SOCK_DGRAM
 
 HERE = Place(
     boot_id="b",
@@ -148,3 +150,41 @@ def test_where_control_stays_on_this_machine_its_addresses_are_known() -> None:
     assert dial.addresses(ticket, local) == [("10.0.0.1", 5), ("127.0.0.1", 5)]
     remote = replace(local, peer_addresses=("10.0.0.7",))
     assert dial.addresses(ticket, remote) == [("10.0.0.7", 5)]
+
+
+@pytest.mark.usefixtures("challengeable")
+@pytest.mark.parametrize("known", [True, False], ids=["no greeting", "no answer to a challenge"])
+@pytest.mark.parametrize("early", [True, False], ids=["before", "meanwhile"])
+def test_what_is_cancelled_waits_for_no_peer(known: bool, early: bool) -> None:
+    """An address that takes connections and datagrams, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket(type=DATAGRAMS) as prover:
+        address = silent.getsockname()
+        prover.bind(address)
+        fields: dict[str, object] = {"addresses": [list(address)]}
+        ticket = framing.Ticket(bytes(framing.KEY_BYTES), bytes(framing.SECRET_BYTES), fields)
+        grant = replace(grant_of(ticket.encode()), stall_timeout_s=1000.0)
+        if known:
+            grant = replace(grant, peer_addresses=("127.0.0.1",))
+        if early:
+            grant.cancelled.set()
+        failed: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                TcpTransport().open(grant)
+            except SourceError as error:
+                failed.append(error)
+
+        opening = threading.Thread(target=connect, daemon=True)
+        opening.start()
+        if not early:
+            if known:
+                with silent.accept()[0] as accepted:
+                    assert accepted.recv(1)
+                    grant.cancelled.set()
+                    opening.join(60)
+            else:
+                assert prover.recv(1)
+                grant.cancelled.set()
+        opening.join(60)
+        assert failed and not opening.is_alive()

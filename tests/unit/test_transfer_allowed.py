@@ -40,6 +40,25 @@ def test_a_chunk_that_no_source_allows_is_not_read() -> None:
     assert (part.chunk, connection) == (3, 1)
 
 
+def test_all_is_read_from_an_exempt_source_and_nothing_ends_that() -> None:
+    machine, driver = coordinated(layers=20)
+    driver.take(machine.exempt(frozenset({"a"}), 0.0))
+    assert driver.in_flight and set(driver.in_flight.values()) == {0}
+    read = {part.chunk for part in driver.in_flight}
+    assert machine.withdraw("a", min(read)) == []
+    assert allow(machine, driver, "b", 5)  # beside it
+    for part in list(driver.in_flight):
+        driver.landed(part)
+    driver.take(machine.exempt(frozenset(), 0.0))
+    while driver.in_flight:
+        driver.landed(next(iter(driver.in_flight)))
+    assert not machine.ended  # it allows nothing by itself any more
+    driver.take(machine.exempt(frozenset({"a"}), 0.0))
+    while driver.in_flight:
+        driver.landed(next(iter(driver.in_flight)))
+    assert machine.ended
+
+
 def test_a_chunk_allowed_by_a_source_without_a_connection_waits_for_one() -> None:
     machine, driver = coordinated()
     assert allow(machine, driver, "d", 2)

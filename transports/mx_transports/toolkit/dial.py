@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import itertools
+import os
+import select
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +26,8 @@ from mx_transports.toolkit.stream import SocketStream
 
 
 def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:
-    """Return the addresses to dial: those of the ticket that are the source's own.
+    """Return the addresses to dial: those of the ticket that are the source's own, at its control
+    endpoint's host, or proved.
 
     Blocks where an address has to be proved, up to the grant's stall timeout.
 
@@ -53,19 +57,14 @@ def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:
         found = [address for address in found if address[0] == far]
         if not found:
             raise PeerProtocolError(f"{peer} does not listen at {far}, as it had said", peer=peer)
-    return _own(found, ticket, grant)
-
-
-def _own(found: list[proof.Address], ticket: framing.Ticket, grant: Grant) -> list[proof.Address]:
-    """Return the addresses that are the source's own: at its control endpoint's host, or proved."""
     known = [address for address in found if _is_known(address[0], grant)]
     own = known or proof.proved(found, ticket, grant)
     if not own:
         hosts = ", ".join(dict.fromkeys(host for host, _ in found))
         raise PeerTimeoutError(
-            f"{grant.peer} has not proved that {hosts} is its own address (nothing answers there "
-            "by UDP), and is not dialled there",
-            peer=grant.peer,
+            f"{peer} has not proved that {hosts} is its own address (nothing answers there by "
+            "UDP), and is not dialled there",
+            peer=peer,
             hint="let datagrams through to the source's data ports, as connections are",
         )
     return own
@@ -159,13 +158,30 @@ def connections(known: Sequence[tuple[str, int]], grant: Grant) -> Iterator[sock
 def _connect(address: tuple[str, int], grant: Grant, tls: ssl.SSLContext | None) -> socket.socket:
     sock: socket.socket | None = None
     try:
-        near = None if grant.rail is None else (grant.rail.local_address, 0)
-        sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
+        known = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        family, kind, _, _, to = known[0]
+        sock = socket.socket(family, kind)
+        sock.setblocking(False)
+        if grant.rail is not None:
+            sock.bind((grant.rail.local_address, 0))
+        failed = sock.connect_ex(to)
+        grant.cancelled.covers(sock)  # what connects already can be shut down
+        if failed == errno.EINPROGRESS:
+            poller = select.poll()
+            poller.register(sock, select.POLLOUT)
+            if not poller.poll(grant.stall_timeout_s * 1000):
+                raise TimeoutError("timed out")
+            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        sock.settimeout(grant.stall_timeout_s)
         if tls is None:
             return sock
         # The address may be any of the source's own, and its certificate names the endpoint.
         host = grant.peer.rpartition(":")[0].strip("[]").rstrip(".")
-        secure = sock = tls.wrap_socket(sock, server_hostname=host)
+        secure = sock = tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+        grant.cancelled.covers(secure)
+        secure.do_handshake()
         from mx.revocations import is_revoked
 
         if grant.tls is not None and is_revoked(secure, grant.tls):

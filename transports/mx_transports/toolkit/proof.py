@@ -110,6 +110,7 @@ def proved(among: Sequence[Address], ticket: framing.Ticket, grant: Grant) -> li
         grant: The grant. With a rail, challenges leave from its near end.
     """
     found: set[Address] = set()
+    cancelled = grant.cancelled
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         waiting: dict[Address, tuple[socket.socket, bytes]] = {}
         for address in [each for each in among if may_be_challenged(each[0])][:MOST_CHALLENGED]:
@@ -122,15 +123,19 @@ def proved(among: Sequence[Address], ticket: framing.Ticket, grant: Grant) -> li
                 sock.connect(address)
             except OSError:  # no route
                 continue
+            cancelled.covers(sock)
             selector.register(sock, selectors.EVENT_READ, address)
             waiting[address] = sock, secrets.token_bytes(NONCE_BYTES)
         until_s, pause_s = time.monotonic() + grant.stall_timeout_s, FIRST_PAUSE_S
-        while waiting and (now_s := time.monotonic()) < until_s:
+        while waiting and not cancelled.is_set and (now_s := time.monotonic()) < until_s:
             for sock, nonce in waiting.values():
                 with contextlib.suppress(OSError):  # nothing listens there (yet)
                     sock.send(CHALLENGE.pack(MAGIC, ticket.key, nonce))
             again_s, pause_s = now_s + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
-            while waiting and (left_s := min(again_s, until_s) - time.monotonic()) > 0:
+            while not cancelled.is_set and waiting:
+                left_s = min(again_s, until_s) - time.monotonic()
+                if left_s <= 0:
+                    break
                 for ready, _ in selector.select(left_s):
                     address = ready.data
                     sock, nonce = waiting[address]

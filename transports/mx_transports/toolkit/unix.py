@@ -75,6 +75,7 @@ def connect(ticket: framing.Ticket, grant: Grant) -> Iterator[socket.socket]:
         try:
             sock.settimeout(grant.stall_timeout_s)
             sock.connect(b"\0" + name.encode())
+            grant.cancelled.covers(sock)
             at, uid = users.peer_credentials(sock)
             if at != pid or not users.is_own(uid):
                 raise PeerProtocolError(
