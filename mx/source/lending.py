@@ -44,21 +44,21 @@ class Lending:
         self,
         held: HeldModel,
         retirement: Retirement,
-        offer: Callable[[HeldModel], Coroutine[Any, Any, None]],
+        serve: Callable[[HeldModel], Coroutine[Any, Any, None]],
         list_changed: Callable[[HeldModel, bytes, Callable[[], bool]], Awaitable[None]],
     ) -> None:
         """
         Args:
             held: What is lent.
             retirement: Takes it away from its readers.
-            offer: Serves it again.
+            serve: Serves it again.
             list_changed: Registers it as it is now, as `Registrar.list_changed`.
         """
         self.held = held
         self._state = LentState()
         self._listed = held.manifest.ref.identity  # under `held.key`
         self._retirement = retirement
-        self._offer = offer
+        self._serve = serve
         self._list_changed = list_changed
         self._change: MemoryChange | None = None  # that runs, or ran last
         self._changing: asyncio.Task[None] | None = None
@@ -291,7 +291,7 @@ class Lending:
             raise LocalError(FAILED)
         self.held = now
         try:
-            await uncut(self._offer(now))
+            await uncut(self._serve(now))
             await self._list(now, stopped)
         except BaseException:
             await uncut(self._retirement.retire(now.source_id, 0.0))
