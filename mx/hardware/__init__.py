@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from mx.hardware.gpus import read_gpus
 from mx.hardware.nics import read_nics
-from mx.hardware.numa import read_numa_nodes
+from mx.hardware.sysfs import read_numa_nodes
 
 __all__ = ["read_gpus", "read_nics", "read_numa_nodes"]
