@@ -334,6 +334,7 @@ class _Held:
     def __init__(self, record: SourceRecord, key: Any) -> None:
         self.record, self.key, self.role = record, key, record.role
         self.source_id, self.manifest = record.source_id, SimpleNamespace(ref=record.ref)
+        self.takes_name = record.role is not SourceRole.RELAY
 
 
 async def play(seed: int) -> list[str]:
