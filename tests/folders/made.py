@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,12 @@ def some_tensors(choose: random.Random, most: int) -> Tensors:
     return {f"t.{i}": _tensor(choose) for i in range(choose.randint(0, most))}
 
 
+def _metadata(choose: random.Random) -> dict[str, str]:
+    more = {"b": "café", "a": '{"x": "\\n"}', "version": "\x7f\u2028"}
+    keys = choose.sample(list(more), choose.choice((0, 0, 1, 3)))
+    return {"format": "pt"} | {key: more[key] for key in keys}
+
+
 class Weights:
     """The main weights of a folder: one file, or shards and their index.
 
@@ -66,7 +74,7 @@ class Weights:
         self._shards: dict[str, Tensors] = {}
         self._map: dict[str, Any] = {}
         if choose.random() < 0.4:
-            save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, root / "model.safetensors", metadata=_metadata(choose))
             if choose.random() < 0.1:
                 self._break_file(root / "model.safetensors")
             return
@@ -83,7 +91,7 @@ class Weights:
                 self.spoilt = spoil.__name__
         for shard, held in self._shards.items():
             (root / shard).parent.mkdir(exist_ok=True)
-            save_file(held, root / shard, metadata={"format": "pt"})
+            save_file(held, root / shard, metadata=_metadata(choose))
         (root / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._map}))
         if not self.spoilt and choose.random() < 0.05:
             self._break_file(root / choose.choice(list(self._shards)))
@@ -195,6 +203,30 @@ def main_tensors(root: Path) -> Tensors:
     for shard in shards:
         found.update(load_file(root / shard))
     return found
+
+
+def into_blobs(root: Path, repository: Path, choose: random.Random) -> Path:
+    """Move a folder into Hugging Face's cache: a snapshot of links to blobs.
+
+    Args:
+        root: The folder.
+        repository: The repository's folder in the cache, which is not there.
+        choose: Where it takes its choices from.
+
+    Returns:
+        The snapshot.
+    """
+    blobs = repository / "blobs"
+    snapshot = repository / "snapshots" / f"{choose.getrandbits(160):040x}"
+    snapshot.parent.mkdir(parents=True)
+    blobs.mkdir()
+    root.rename(snapshot)
+    for path in sorted(snapshot.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+            path.replace(blob)
+            path.symlink_to(os.path.relpath(blob, path.parent))
+    return snapshot
 
 
 def add_files(root: Path, main: Tensors, choose: random.Random) -> None:
