@@ -61,7 +61,7 @@ class Models:
         """Write an adapter of the base."""
         modules = choose.sample(("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"), 2)
         wanted = peft.LoraConfig(r=choose.randint(1, 4), target_modules=modules)
-        peft.get_peft_model(self._loaded_base(str(self.base)), wanted).save_pretrained(folder)
+        peft.get_peft_model(self._loaded_base(str(self.base)), wanted).save_pretrained(str(folder))
         weights = load_file(folder / "adapter_model.safetensors")
         dtype = choose.choice(_DTYPES)
         drawn = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in weights.items()}
