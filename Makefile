@@ -52,6 +52,7 @@ help:
 	@echo "make names [ROUNDS=N] [SEED=S]   random updates and losses: no name goes back"
 	@echo "make differential [ROUNDS=N]     random steps, every byte compared (SEED=S)"
 	@echo "make differential-gpu [ROUNDS=N] pulls in which a call of CUDA fails (SEED=S)"
+	@echo "make folders [COUNT=N] [SEED=S]  random folders: served, pulled, loaded, compared"
 	@echo "make endurance [MINUTES=15]      load while everything is killed (SEED=S)"
 	@echo "make lint                        ruff, mypy --strict, import contracts"
 	@echo "make proto                       regenerate mx/wire/v1 from proto/"
@@ -169,7 +170,8 @@ differential-gpu: setup-gpu
 endurance: $(READY)
 	$(PY) -m tests.endurance --minutes $(or $(MINUTES),15) --seed $(or $(SEED),1) $(ARGS)
 
-# Random folders, each served and pulled: what is missing in the copy is what was named.
+# Random folders, each served, pulled and loaded: what is missing in the copy is what was named, and
+# what loads from peers is what loads from disk.
 folders: $(READY)
 	$(PY) -m tests.folders --count $(or $(COUNT),500) --seed $(or $(SEED),1) $(ARGS)
 

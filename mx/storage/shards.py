@@ -23,6 +23,8 @@ _USUAL = (
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.safetensors.index.json",
 )
+# What PEFT loads of a folder that has an adapter's configuration.
+_ADAPTER = "adapter_model.safetensors"
 
 
 @record(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Copy:
 
 
 def chosen_files(names: Sequence[str], where: str) -> tuple[list[str], str | None]:
-    """Return which of a folder's files are its checkpoint, as transformers and diffusers choose.
+    """Return which of a folder's files are its checkpoint, as transformers, diffusers and PEFT
+    choose.
 
     Args:
         names: The folder's entries, in natural order.
@@ -65,6 +68,8 @@ def chosen_files(names: Sequence[str], where: str) -> tuple[list[str], str | Non
         )
     if chosen is None and indices:
         chosen = indices[0]
+    if chosen is None and "adapter_config.json" in names and _ADAPTER in names:
+        chosen = _ADAPTER
     if chosen is not None:
         return ([], chosen) if chosen.endswith(INDEX_SUFFIX) else ([chosen], None)
     return [name for name in names if name.endswith(TENSOR_SUFFIX)], None

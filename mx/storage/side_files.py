@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from mx.core.digest import document_digest
 from mx.core.packaging import (
+    INDEX_SUFFIX,
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
     MAX_SIDE_FILES_BYTES,
@@ -24,7 +25,7 @@ from mx.core.types import SideFile
 from mx.errors import ConfigError, MxError
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error
-from mx.storage.shards import weight_map
+from mx.storage.shards import shards_of, weight_map
 from mx.units import format_bytes
 
 L = TypeVar("L")
@@ -104,9 +105,12 @@ def take_side_files(
     found: list[SideFile] = []
     documents: dict[bytes, bytes] = {}
     total = 0
-    for path, location in files:
+    listed = dict(files)
+    # What loaders can't do without finds room whatever else is there.
+    for path in sorted(listed, key=lambda each: not _is_needed(each)):
         if path in taken or path in left_out:
             continue
+        location = listed[path]
         reason = bad_side_path(path)
         if reason is None and len(found) == MAX_SIDE_FILES:
             reason = f"comes after the first {MAX_SIDE_FILES}"
@@ -130,15 +134,20 @@ def take_side_files(
         digest = document_digest(data)
         documents[digest] = data
         found.append(SideFile(path, len(data), digest, is_newer(path, data)))
-    found.sort(key=lambda side: side.newer)  # as a packaging has them
+    order = {path: place for place, path in enumerate(listed)}
+    found.sort(key=lambda side: (side.newer, order[side.path]))  # as a packaging has them
     return tuple(found), documents, left_out
+
+
+def _is_needed(path: str) -> bool:
+    return path.rpartition("/")[2] == "config.json" or path.endswith(INDEX_SUFFIX)
 
 
 def _is_index_of(path: str, data: bytes, taken: Collection[str]) -> bool:
     """Return True if an index names only tensor files that are taken."""
     folder = path.rpartition("/")[0]
     try:
-        named = set(weight_map(data, path).values())
+        named = shards_of(weight_map(data, path))
     except MxError:
         return False
     return all(f"{folder}/{name}".lstrip("/") in taken for name in named)

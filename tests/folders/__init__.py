@@ -1,1 +1,1 @@
-"""Random folders, each served and pulled: what is missing in the copy is what was named."""
+"""Random folders, each served, pulled and loaded; see `tests.folders.__main__`."""

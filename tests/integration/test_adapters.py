@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import mx
 from mx.engines import transformers as engine
@@ -88,3 +90,20 @@ def test_auto_model_of_an_adapter(served: str, folders: tuple[Path, Path]) -> No
     expected = transformers.LlamaForCausalLM.from_pretrained(folders[0])
     expected.load_adapter(str(folders[1]))
     assert same(transformers.AutoModelForCausalLM.from_pretrained(_NAMES[1]), expected)
+
+
+def test_an_adapter_with_other_files_beside_it(
+    served: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Some have the configuration of their base, and what was trained besides."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders[1], folder)
+    shutil.copy(folders[0] / "config.json", folder)
+    save_file({"new": torch.ones(3)}, folder / "new_embeddings.safetensors")
+    base = transformers.LlamaForCausalLM.from_pretrained(folders[0])
+    expected = peft.PeftModel.from_pretrained(base, folder)
+    with mx.serve(folder, model="org/beside", coordinator=served) as source:
+        companions = [each.path for each in source.manifest.packaging.companions]
+        assert companions == ["new_embeddings.safetensors"]
+        model = transformers.AutoModelForCausalLM.from_pretrained(_NAMES[0])
+        assert same(peft.PeftModel.from_pretrained(model, "org/beside"), expected)

@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mx import config
 from mx.errors import EXIT_CONFIG, EXIT_INTEGRITY, EXIT_OK
-from tests.folders.__main__ import check
 from tests.support.commands import Run, environment, serve, start_coordinator
 from tests.support.folders import covers, missing, named, tree, written
 
@@ -89,13 +87,6 @@ def test_a_link_to_a_private_key_never_travels(run: Run, tmp_path: Path) -> None
     assert key not in b"".join(tree(out).values())
     refused = run("serve", str(folder), "--follow", str(home / "nowhere"), *at)
     assert refused.wait() == EXIT_CONFIG and "--follow" in refused.json()["error"]["hint"]
-
-
-def test_random_folders(run: Run, tmp_path: Path, settings: config.Settings) -> None:
-    coordinator, _ = start_coordinator(run)
-    for seed in range(20, 26):
-        (tmp_path / str(seed)).mkdir()
-        check(seed, tmp_path / str(seed), settings, coordinator)
 
 
 def test_a_pipeline_names_what_none_of_its_models_has(run: Run, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ def missing(folder: Path, out: Path) -> set[str]:
     found = set()
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     for line in run.stdout.splitlines():
-        if line.endswith(" is a regular file"):  # a link that was followed
+        if line.endswith((" is a regular file", " is a regular empty file")):  # a followed link
             one, other = line.removeprefix("File ").split(" is a symbolic link while file ")
-            copy = other.removesuffix(" is a regular file")
+            copy = other.rpartition(" is a regular ")[0]
             assert Path(one).read_bytes() == Path(copy).read_bytes(), line
             continue
         assert line.startswith("Only in "), line

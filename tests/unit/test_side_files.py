@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def checkpoint(folder: Path, first: int = 0) -> tuple[Checkpoint, Manifest]:
     for path, data in CONFIG.items():
         (folder / path).write_bytes(data)
     return open_checkpoint(folder), manifest_of(folder)[0]
+
+
+@pytest.mark.parametrize("others", [["CONFIG.JSON"], [f"{i:04}.txt" for i in range(1000)]])
+def test_what_loaders_need_travels_whatever_else_is_there(
+    tmp_path: Path, others: list[str]
+) -> None:
+    save_file({"w": torch.arange(3)}, tmp_path / "model-1.safetensors")
+    index = {"weight_map": {"w": "././model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("config.json", *others):
+        (tmp_path / name).write_bytes(b"{}")
+    found = open_checkpoint(tmp_path)
+    travels = [side.path for side in found.packaging.side_files]
+    assert {"config.json", "model.safetensors.index.json"} <= {*travels}
+    assert set(found.left_out) == {*others} - {*travels}
+    # The order, which a pin covers, is that of names.
+    assert travels == sorted(travels)
 
 
 async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:

@@ -272,7 +272,7 @@ class Lookup:
             if PIPELINE in files:
                 self._add_components(key, files, folder)
             else:
-                adapts = ADAPTER in files and "config.json" not in files
+                adapts = [each.path for each in manifest.packaging.files] == [ADAPTER_WEIGHTS]
                 (folder / (ADAPTER_WEIGHTS if adapts else WEIGHTS)).touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
