@@ -7,6 +7,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -21,12 +22,13 @@ from mx.api.listing import ask
 from mx.api.pipelines import COMPONENTS
 from mx.api.pulling import pull
 from mx.core.json_bounds import check_json
+from mx.core.packaging import ADAPTER, ADAPTER_WEIGHTS, TENSOR_SUFFIX
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.engines.side_files import check_code, check_covered
 from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
 from mx.records import record
-from mx.text import shown
+from mx.text import plain, shown
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +40,6 @@ WEIGHTS = "model.safetensors"
 PIPELINE_WEIGHTS = "diffusion_pytorch_model.safetensors"
 #: The file that a diffusers pipeline has.
 PIPELINE = "model_index.json"
-#: The file that an adapter of PEFT has, and its weights.
-ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: One of these is in the folder of each model that can be loaded.
 _DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 
@@ -49,14 +48,16 @@ _DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
-    `folder` has a placeholder for the weights. `companions` are the paths of further tensor files,
-    which come when they are asked for (`Lookup.fetch`).
+    `folder` has a placeholder for the weights. `main` are the paths of the files that these are in
+    at the source. `companions` are the paths of further tensor files, which come when they are
+    asked for (`Lookup.fetch`, `Lookup.companion_of_variant`).
     """
 
     key: ModelKey
     pinned: str
     identity: str
     folder: Path
+    main: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
 
 
@@ -201,6 +202,46 @@ class Lookup:
         with self._lock:
             return self._folders.get(folder)
 
+    def weights_at(self, path: object) -> tuple[ServedModel, str] | None:
+        """Return the model and the companion ("" for the main weights) that a placeholder stands
+        for; None for any other path."""
+        model = self.of_path(path)
+        there = Path(os.path.abspath(str(path)))
+        if model is None or not there.is_file() or there.stat().st_size:
+            return None
+        return model, there.name if there.name in model.companions else ""
+
+    def companion_of_variant(self, model: ServedModel, variant: str) -> str:
+        """Put a placeholder for a variant of the weights, as transformers names it, into a model's
+        folder.
+
+        Args:
+            model: The model.
+            variant: What was given as `variant`.
+
+        Returns:
+            The companion that it stands for; "" if the main weights are this variant.
+
+        Raises:
+            UnknownModelError: The variant has to come from disk; the message says why.
+        """
+        wanted = f"model.{variant}{TENSOR_SUFFIX}"
+        shard = re.compile(rf"model\.{re.escape(variant)}-\d+-of-\d+{re.escape(TENSOR_SUFFIX)}")
+        if "/" not in variant:
+            is_main = all(path == wanted or shard.fullmatch(path) for path in model.main)
+            if wanted in model.companions or (model.main and is_main):
+                (model.folder / wanted).touch()
+                return wanted if wanted in model.companions else ""
+        if any(map(shard.fullmatch, model.companions)):
+            raise UnknownModelError(
+                f"`variant={shown(variant)}` is in several files, and of the variants beside the "
+                "main weights only those in one file come from peers"
+            )
+        raise UnknownModelError(
+            f"`variant={shown(variant)}` asks for {plain(wanted)}, which its sources do not serve "
+            "(copies of the main weights travel where they are served by their names)"
+        )
+
     def component(self, pipeline: ServedModel, name: str) -> ServedModel | None:
         """Return the component of a pipeline whose files are in the folder `name`, if it is
         served."""
@@ -263,6 +304,9 @@ class Lookup:
             if wait_s or not self.settings.wait_s:
                 raise
             return self._fetched(name, revision, self.settings.wait_s)
+        packaging = manifest.packaging
+        main = tuple(file.path for file in packaging.files)
+        companions = tuple(each.path for each in packaging.companions)
         folder = self._new_folder()
         try:
             for path, data in files.items():
@@ -274,11 +318,12 @@ class Lookup:
             else:
                 adapts = ADAPTER in files and "config.json" not in files
                 (folder / (ADAPTER_WEIGHTS if adapts else WEIGHTS)).touch()
+                if ADAPTER in files and ADAPTER_WEIGHTS in (*main, *companions):
+                    (folder / ADAPTER_WEIGHTS).touch()  # beside a `config.json`
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        companions = tuple(each.path for each in manifest.packaging.companions)
-        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder, companions)
+        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder, main, companions)
 
     def fetch(self, model: ServedModel, below: str) -> None:
         """Put companions of a model into its folder, unless they are there.
@@ -293,7 +338,9 @@ class Lookup:
         with self._lock:
             for path in model.companions:
                 there = model.folder / path
-                if there.exists() or (path != below and not path.startswith(f"{below}/")):
+                if path != below and not path.startswith(f"{below}/"):
+                    continue
+                if there.exists() and there.stat().st_size:  # no placeholder
                     continue
                 made = self._new_folder() / "companion"
                 with pull(
