@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mx import config
-from mx.core.types import ManifestRef, ModelKey
+from mx.core.types import ManifestRef, ModelKey, Packaging
 from mx.engines.transformers import lookup as lookups
 from mx.engines.transformers.lookup import Lookup
 from mx.errors import UnknownModelError
@@ -46,7 +46,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[Known]:
     def pull(name: str, **_: Any) -> Iterator[Any]:
         if name not in made.models:
             raise UnknownModelError(name)
-        manifest = SimpleNamespace(ref=REF)
+        manifest = SimpleNamespace(ref=REF, packaging=Packaging())
         yield SimpleNamespace(
             files=lambda: made.models[name], model=key_of(name), wait_manifest=lambda: manifest
         )

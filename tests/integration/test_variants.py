@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.support import families, forkserver
 from tests.support.caching import Caching, origin, start_cache, unavailable
@@ -49,6 +50,11 @@ for owner, name, more in json.loads(sys.argv[2]):
     ))
 print(json.dumps({"said": said, "disk": before["disk"] if said[-1] is True else None}))
 """
+#: The same, with weights of a head in a file that the configuration's class names.
+_HEAD = """
+import transformers
+transformers.LlamaConfig.extra_files = ("head.safetensors",)
+"""
 _FP16 = {"variant": "fp16"}
 
 
@@ -72,10 +78,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def load(caching: Caching, folder: Path, calls: list[Any], **more: str) -> tuple[Any, str]:
-    """Make the calls in a process of a user's; return what it says, and its log."""
+def load(
+    caching: Caching, folder: Path, calls: list[Any], before: str = "", **more: str
+) -> tuple[Any, str]:
+    """Make the calls in a process of a user's, which runs `before` first; return what it says, and
+    its log."""
     script = caching.socket.parent / "user.py"
-    script.write_text(_USER)
+    script.write_text(before + _USER)
     given = str(script), str(folder), json.dumps(calls)
     process = forkserver.python(
         _PATCHED,
@@ -130,6 +139,26 @@ def test_a_folder_that_has_nothing_but_a_variant(
             call = ("AutoModelForCausalLM", f"org/{variant}", {"variant": variant})
             said, log = load(caching, alone, [call])
         assert said == {"said": [True], "disk": 0}, log
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedConfig, "extra_files"), reason="it knows no further files"
+)
+def test_further_files_that_a_class_names_come_from_peers(
+    caching: Caching, folder: Path, tmp_path: Path
+) -> None:
+    headed = tmp_path / "headed"
+    headed.mkdir()
+    (headed / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    save_file(tensors, headed / "model.safetensors", metadata={"format": "pt"})
+    save_file(head, headed / "head.safetensors", metadata={"format": "pt"})
+    with origin(headed, "org/headed", caching.coordinator):
+        calls: list[Any] = [("LlamaForCausalLM", "org/headed", {})]
+        said, log = load(caching, headed, calls, _HEAD)
+    assert said == {"said": [True], "disk": 0}, log
+    assert "companion=head.safetensors" in log
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def begin(
                 return None, f"no source has the weights in {subfolder}"
     variant = kwargs.get("variant")
     try:
-        companion = lookup.companion_of_variant(found, str(variant)) if variant else ""
+        companion = found.companion_of_variant(str(variant)) if variant else ""
     except UnknownModelError as error:
         return None, error.message
     load = ModelLoad(found, lookup, companion)
@@ -138,16 +138,20 @@ class ModelLoad:
         self._pull: Pull | None = None
         self._failure: MxError | None = None
         self._weights: Weights | None = None
+        self._beside: list[ModelLoad] = []
 
     @property
     def failure(self) -> MxError | None:
-        """The error of the pull, if it failed."""
-        return self._failure if self._weights is None else self._weights.failure
+        """The error of the pull, or of one of those beside it, if it failed."""
+        own = self._failure if self._weights is None else self._weights.failure
+        return own or next((each.failure for each in self._beside if each.failure), None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for each in self._beside:
+            each.__exit__()
         if self._pull is not None:
             self._pull.close()
 
@@ -161,6 +165,20 @@ class ModelLoad:
         load = ModelLoad(self.served, self._lookup, self.companion)
         load.key = self.key
         return load
+
+    def beside(self, companion: str) -> WeightsFile:
+        """Return other weights of the model that belong to the same call, such as those of a head
+        in a file of its own.
+
+        Args:
+            companion: The companion; "" for the main weights.
+
+        Raises:
+            MxError: There is no source.
+        """
+        load = ModelLoad(self.served, self._lookup, companion)
+        self._beside.append(load)
+        return load.file()
 
     def file(self, *, owned: bool = False) -> WeightsFile:
         """Return the weights as a safetensors file.
@@ -224,6 +242,8 @@ class ModelLoad:
         if _names_disk(getattr(model, "hf_device_map", None)):  # of a map that was computed
             self._failure, self._weights = ConfigError(_ON_DISK), None
             raise self._failure
+        for each in self._beside:
+            each._finished()
         weights = self._weights
         if weights is not None:
             weights.ready()

@@ -48,17 +48,43 @@ _DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
-    `folder` has a placeholder for the weights. `main` are the paths of the files that these are in
-    at the source. `companions` are the paths of further tensor files, which come when they are
-    asked for (`Lookup.fetch`, `Lookup.companion_of_variant`).
+    `folder` has placeholders for the weights. `main` is the name of the main weights at the source,
+    without the numbers of shards; "" if there is no such name. `companions` are the paths of
+    further tensor files, which come when they are asked for (`Lookup.fetch`).
     """
 
     key: ModelKey
     pinned: str
     identity: str
     folder: Path
-    main: tuple[str, ...] = ()
+    main: str = ""
     companions: tuple[str, ...] = ()
+
+    def companion_of_variant(self, variant: str) -> str:
+        """Return the companion that is a variant of the weights, as transformers names it; "" if
+        the main weights are this variant.
+
+        Args:
+            variant: What was given as `variant`.
+
+        Raises:
+            UnknownModelError: The variant has to come from disk; the message says why.
+        """
+        wanted = f"model.{variant}{TENSOR_SUFFIX}"
+        if wanted in self.companions and "/" not in wanted:
+            return wanted
+        if wanted == self.main:
+            return ""
+        given = f"`variant={shown(variant)}`"
+        if wanted in map(_without_number, self.companions):
+            raise UnknownModelError(
+                f"{given} is in several files, and of the variants beside the main weights only "
+                "those in one file come from peers"
+            )
+        raise UnknownModelError(
+            f"{given} asks for {plain(wanted)}, which its sources do not serve (copies of the main "
+            "weights travel where they are served by their names)"
+        )
 
 
 def say_why_not(error: OSError, name: object, why: str) -> None:
@@ -207,40 +233,9 @@ class Lookup:
         for; None for any other path."""
         model = self.of_path(path)
         there = Path(os.path.abspath(str(path)))
-        if model is None or not there.is_file() or there.stat().st_size:
+        if model is None or not _is_placeholder(there):
             return None
         return model, there.name if there.name in model.companions else ""
-
-    def companion_of_variant(self, model: ServedModel, variant: str) -> str:
-        """Put a placeholder for a variant of the weights, as transformers names it, into a model's
-        folder.
-
-        Args:
-            model: The model.
-            variant: What was given as `variant`.
-
-        Returns:
-            The companion that it stands for; "" if the main weights are this variant.
-
-        Raises:
-            UnknownModelError: The variant has to come from disk; the message says why.
-        """
-        wanted = f"model.{variant}{TENSOR_SUFFIX}"
-        shard = re.compile(rf"model\.{re.escape(variant)}-\d+-of-\d+{re.escape(TENSOR_SUFFIX)}")
-        if "/" not in variant:
-            is_main = all(path == wanted or shard.fullmatch(path) for path in model.main)
-            if wanted in model.companions or (model.main and is_main):
-                (model.folder / wanted).touch()
-                return wanted if wanted in model.companions else ""
-        if any(map(shard.fullmatch, model.companions)):
-            raise UnknownModelError(
-                f"`variant={shown(variant)}` is in several files, and of the variants beside the "
-                "main weights only those in one file come from peers"
-            )
-        raise UnknownModelError(
-            f"`variant={shown(variant)}` asks for {plain(wanted)}, which its sources do not serve "
-            "(copies of the main weights travel where they are served by their names)"
-        )
 
     def component(self, pipeline: ServedModel, name: str) -> ServedModel | None:
         """Return the component of a pipeline whose files are in the folder `name`, if it is
@@ -305,7 +300,8 @@ class Lookup:
                 raise
             return self._fetched(name, revision, self.settings.wait_s)
         packaging = manifest.packaging
-        main = tuple(file.path for file in packaging.files)
+        mains = {_without_number(file.path) for file in packaging.files}
+        main = mains.pop() if len(mains) == 1 else ""
         companions = tuple(each.path for each in packaging.companions)
         folder = self._new_folder()
         try:
@@ -317,9 +313,9 @@ class Lookup:
                 self._add_components(key, files, folder)
             else:
                 adapts = ADAPTER in files and "config.json" not in files
-                (folder / (ADAPTER_WEIGHTS if adapts else WEIGHTS)).touch()
-                if ADAPTER in files and ADAPTER_WEIGHTS in (*main, *companions):
-                    (folder / ADAPTER_WEIGHTS).touch()  # beside a `config.json`
+                for path in (ADAPTER_WEIGHTS if adapts else WEIGHTS, main, *companions):
+                    if path and "/" not in path:
+                        (folder / path).touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -340,7 +336,7 @@ class Lookup:
                 there = model.folder / path
                 if path != below and not path.startswith(f"{below}/"):
                     continue
-                if there.exists() and there.stat().st_size:  # no placeholder
+                if there.exists() and not _is_placeholder(there):
                     continue
                 made = self._new_folder() / "companion"
                 with pull(
@@ -398,6 +394,15 @@ class Lookup:
             root, self._root = self._root, None
             shutil.rmtree(root, ignore_errors=True)
             atexit.unregister(self.close)
+
+
+def _is_placeholder(path: Path) -> bool:
+    return path.name.endswith(TENSOR_SUFFIX) and path.is_file() and not path.stat().st_size
+
+
+def _without_number(path: str) -> str:
+    """Return the name of weights by that of one of their shards."""
+    return re.sub(r"-\d+-of-\d+(?=\.safetensors$)", "", path)
 
 
 def _object(name: str, data: bytes) -> dict[str, Any]:

@@ -409,9 +409,9 @@ def _safe_open(made: Patched, original: Callable[..., Any]) -> Callable[..., Any
         if found is None:
             return original(filename, *args, **kwargs)
         load = made.here.load
-        if load is not None and (load.served, load.companion) == found:
-            return load.file()
         model, companion = found
+        if load is not None and load.served == model:
+            return load.file() if load.companion == companion else load.beside(companion)
         load = ModelLoad(model, made.lookup, companion)
         if made.here.loads is not None:
             made.here.loads.append(load)
