@@ -1,5 +1,5 @@
-"""What a source says of the folder that its files are from: which files it leaves out, and which
-repository it was downloaded from.
+"""What a source says of the folder that its files are from: which files it leaves out, which model
+an adapter in it is for, and which repository it was downloaded from.
 
 People read it. No pin covers it, and nothing is decided by it: two folders with the same files have
 the same pin, whatever lies beside these.
@@ -30,7 +30,8 @@ class Notes:
     `left_out` has, by path, why a file does not travel; `more` counts further ones, which there was
     no room for. `companions` has the bytes of each companion by its path. `repository`, `commit`
     and, by path, `sha256` (in hexadecimal) are those of the hub's cache that the files are in; ""
-    and {} for another folder.
+    and {} for another folder. `base` is the model that an adapter names as its base, "" for weights
+    that are no adapter.
     """
 
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Notes:
     commit: str = ""
     sha256: Mapping[str, str] = field(default_factory=dict)
     companions: Mapping[str, int] = field(default_factory=dict)
+    base: str = ""
 
     def encode(self) -> bytes:
         """Return the document, b"" for nothing. Of too many files the last ones are only
@@ -59,6 +61,7 @@ class Notes:
                 "commit": self.commit,
                 "sha256": dict(hashed),
                 "companions": dict(companions),
+                "base": self.base,
             }
             data = json.dumps(document, separators=(",", ":")).encode()
             if len(data) <= MAX_NOTES_BYTES:
@@ -74,6 +77,8 @@ class Notes:
         """Return the fields as the objects of `--json` have them."""
         left_out = [{"path": path, "reason": why} for path, why in self.left_out.items()]
         found: dict[str, object] = {"left_out": left_out}
+        if self.base:
+            found["base"] = self.base
         companions = [{"path": path, "bytes": n} for path, n in self.companions.items()]
         if companions:
             found["companions"] = companions
@@ -89,7 +94,8 @@ class Notes:
 
     def lines(self) -> list[str]:
         """Return what is to be said of it."""
-        found = [f"companion {path}: {format_bytes(n)}" for path, n in self.companions.items()]
+        found = [f"adapter of {self.base}"] if self.base else []
+        found += [f"companion {path}: {format_bytes(n)}" for path, n in self.companions.items()]
         found += self.lines_of_left_out()
         if self.repository:
             found.append(f"from {self.repository} at {self.commit}")
@@ -120,9 +126,26 @@ def decode(data: bytes) -> Notes:
         companions = {_text(p): int(n) for p, n in dict(found["companions"]).items() if n >= 0}
         repository, commit = _text(found["repository"]), _text(found["commit"])
         more = max(0, int(found["more"]))
-        return Notes(left_out, more, repository, commit, sha256, companions)
+        base = _text(found.get("base", ""))  # a source of an older release says nothing of it
+        return Notes(left_out, more, repository, commit, sha256, companions, base)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return Notes()
+
+
+def adapter_base(config: bytes) -> str:
+    """Return the model that an adapter is for.
+
+    Args:
+        config: The adapter's configuration, from anywhere.
+
+    Returns:
+        Its name, short and without control characters; "" if it names none.
+    """
+    try:
+        check_json(config, most_nbytes=_MOST_PARSED_BYTES)
+        return _text(json.loads(config)["base_model_name_or_path"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
 
 
 def _text(found: Any) -> str:

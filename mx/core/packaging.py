@@ -27,6 +27,9 @@ _NOT_IN_VARIANTS = ",=[]@"
 MAX_NAME_CHARS = 1024
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+#: The configuration of an adapter of PEFT, and its weights.
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # SECURITY.md has these as a table.
 _OLDER_SUFFIXES = (".json", ".txt", ".md", ".jinja", ".tiktoken", ".bpe", ".vocab")

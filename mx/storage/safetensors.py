@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
-from mx.core.notes import Notes
-from mx.core.packaging import TENSOR_SUFFIX
+from mx.core.notes import Notes, adapter_base
+from mx.core.packaging import ADAPTER, ADAPTER_WEIGHTS, TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import CheckpointError, ConfigError
 from mx.records import record
@@ -84,8 +84,16 @@ class Checkpoint:
             commit=hub.commit,
             sha256=hub.sha256,
             companions=sizes,
+            base=self._base(),
         )
         return notes.encode()
+
+    def _base(self) -> str:
+        """Return the model that these weights adapt; "" if they are no adapter of PEFT's."""
+        if [file.path for file in self.files] != [ADAPTER_WEIGHTS]:
+            return ""
+        digests = [side.digest for side in self.packaging.side_files if side.path == ADAPTER]
+        return adapter_base(self.side_documents[digests[0]]) if digests else ""
 
     @cached_property
     def hub(self) -> HubFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 import mx
 from mx.engines import transformers as engine
 from tests.support import families
+from tests.support.commands import Run, start_coordinator
 from tests.support.daemon import daemon
 
 peft = pytest.importorskip("peft")
@@ -107,3 +109,61 @@ def test_an_adapter_with_other_files_beside_it(
         assert companions == ["new_embeddings.safetensors"]
         model = transformers.AutoModelForCausalLM.from_pretrained(_NAMES[0])
         assert same(peft.PeftModel.from_pretrained(model, "org/beside"), expected)
+
+
+def copied(folder: Path, to: Path, **fields: Any) -> Path:
+    """A copy of an adapter's folder with other fields in its configuration."""
+    to.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    config = to / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return to
+
+
+def test_adapters_are_listed_with_their_base(
+    run: Run, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = folders
+    coordinator, _ = start_coordinator(run)
+    at = ("--coordinator", coordinator)
+    hostile = copied(adapter, tmp_path / "x", base_model_name_or_path="\x1b[2Jorg/\u202ex" * 9999)
+    odd = copied(adapter, tmp_path / "odd", base_model_name_or_path=["org/base"])
+    sources = [
+        run("serve", str(folder), "--model", name, *at, "--json")
+        for folder, name in ((adapter, "ad"), (hostile, "x"), (odd, "odd"), (base, "whole"))
+    ]
+    said = [source.json().get("base", "") for source in sources]
+    assert said == [_NAMES[0], ("[2Jorg/x" * 9999)[:600], "", ""]
+    assert f"  adapter of {_NAMES[0]}" in sources[0].err
+    for name, expected in zip(("ad", "x", "odd", "whole"), said, strict=True):
+        listed = run("models", name, *at, "--json")
+        assert listed.wait() == 0, listed.err
+        assert [each.get("base", "") for each in listed.json()["models"]] == [expected]
+    for name, base_of in zip(("ad", "x"), said, strict=False):
+        listed = run("models", name, *at)
+        assert listed.wait() == 0
+        assert f"  adapter of {base_of[:30]}" in listed.out
+        assert not {"\x1b", "\u202e"} & set(listed.out)
+    pulled = run("pull", "ad", *at, "--out", str(tmp_path / "out"), "--json")
+    assert pulled.wait() == 0, pulled.err
+    assert pulled.json()["base"] == _NAMES[0]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_adapter_beside_the_configuration_or_the_weights_of_a_model(
+    served: str, folders: tuple[Path, Path], tmp_path: Path, whole: bool
+) -> None:
+    """Its weights are the main ones there, or a companion of these."""
+    base, adapter = folders
+    folder = copied(adapter, tmp_path / "both")
+    for name in ("config.json", *(["model.safetensors"] if whole else [])):
+        (folder / name).write_bytes((base / name).read_bytes())
+    expected = transformers.LlamaForCausalLM.from_pretrained(base)
+    expected.load_adapter(str(adapter))
+    with mx.serve(folder, model="org/both", coordinator=served) as source:
+        assert source.notes.base == ("" if whole else _NAMES[0])
+        assert same(transformers.AutoModelForCausalLM.from_pretrained("org/both"), expected)
+        model = transformers.AutoModelForCausalLM.from_pretrained(_NAMES[0])
+        model.load_adapter("org/both")
+        assert same(model, expected)

@@ -19,10 +19,10 @@ NAME = re.compile(r"`([a-z_]+)`")
 SOMETIMES = {
     "pull": {
         *("defined_by", "steps", "files", "moved_bytes", "newest"),
-        *("left_out_more", "companions", "hub"),
+        *("left_out_more", "base", "companions", "hub"),
     },
-    "serve": {"companions", "hub"},
-    "models": {"left_out", "companions", "hub"},
+    "serve": {"base", "companions", "hub"},
+    "models": {"left_out", "base", "companions", "hub"},
     "plan": {"subset"},
 }
 

@@ -46,7 +46,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[Known]:
     def pull(name: str, **_: Any) -> Iterator[Any]:
         if name not in made.models:
             raise UnknownModelError(name)
-        manifest = SimpleNamespace(ref=REF, packaging=Packaging((), ()))
+        manifest = SimpleNamespace(ref=REF, packaging=Packaging())
         yield SimpleNamespace(
             files=lambda: made.models[name], model=key_of(name), wait_manifest=lambda: manifest
         )

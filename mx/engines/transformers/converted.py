@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mx import config
 from mx.api.offering import pull_offered
+from mx.core.packaging import ADAPTER
 from mx.core.variant import ProcessingKey
-from mx.engines.transformers.lookup import ADAPTER, ServedModel
+from mx.engines.transformers.lookup import ServedModel
 from mx.errors import ConfigError
 from mx.wire.cache import HeldAt
 

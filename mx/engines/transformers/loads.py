@@ -15,7 +15,7 @@ from mx.engines.transformers import converted
 from mx.engines.transformers.counters import served
 from mx.engines.transformers.lookup import Lookup, ServedModel
 from mx.engines.transformers.weights import Weights, WeightsFile
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, MxError, UnknownModelError
 from mx.log import event
 from mx.target.report import PullReport
 from mx.wire.cache import HeldAt
@@ -29,7 +29,6 @@ _engine_log = logging.getLogger("transformers.mx_peer")
 _LEFT_TO_DISK = {
     "state_dict": "`state_dict` was given",
     "gguf_file": "`gguf_file` was given",
-    "variant": "`variant` names other files",
     "trust_remote_code": "remote code never comes from peers",
     "force_download": "`force_download` asks for the hub",
     "disable_mmap": "`disable_mmap` reads files whole",
@@ -85,7 +84,12 @@ def begin(
             found = lookup.component(found, subfolder)
             if found is None:
                 return None, f"no source has the weights in {subfolder}"
-    load = ModelLoad(found, lookup)
+    variant = kwargs.get("variant")
+    try:
+        companion = found.companion_of_variant(str(variant)) if variant else ""
+    except UnknownModelError as error:
+        return None, error.message
+    load = ModelLoad(found, lookup, companion)
     load.key = converted.key_of(cls, found, args, kwargs, version)
     if load.key is not None:
         load.converted = ask_offered(found.key, load.key, lookup.settings)
@@ -117,13 +121,15 @@ def _names_disk(device_map: object) -> bool:
 class ModelLoad:
     """The weights of one model while it is loaded. A context manager that closes them."""
 
-    def __init__(self, found: ServedModel, lookup: Lookup) -> None:
+    def __init__(self, found: ServedModel, lookup: Lookup, companion: str = "") -> None:
         """
         Args:
             found: The model.
             lookup: Where it was looked up.
+            companion: The path of the companion that is loaded in place of its main weights.
         """
         self.served = found
+        self.companion = companion
         #: Names what transformers makes of the weights; None if others are not to share it.
         self.key: ProcessingKey | None = None
         #: Where the cache holds that; None if it does not.
@@ -132,16 +138,20 @@ class ModelLoad:
         self._pull: Pull | None = None
         self._failure: MxError | None = None
         self._weights: Weights | None = None
+        self._beside: list[ModelLoad] = []
 
     @property
     def failure(self) -> MxError | None:
-        """The error of the pull, if it failed."""
-        return self._failure if self._weights is None else self._weights.failure
+        """The error of the pull, or of one of those beside it, if it failed."""
+        own = self._failure if self._weights is None else self._weights.failure
+        return own or next((each.failure for each in self._beside if each.failure), None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for each in self._beside:
+            each.__exit__()
         if self._pull is not None:
             self._pull.close()
 
@@ -152,9 +162,23 @@ class ModelLoad:
 
     def unconverted(self) -> ModelLoad:
         """Return a load of the same model, not converted."""
-        load = ModelLoad(self.served, self._lookup)
+        load = ModelLoad(self.served, self._lookup, self.companion)
         load.key = self.key
         return load
+
+    def beside(self, companion: str) -> WeightsFile:
+        """Return other weights of the model that belong to the same call, such as those of a head
+        in a file of its own.
+
+        Args:
+            companion: The companion; "" for the main weights.
+
+        Raises:
+            MxError: There is no source.
+        """
+        load = ModelLoad(self.served, self._lookup, companion)
+        self._beside.append(load)
+        return load.file()
 
     def file(self, *, owned: bool = False) -> WeightsFile:
         """Return the weights as a safetensors file.
@@ -192,6 +216,7 @@ class ModelLoad:
             self.served.pinned,
             revision=key.revision,
             variant=key.variant,
+            companion=self.companion,
             coordinator=self._lookup.coordinator,
             settings=self._lookup.settings,
         )
@@ -217,6 +242,8 @@ class ModelLoad:
         if _names_disk(getattr(model, "hf_device_map", None)):  # of a map that was computed
             self._failure, self._weights = ConfigError(_ON_DISK), None
             raise self._failure
+        for each in self._beside:
+            each._finished()
         weights = self._weights
         if weights is not None:
             weights.ready()
@@ -232,12 +259,14 @@ class ModelLoad:
     def _tell(self, name: str, weights: Weights) -> None:
         report = weights.pull.report
         assert report is not None
+        more: dict[str, Any] = {"companion": self.companion} if self.companion else {}
         event(
             _engine_log,
             "from_pretrained.taken",
             model=name,
             revision=self.served.key.revision,
             pin=self.served.pinned.rpartition("@")[2],
+            **more,
         )
         served(
             name,
@@ -245,6 +274,7 @@ class ModelLoad:
             pin=self.served.pinned.rpartition("@")[2][:16],
             nbytes=report.bytes,
             seconds=report.seconds,
+            **more,
         )
 
     def _place(self, report: PullReport, weights: Weights) -> str:

@@ -7,6 +7,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -21,12 +22,13 @@ from mx.api.listing import ask
 from mx.api.pipelines import COMPONENTS
 from mx.api.pulling import pull
 from mx.core.json_bounds import check_json
+from mx.core.packaging import ADAPTER, ADAPTER_WEIGHTS, TENSOR_SUFFIX
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.engines.side_files import check_code, check_covered
 from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
 from mx.records import record
-from mx.text import shown
+from mx.text import plain, shown
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +40,6 @@ WEIGHTS = "model.safetensors"
 PIPELINE_WEIGHTS = "diffusion_pytorch_model.safetensors"
 #: The file that a diffusers pipeline has.
 PIPELINE = "model_index.json"
-#: The file that an adapter of PEFT has, and its weights.
-ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: One of these is in the folder of each model that can be loaded.
 _DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 
@@ -49,15 +48,43 @@ _DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
-    `folder` has a placeholder for the weights. `companions` are the paths of further tensor files,
-    which come when they are asked for (`Lookup.fetch`).
+    `folder` has placeholders for the weights. `main` is the name of the main weights at the source,
+    without the numbers of shards; "" if there is no such name. `companions` are the paths of
+    further tensor files, which come when they are asked for (`Lookup.fetch`).
     """
 
     key: ModelKey
     pinned: str
     identity: str
     folder: Path
+    main: str = ""
     companions: tuple[str, ...] = ()
+
+    def companion_of_variant(self, variant: str) -> str:
+        """Return the companion that is a variant of the weights, as transformers names it; "" if
+        the main weights are this variant.
+
+        Args:
+            variant: What was given as `variant`.
+
+        Raises:
+            UnknownModelError: The variant has to come from disk; the message says why.
+        """
+        wanted = f"model.{variant}{TENSOR_SUFFIX}"
+        if wanted in self.companions and "/" not in wanted:
+            return wanted
+        if wanted == self.main:
+            return ""
+        given = f"`variant={shown(variant)}`"
+        if wanted in map(_without_number, self.companions):
+            raise UnknownModelError(
+                f"{given} is in several files, and of the variants beside the main weights only "
+                "those in one file come from peers"
+            )
+        raise UnknownModelError(
+            f"{given} asks for {plain(wanted)}, which its sources do not serve (copies of the main "
+            "weights travel where they are served by their names)"
+        )
 
 
 def say_why_not(error: OSError, name: object, why: str) -> None:
@@ -201,6 +228,15 @@ class Lookup:
         with self._lock:
             return self._folders.get(folder)
 
+    def weights_at(self, path: object) -> tuple[ServedModel, str] | None:
+        """Return the model and the companion ("" for the main weights) that a placeholder stands
+        for; None for any other path."""
+        model = self.of_path(path)
+        there = Path(os.path.abspath(str(path)))
+        if model is None or not _is_placeholder(there):
+            return None
+        return model, there.name if there.name in model.companions else ""
+
     def component(self, pipeline: ServedModel, name: str) -> ServedModel | None:
         """Return the component of a pipeline whose files are in the folder `name`, if it is
         served."""
@@ -263,6 +299,10 @@ class Lookup:
             if wait_s or not self.settings.wait_s:
                 raise
             return self._fetched(name, revision, self.settings.wait_s)
+        packaging = manifest.packaging
+        mains = {_without_number(file.path) for file in packaging.files}
+        main = mains.pop() if len(mains) == 1 else ""
+        companions = tuple(each.path for each in packaging.companions)
         folder = self._new_folder()
         try:
             for path, data in files.items():
@@ -272,13 +312,16 @@ class Lookup:
             if PIPELINE in files:
                 self._add_components(key, files, folder)
             else:
-                adapts = [each.path for each in manifest.packaging.files] == [ADAPTER_WEIGHTS]
-                (folder / (ADAPTER_WEIGHTS if adapts else WEIGHTS)).touch()
+                adapts = main == ADAPTER_WEIGHTS or (
+                    ADAPTER in files and "config.json" not in files
+                )
+                for path in (ADAPTER_WEIGHTS if adapts else WEIGHTS, main, *companions):
+                    if path and "/" not in path:
+                        (folder / path).touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        companions = tuple(each.path for each in manifest.packaging.companions)
-        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder, companions)
+        return ServedModel(key, pinned_name(key, ref), ref.identity.hex(), folder, main, companions)
 
     def fetch(self, model: ServedModel, below: str) -> None:
         """Put companions of a model into its folder, unless they are there.
@@ -293,7 +336,9 @@ class Lookup:
         with self._lock:
             for path in model.companions:
                 there = model.folder / path
-                if there.exists() or (path != below and not path.startswith(f"{below}/")):
+                if path != below and not path.startswith(f"{below}/"):
+                    continue
+                if there.exists() and not _is_placeholder(there):
                     continue
                 made = self._new_folder() / "companion"
                 with pull(
@@ -351,6 +396,15 @@ class Lookup:
             root, self._root = self._root, None
             shutil.rmtree(root, ignore_errors=True)
             atexit.unregister(self.close)
+
+
+def _is_placeholder(path: Path) -> bool:
+    return path.name.endswith(TENSOR_SUFFIX) and path.is_file() and not path.stat().st_size
+
+
+def _without_number(path: str) -> str:
+    """Return the name of weights by that of one of their shards."""
+    return re.sub(r"-\d+-of-\d+(?=\.safetensors$)", "", path)
 
 
 def _object(name: str, data: bytes) -> dict[str, Any]:

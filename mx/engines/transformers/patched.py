@@ -405,13 +405,14 @@ def _tokenizer(made: Patched, original: Callable[..., Any]) -> Callable[..., Any
 def _safe_open(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        found = made.lookup.of_path(filename)
+        found = made.lookup.weights_at(filename)
         if found is None:
             return original(filename, *args, **kwargs)
         load = made.here.load
-        if load is not None and load.served == found:
-            return load.file()
-        load = ModelLoad(found, made.lookup)
+        model, companion = found
+        if load is not None and load.served == model:
+            return load.file() if load.companion == companion else load.beside(companion)
+        load = ModelLoad(model, made.lookup, companion)
         if made.here.loads is not None:
             made.here.loads.append(load)
         return load.file(owned=True)
