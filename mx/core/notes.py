@@ -123,12 +123,12 @@ def decode(data: bytes) -> Notes:
             for path in list(paths)
         }
         sha256 = {_text(path): _text(digest) for path, digest in dict(found["sha256"]).items()}
-        companions = {_text(p): int(n) for p, n in dict(found["companions"]).items() if n >= 0}
+        companions = {_text(p): _count(n) for p, n in dict(found["companions"]).items()}
         repository, commit = _text(found["repository"]), _text(found["commit"])
-        more = max(0, int(found["more"]))
+        more = _count(found["more"])
         base = _text(found.get("base", ""))  # a source of an older release says nothing of it
         return Notes(left_out, more, repository, commit, sha256, companions, base)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return Notes()
 
 
@@ -152,3 +152,9 @@ def _text(found: Any) -> str:
     if not isinstance(found, str):
         raise TypeError("this is no text")
     return plain(found)[:_MOST_CHARS]
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < 1 << 63:
+        raise ValueError("this counts nothing")
+    return found

@@ -373,11 +373,16 @@ def companion_variant(variant: str, path: str) -> str:
         path: The file's path.
 
     Raises:
-        ConfigError: The text would be too long.
+        ConfigError: The text would be too long, or that variant is a companion itself.
     """
     if variant == CHECKPOINT:
         return str(ProcessingKey(**{COMPANION: path}))
     fields = _fields_of_text(variant) if "=" in variant else {"beside": variant}
+    if COMPANION in fields:
+        raise ConfigError(
+            f"{variant[:80]} is the variant of a companion, which has no companions itself",
+            hint=f"leave out `{COMPANION}`, or serve that one file alone",
+        )
     return str(ProcessingKey(**fields, **{COMPANION: path}))
 
 

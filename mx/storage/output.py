@@ -70,7 +70,9 @@ class Output:
 
     def companion_folder(self, number: int) -> Path | None:
         """Return the folder to write a companion to, which is not there, or is left for the same
-        pull to go on from; None if all of it is there, and right. Blocks."""
+        pull to go on from; None if all of it is there, and right. Blocks until the main weights are
+        written, and raises as `finish`."""
+        self._wait_written()
         folder = self._writer.companion_folder(number)
         if folder.exists():
             with contextlib.suppress(MxError):
@@ -122,8 +124,13 @@ class Output:
     def _write(self, layer: int, view: View) -> None:
         try:
             self._writer.write_layer(layer, self._reader.whole(view))
-        except BaseException as error:  # noqa: BLE001 - reported, and ends the pull
+        except BaseException as error:
             self._on_error(error)
+            raise
+
+    def _wait_written(self) -> None:
+        for future in self._futures:
+            future.result()
 
     def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
         """Write some bytes to each side file with this digest. Blocks."""
@@ -139,8 +146,7 @@ class Output:
             CapacityError: The disk is full.
             IntegrityError: A side file may not be written.
         """
-        for future in self._futures:
-            future.result()
+        self._wait_written()
         self._reader.close()
         for side in self._manifest.packaging.side_files:
             self._writer.finish_side_file(side.path)

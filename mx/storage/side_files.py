@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -53,13 +54,15 @@ def read_side_files(root: Path) -> SideFiles:
 
 def read_side_file(location: Path) -> bytes:
     """Return the bytes of a file that `walk` has found, or at least one more than may be
-    transferred.
+    transferred. A folder that has become a link meanwhile is not followed.
 
     Raises:
         LocalError, ConfigError, CheckpointError: It can't be read.
     """
     try:
         with open(open_regular(location, os.O_NOFOLLOW), "rb") as file:
+            if os.readlink(f"/proc/self/fd/{file.fileno()}") != str(location):
+                raise OSError(errno.ENOENT, "it was moved or replaced meanwhile")
             return file.read(MAX_SIDE_FILE_BYTES + 1)
     except OSError as error:
         raise read_error(error, location) from error

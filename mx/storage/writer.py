@@ -93,8 +93,10 @@ class CheckpointWriter(StagedWriter):
         self.layers = len(self._layers_left)
 
     def companion_folder(self, number: int) -> Path:
-        """Return the folder in which a companion is written: one file, under its own name."""
-        return self.folder / _COMPANIONS / str(number)
+        """Return the folder in which a companion is written: one file, under its own name. Raises
+        as the class: another run may have taken all of it over."""
+        with self._using():
+            return self.folder / _COMPANIONS / str(number)
 
     @property
     def kept(self) -> int:

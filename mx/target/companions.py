@@ -126,6 +126,7 @@ def _options_of(options: PullOptions, model: ModelKey, companion: Companion) -> 
         stores=tuple(CompanionStore(store, companion.path) for store in options.stores),
         owners=(),
         allow_older=False,
+        companions=False,  # a lie could name more and more, each with some of its own
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mx.errors import (
     EXIT_OK,
     UnknownModelError,
 )
+from mx.storage.safetensors import Checkpoint
 from tests.support.commands import Run, serve, start_coordinator
 from tests.support.folders import covers, missing, named, tree, written
 from tests.support.outcomes import until
@@ -192,6 +194,31 @@ def test_a_pull_that_was_killed_among_companions_goes_on(
         file.write(b"\0\0")
     wrong = run("verify", str(out), "--json")
     assert wrong.wait() == EXIT_INTEGRITY
+
+
+def test_a_source_that_says_companions_have_companions(
+    run: Run,
+    sentences: Path,
+    tmp_path: Path,
+    settings: config.Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator, _ = start_coordinator(run)
+    at: dict[str, Any] = {"coordinator": coordinator, "settings": settings}
+    honest = Checkpoint.companion
+
+    def lying(self: Checkpoint, path: str) -> Checkpoint:
+        rest = tuple(each for each in self.companions if each[0] > path)
+        return replace(honest(self, path), companions=rest)
+
+    monkeypatch.setattr(Checkpoint, "companion", lying)
+    monkeypatch.setattr(
+        "mx.source.model.companion_variant", lambda variant, path: f"companion={path}"
+    )
+    out = tmp_path / "out"
+    with mx.serve(sentences, model="m", **at), mx.pull("m", out=out, **at) as pull:
+        asked = {each.path for each in pull.wait().companions}
+    assert asked == {DENSE, HEADS} <= set(tree(out))
 
 
 def test_updates_keep_as_many_sources_as_there_are_files(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Packaging
+from mx.errors import OutputError
+from mx.storage import locks
 from mx.storage.output import Output
 from mx.storage.reader import fill_from_tensors
 from tests.support.checkpoints import make_arena
@@ -41,8 +47,8 @@ class Setting:
             future.result()
         assert "1 of 1 layers" in output.abort()
 
-    def output(self) -> Output:
-        return Output(self.out, self.manifest, unexpected, keep=True)
+    def output(self, on_error: Callable[[BaseException], None] = unexpected) -> Output:
+        return Output(self.out, self.manifest, on_error, keep=True)
 
     def spoil(self, name: str, at: int) -> None:
         """Change a byte of a tensor on disk."""
@@ -88,3 +94,28 @@ def test_a_chunk_with_part_of_a_wrong_tensor_is_not_believed(
         index for index in setting.manifest.grid.of_layer(0) if index not in wrong
     ]
     assert output.abort() == ""  # a layer that is wrong in part is written again
+
+
+def test_an_output_that_another_machine_has_taken_over_gets_no_companion(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(fd: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    for write in (False, True):
+        errors: list[BaseException] = []
+        output = setting.output(errors.append)
+        assert output.companion_folder(0) is not None
+        lock = setting.out.parent / ".out.mx-partial" / "lock"
+        lock.write_text("another machine's")
+        monkeypatch.setattr(locks, "SILENT_S", 0.0)
+        if write:
+            output.layer_ready(0, setting.arena)
+        with pytest.raises(OutputError, match="another machine writes to it now"):
+            output.companion_folder(0)
+        assert len(errors) == write
+        output.abort()
+        monkeypatch.undo()
+        lock.unlink()
+        monkeypatch.setattr(fcntl, "flock", missing)

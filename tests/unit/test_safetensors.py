@@ -20,7 +20,7 @@ from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.header import header_bytes, parse_header
 from mx.storage.safetensors import open_checkpoint
-from mx.storage.side_files import resolved_folders
+from mx.storage.side_files import read_side_file, resolved_folders, walk
 from tests.support.checkpoints import content, crafted, entry, loaded, raw_file, tiny
 
 deserialize: Any = safetensors.deserialize
@@ -423,6 +423,19 @@ def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert {s.path for s in checkpoint.packaging.side_files} == {"real.json", "inner.json"}
     assert checkpoint.left_out == named
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path) -> None:
+    folder, home = tmp_path / "m", tmp_path / "home"
+    for each in (folder / "sub", home):
+        each.mkdir(parents=True)
+        (each / "config.json").write_text("{}")
+    ((_, location),) = walk(folder, (), (), {})
+    assert read_side_file(location) == b"{}"
+    (folder / "sub").rename(tmp_path / "was")
+    (folder / "sub").symlink_to(home)
+    with pytest.raises(CheckpointError, match="is not there"):
+        read_side_file(location)
 
 
 def test_links_are_followed_below_folders_that_the_user_names(tmp_path: Path) -> None:

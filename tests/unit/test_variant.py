@@ -21,6 +21,7 @@ from mx.core.variant import (
     ProcessingKey,
     Rank,
     canonical_variant,
+    companion_variant,
     differences,
     document_of,
     members_of,
@@ -252,3 +253,10 @@ def test_a_document_is_of_its_key_or_refused() -> None:
         with pytest.raises(ConfigError, match="document of a processing key"):
             note_document(wrong)
     assert document_of("checkpoint") == document_of("engine=vllm") == ""
+
+
+def test_a_companion_has_no_companions() -> None:
+    for variant in ("checkpoint", "word", "dtype=bf16"):
+        companion = companion_variant(variant, "a.safetensors")
+        with pytest.raises(ConfigError, match="has no companions itself"):
+            companion_variant(companion, "b.safetensors")
