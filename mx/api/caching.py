@@ -38,7 +38,7 @@ class Cache(Closable):
         loop: runtime.LoopThread,
         keeper: Keeper,
         listening: Listening,
-        lock: _Lock,
+        lock: _CacheLock,
         coordinator_address: str,
         embedded: Coordinator | None,
     ) -> None:
@@ -105,7 +105,7 @@ class Cache(Closable):
         self._closed.set()
 
 
-class _Lock:
+class _CacheLock:
     """Makes sure that one cache at a time listens at a socket."""
 
     def __init__(self, socket: Path) -> None:
@@ -226,7 +226,7 @@ def cache(
     make_folder(socket)
 
     async def make(loop: runtime.LoopThread) -> Cache:
-        lock = _Lock(socket)
+        lock = _CacheLock(socket)
         try:
             return await _start(loop, lock, settings, coordinator, address, embed=embed)
         except BaseException:
@@ -238,7 +238,7 @@ def cache(
 
 async def _start(
     loop: runtime.LoopThread,
-    lock: _Lock,
+    lock: _CacheLock,
     settings: config.Settings,
     coordinator: str | None,
     address: str,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mx.api.planning import PlannedPull
     from mx.api.tables import SourceMemory
     from mx.core.planner import Rejected, SourcePath
-    from mx.core.reasons import Reason
+    from mx.core.reasons import PathReason
     from mx.core.selection import Subset
 
 #: The columns of the table of paths, and the widths to which they may be folded.
@@ -133,7 +133,7 @@ def _json(planned: PlannedPull) -> dict[str, object]:
     } | ({} if planned.subset is None else {"subset": _subset_json(planned.subset)})
 
 
-def _reason_json(reason: Reason) -> dict[str, object]:
+def _reason_json(reason: PathReason) -> dict[str, object]:
     return {"why": reason.code, "reason": in_flags(reason)}
 
 

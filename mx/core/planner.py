@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
-from mx.core.reasons import Reason, Why
+from mx.core.reasons import PathReason, Why
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
 from mx.records import record
@@ -50,7 +50,7 @@ class Spare:
     """A path that works, and is not used as long as the chosen ones work."""
 
     path: SourcePath
-    reason: Reason
+    reason: PathReason
 
 
 @record(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Rejected:
 
     source: SourceRecord
     transport: str
-    reason: Reason
+    reason: PathReason
 
     @property
     def unasked(self) -> bool:
@@ -200,7 +200,7 @@ def _rank(path: SourcePath) -> tuple[object, ...]:
     )
 
 
-def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> Reason | None:
+def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> PathReason | None:
     """Return why a path to another source is not used; None if it is. A second source is of use
     where the network connection of the source is the bottleneck."""
     best = chosen[0]
@@ -222,7 +222,7 @@ def _host(source: SourceRecord) -> tuple[str, int, str]:
     return (source.place.boot_id, source.place.net_namespace, host)
 
 
-def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> Reason | None:
+def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> PathReason | None:
     """Return why a path is not used beside the chosen ones (the best first); None if it is."""
     if not chosen:
         return None

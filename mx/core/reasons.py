@@ -44,14 +44,14 @@ class Why(enum.Enum):
     REFUSED = "it does not admit this reader"
     FAILED = "it can't be used"
 
-    def __call__(self, *about: object) -> Reason:
+    def __call__(self, *about: object) -> PathReason:
         """Return the reason about these."""
-        reason = Reason(self.value.format(*about))
+        reason = PathReason(self.value.format(*about))
         reason.why = self
         return reason
 
 
-class Reason(str):
+class PathReason(str):
     """What the user reads, and which reason it is."""
 
     why: Why
@@ -73,10 +73,10 @@ _MEANINGS: tuple[tuple[type[MxError], Why], ...] = (
 )
 
 
-def reason_of(error: MxError) -> Reason:
+def reason_of(error: MxError) -> PathReason:
     """Return why a source whose use has ended with this error is not read from."""
-    if isinstance(error.message, Reason):
+    if isinstance(error.message, PathReason):
         return error.message
-    reason = Reason(error.message)
+    reason = PathReason(error.message)
     reason.why = next((why for kind, why in _MEANINGS if isinstance(error, kind)), Why.FAILED)
     return reason

@@ -76,9 +76,9 @@ class Lock:
             OSError: It can't be had.
         """
         works = flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._claim: _Claim | None = None
+        self._claim: _LockFile | None = None
         if not works or is_shared(fd):
-            self._claim = _Claim(folder, name, beats=beats)
+            self._claim = _LockFile(folder, name, beats=beats)
 
     def check(self) -> None:
         """Raise OSError if another machine has taken the lock over."""
@@ -112,7 +112,7 @@ class _Found:
         return self.age_s > SILENT_S
 
 
-class _Claim:
+class _LockFile:
     def __init__(self, folder: int, name: str, *, beats: bool) -> None:
         self._name, self._pid = name, os.getpid()
         self._text = _taken(folder, name)

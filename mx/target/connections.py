@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mx.core.connections import Connections, PathEntry, PeerLeftError
 from mx.core.planner import Plan
-from mx.core.reasons import Reason, Why, reason_of
+from mx.core.reasons import PathReason, Why, reason_of
 from mx.core.types import SourceRecord, cover
 from mx.errors import (
     ChunkElsewhereError,
@@ -107,7 +107,7 @@ class ConnectionPool:
         self._shared_links: set[str] = set()  # over which other pulls read, too
         self._exempt: frozenset[str] = frozenset()  # sources that all is read from
         self._weigh_at_s = math.inf
-        self._left: dict[str, Reason] = {}  # endpoint -> why
+        self._left: dict[str, PathReason] = {}  # endpoint -> why
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
         self._hopeless = self._closed = False

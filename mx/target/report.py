@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING
 
-from mx.core.reasons import Reason
+from mx.core.reasons import PathReason
 from mx.core.types import Layout, ModelKey
 from mx.errors import (
     ClosedError,
@@ -107,7 +107,7 @@ class LeftSource:
     """A source (HOST:PORT) that was not used to the end, and why."""
 
     source: str
-    reason: Reason
+    reason: PathReason
 
 
 @record(frozen=True, slots=True)

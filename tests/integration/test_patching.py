@@ -152,7 +152,7 @@ def test_a_note_where_files_are_found_and_weights_are_not(
     with pytest.raises(OSError) as caught:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path, variant="fp16")
     notes = getattr(caught.value, "__notes__", [])
-    assert len(notes) == 1 and "`variant` names other files" in notes[0]
+    assert len(notes) == 1 and notes[0].endswith("it is a path")
 
 
 def of_hub(cache: Path, eps: float) -> tuple[Path, Any]:

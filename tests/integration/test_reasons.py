@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.checkpoints import write_checkpoint
 from mx import api
-from mx.core.reasons import Reason, Why
+from mx.core.reasons import PathReason, Why
 from mx.discovery import here
 from mx.errors import EXIT_OK, PeerBusyError
 from mx.wire.channel import dial
@@ -67,8 +67,8 @@ def test_a_full_source_and_one_that_takes_an_idle_place_back_say_which(
         return said
 
     *refused, ended = asyncio.run(reasons())
-    assert refused and isinstance(ended, Reason) and ended.why is Why.IDLE
-    assert {each.why for each in refused if isinstance(each, Reason)} == {Why.FULL}
+    assert refused and isinstance(ended, PathReason) and ended.why is Why.IDLE
+    assert {each.why for each in refused if isinstance(each, PathReason)} == {Why.FULL}
     assert set(refused) == {f"{record.endpoint} has as many readers as it admits"}
     assert ended == Why.IDLE(record.endpoint) and "as it admits" not in ended
 
