@@ -335,6 +335,7 @@ class _Held:
         self.record, self.key, self.role = record, key, record.role
         self.source_id, self.manifest = record.source_id, SimpleNamespace(ref=record.ref)
         self.takes_name = record.role is not SourceRole.RELAY
+        self.is_companion = False
 
 
 async def play(seed: int) -> list[str]:
