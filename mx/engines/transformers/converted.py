@@ -64,7 +64,7 @@ def key_of(
     dtype = kwargs.get("dtype") if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
     if args or given - _NEUTRAL or isinstance(dtype, dict):
         return None
-    # Where PEFT is installed an `Auto` class always says by which of these it looked for an adapter.
+    # Where PEFT is installed an `Auto` class always says by what it looked for an adapter.
     adapter = {n for n, v in (kwargs.get("adapter_kwargs") or {}).items() if v is not None}
     if adapter - {"revision", "token"} or (found.folder / ADAPTER).exists():
         return None
