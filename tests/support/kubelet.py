@@ -243,7 +243,10 @@ class Pod:
     def _hosts(self) -> Path:
         path = self._folder / "hosts"
         known = {"localhost": "127.0.0.1", **self._node.names}
-        path.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+        # Another container that starts copies it at the same time.
+        fresh = self._folder / f"hosts-{os.urandom(4).hex()}"
+        fresh.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+        fresh.replace(path)
         return path
 
 
