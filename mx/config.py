@@ -11,13 +11,12 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mx import config_values as values
 from mx.errors import ConfigError
-from mx.records import record
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -47,7 +46,7 @@ _outside: dict[str, str | None] = {}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SettingDescription:
     """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
 
@@ -104,7 +103,7 @@ _ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pul
 COMMON, CONNECTION, STORES, LIMITS = "common", "connection", "stores", "limits"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All settings, validated. `origins` maps names to where their values came from, and `file` is
     the configuration file, which need not exist."""

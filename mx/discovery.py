@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from mx import users
 from mx.core.topology import Gpu, Nic, Place
@@ -19,7 +19,6 @@ from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface, read_interfaces
 from mx.hardware.nics import NicHardware
 from mx.processes import BOOT_ID, namespace, process_start_ticks
-from mx.records import record
 from mx.transport import Transport, Unavailable, Viable
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ _MAX_NICS = 16
 _MAX_ADDRESSES = 4
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Topology:
     """The machine as this process sees it.
 

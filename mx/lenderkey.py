@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 
 from mx.core.ownership import SIGNATURE_BYTES, certificate_text
 from mx.core.types import SourceRecord
 from mx.errors import NotAllowedError
 from mx.publickey import is_signed
-from mx.records import record
 
 #: What a lender key may be for: states of engines, which are variants with a processing key; and
 #: what later releases lend.
 STATES, KINDS = "states", ("states", "kv", "snapshots")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """What the holder of a key pair may do. `public` is the public half, `kinds` are of `KINDS`,
     `expires_s` is in seconds since 1970. `principal` is who registers with it at a coordinator with

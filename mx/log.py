@@ -13,11 +13,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TextIO
 
-from mx.records import record
 from mx.text import plain, plain_lines
 
 #: Loggers of this project; others are shown from WARNING on, except at level "debug".
@@ -26,7 +25,7 @@ _OURS = ("mx", "mx_transports")
 AUDIT = "mx.audit"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """The message of a log record: `str` is its text, and `record.msg.fields` its fields."""
 

@@ -10,13 +10,13 @@ import logging
 import ssl
 import threading
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mx.core.certificates import Revocations, certificates_in, read_revocations, validity
 from mx.errors import ConfigError
 from mx.log import event
-from mx.records import record
 from mx.transport import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ AGAIN_S = 10.0
 _lock = threading.Lock()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Known:
     """What was read: the files' state then, what holds, until when it does without another look,
     and why what is there now does not."""

@@ -16,16 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
-
-from mx.records import record
 
 Clock = Callable[[], float]
 Kind = Literal["started", "completed", "failed"]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SpanEvent:
     """One event of one span.
 

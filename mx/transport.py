@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import repeat
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -30,7 +30,6 @@ from typing import Protocol, runtime_checkable
 from mx.core.paths import Medium, Path, Rail
 from mx.core.topology import Place
 from mx.errors import MxError, release_frames
-from mx.records import record
 from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_view, spans_of
 
 __all__ = [
@@ -75,21 +74,21 @@ MAX_CONTENT_BYTES = 64
 BLOCK_DIGEST_BYTES = 16
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Viable:
     """The transport can work in this process. `detail` is for people."""
 
     detail: str = ""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Unavailable:
     """It can't; `reason` says why and, if anything can, what would change that."""
 
     reason: str
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TlsFiles:
     """PEM files of mutual TLS: this process's certificate and key, the CA of its peers, and the
     lists of certificates that this has revoked; "" for none. `connection_age_s` is the largest age
@@ -114,7 +113,7 @@ def _state(path: str) -> object:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ExposedRegion:
     """Memory that a source serves.
 
@@ -153,7 +152,7 @@ class Limiter(Protocol):
         """
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ExposeOptions:
     """How to listen.
 
@@ -275,7 +274,7 @@ class Witness(Protocol):
         where readers fetch. Thread-safe."""
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Cancellation:
     """Ends an `open` that is under way: it shuts down the sockets that are waited for."""
 
@@ -296,7 +295,7 @@ class Cancellation:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's own would change its state
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Grant:
     """What `open` needs.
 
@@ -420,7 +419,7 @@ class HostHashing(Protocol):
         """
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Piece:
     """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
     holes if it is scattered."""
@@ -430,7 +429,7 @@ class Piece:
     view: View
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Read:
     """One chunk's worth of pieces, completed as a unit. `tag` names it in errors.
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import add, gt, sub
 from typing import overload
 
 from mx.errors import LocalError
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DeviceView:
     """Bytes in GPU memory, as a byte memoryview is bytes in the host's. `device` is "cuda:UUID",
     `address` a device pointer valid in this process; the view refers to `owner`, which keeps the

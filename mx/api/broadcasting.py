@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +27,6 @@ from mx.errors import (
 )
 from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
-from mx.records import record
 from mx.text import listed
 from mx.units import format_bytes, format_seconds
 
@@ -42,7 +42,7 @@ _FAILED = "the broadcast failed, and no rank has taken over the weights"
 _FORMS = "give the tensors of one model on all ranks; where a source lends them, give that source"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BroadcastReport:
     """How a broadcast went. All ranks have the same `identity`.
 
@@ -144,7 +144,7 @@ def broadcast(
     )
 
 
-@record
+@dataclass
 class _Given:
     """The weights of `src`, and `data`: what describes them, as the others get it."""
 

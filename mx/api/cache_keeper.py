@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx import config
 from mx.api.arguments import PullArguments
@@ -32,7 +32,6 @@ from mx.log import event
 from mx.memory.huge import Collapser
 from mx.memory.mapped import mapped_elsewhere
 from mx.processes import process_start_ticks
-from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
@@ -49,7 +48,7 @@ MOST_PULLS = 4
 _DRAIN_S = 1.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Id:
     """What the cache holds once: these weights and files under this name, and whether a process
     of this host lent them."""
@@ -59,7 +58,7 @@ class Id:
     offered: bool
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _KeptModel:
     """A model in memory. `inode` is the number of its memory file, `let_go` ends what gives it huge
     pages."""
@@ -79,7 +78,7 @@ class _KeptModel:
         self.pull.close()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _WantedPull:
     """A model that is to be held: its identity here, and the options to pull it with."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from mx import config
 from mx.api.listing import CoordinatorUser
 from mx.core.pull_status import PullStatus
 from mx.core.reference import parse_reference
-from mx.records import record
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Overview:
     """The pulls and sources that a coordinator knew at one moment, oldest first."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Unpack, cast
 
 from mx import runtime
@@ -15,7 +16,6 @@ from mx.core.planner import Plan
 from mx.core.selection import Subset
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
-from mx.records import record
 from mx.runtime import in_thread
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
@@ -25,7 +25,7 @@ from mx.units import count, format_bytes
 from mx.wire.locate import Locator
 
 
-@record(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class PlannedPull:
     """`nbytes` are those that are moved: of the model's tensors, or of all blocks that hold a part
     of the `subset`. `place` is the target's. `memories` says where each source has the bytes, as

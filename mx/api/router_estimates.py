@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mx import config, discovery
 from mx.api.common import check_type, transports
@@ -16,7 +17,6 @@ from mx.core.reference import ModelReference
 from mx.core.topology import Place
 from mx.core.types import Layout, ModelKey, SourceRecord
 from mx.errors import ConfigError
-from mx.records import record
 from mx.runtime import in_thread
 from mx.target.paths import path_or_reason
 from mx.target.resolver import describe
@@ -28,7 +28,7 @@ from mx.wire.locate import LocateRequest, Locator
 from mx.wire.place import place_from_json
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class _At:
     """Where a pull would run: the host's name for messages, its place, whether it is this host."""
 
@@ -37,7 +37,7 @@ class _At:
     here: bool
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class _Facts:
     """The state of a model at the time of a question."""
 

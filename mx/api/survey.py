@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx import config, discovery
 from mx.api.common import transports
@@ -13,13 +13,12 @@ from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.discovery import Topology
-from mx.records import record
 from mx.target.paths import path_between, path_or_reason
 from mx.transport import Path, Transport, Unavailable
 from mx.units import count
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reach:
     """The paths by which `target` reads memory of another process of this user on `source`.
 
@@ -32,7 +31,7 @@ class Reach:
     paths: tuple[Path, ...]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceReach:
     """The plan of a pull from this source alone, for each target device."""
 
@@ -40,7 +39,7 @@ class SourceReach:
     plans: Mapping[str, Plan]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TopologyReport:
     """This machine, the paths within it and, if requested, those from registered sources.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mx import config, runtime
 from mx.api.options import pull_options
 from mx.core.extents import ExtentMap
 from mx.core.types import ROW_BYTES, Layout, SourceRecord
 from mx.errors import MxError, PeerProtocolError
-from mx.records import record
 from mx.runtime import in_thread
 from mx.target.resolver import describe
 from mx.units import MIB, count
@@ -22,7 +22,7 @@ _MOST_BYTES = 64 * MIB
 _WAIT_S = 10.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PlacedTensor:
     """A tensor, or a part of one where it lies in several: `nbytes` bytes from `address` in the
     source's process, in its region of this number. `device` is "cpu" or "cuda:UUID"."""
@@ -35,7 +35,7 @@ class PlacedTensor:
     nbytes: int
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class SourceTable:
     """One source's table, in execution order. `error` says why it could not be had.
 
@@ -51,7 +51,7 @@ class SourceTable:
         return self.record.table.scattered
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RegionUse:
     """What a source has of a model in one region of its memory: `nbytes` bytes, in `rows` places
     that its table names one by one; 0 rows where the region is laid out as an arena."""
@@ -62,7 +62,7 @@ class RegionUse:
     rows: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerUse:
     """A layer that a source holds: its bytes, padding left out, and the regions they are in."""
 
@@ -71,7 +71,7 @@ class LayerUse:
     regions: tuple[int, ...]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class SourceMemory:
     """Where a source has a model's bytes, as its table says. `regions` has those with bytes of the
     model. `error` says why the rows of its table could not be had; then there are no regions."""

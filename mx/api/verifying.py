@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.notes import decode
 from mx.core.reference import check_pin
 from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
-from mx.records import record
 from mx.storage.companions import COPY
 from mx.storage.folder_hash import manifest_of
 from mx.storage.safetensors import tensor_files
@@ -26,7 +26,7 @@ _ALONE = "its weights are right"
 _MOST_NAMED = 20
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class VerifiedFolder:
     """A folder that holds what it should. `recorded` is True if its pull has said what that is, and
     `files_too` if the pin covers its files."""

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -24,7 +25,6 @@ from blake3 import blake3
 from mx.core.json_bounds import check_json
 from mx.errors import ArtifactError, CapacityError, ConfigError, LocalError, OutputError
 from mx.private import check_private, private_folder
-from mx.records import record
 from mx.storage.locks import flock
 from mx.text import shown
 from mx.units import GIB, MIB, format_bytes
@@ -54,7 +54,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CacheFile:
     """One file of a cache: `path` is relative and has "/" between its parts."""
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -30,7 +31,6 @@ from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
 from mx.errors import ArtifactError, ConfigError, PeerTimeoutError
-from mx.records import record
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _CoordinatorSettings(TypedDict):
     settings: config.Settings | None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ListedSet:
     """A set as a coordinator lists it. Nothing of it is proved: `fetch_document` returns what is
     signed.
@@ -137,7 +137,7 @@ def find(
     return sorted(found, key=lambda each: (-each.sources, each.name))
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class FetchedDocument:
     """A set's signed document, and the name with which its sources have its bytes."""
 

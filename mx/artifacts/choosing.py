@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx import config
@@ -12,7 +13,6 @@ from mx.artifacts.carry import FetchedDocument, ListedSet, fetch_document, find
 from mx.artifacts.trust import Trust
 from mx.core.reference import parse_reference
 from mx.errors import ArtifactError, ConfigError, MxError
-from mx.records import record
 
 #: Documents that are fetched at most: others may list any number of sets.
 _MOST_DOCUMENTS = 16
@@ -22,7 +22,7 @@ _SEARCH_S = 60.0
 _MOST_DIFFERENCES = 8
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ChosenSet:
     """A set that may be used here. `signer` is its signer's name in the trust file."""
 

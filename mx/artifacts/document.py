@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NoReturn
 
@@ -18,7 +19,6 @@ from mx.artifacts.caches import GRAPHS, MAX_FILES, CacheFile, check_files
 from mx.core.artifact_names import ID_CHARS, listed_name
 from mx.core.reference import parse_reference
 from mx.errors import ArtifactError, ConfigError
-from mx.records import record
 from mx.text import has_control, shown
 from mx.units import GIB, MIB
 from mx.wire.v1 import artifacts_pb2 as pb
@@ -39,7 +39,7 @@ _FIELD = re.compile(r"[a-z][a-z0-9_.]{0,31}", re.ASCII)
 _PIN = re.compile(r"[0-9a-f]{64,128}", re.ASCII)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Blob:
     """Bytes of a set. Each has an entry of its own: files with the same bytes share one."""
 
@@ -47,7 +47,7 @@ class Blob:
     nbytes: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ArtifactFile:
     """A file of a set. `path` is relative, with "/" between its parts; `blob` numbers its bytes."""
 
@@ -56,7 +56,7 @@ class ArtifactFile:
     executable: bool = False
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Document:
     """The document of a set: its purpose and its files.
 

@@ -14,12 +14,13 @@ import stat
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from mx import config, records
+from mx import config
 from mx.artifacts.caches import CacheFile, check_files, scan, variables
 from mx.artifacts.document import is_field
 from mx.artifacts.environment import CPU_FIELDS
@@ -53,7 +54,7 @@ _PACKED = re.compile(r".*(\.wrapper\.so|\.pt2|weights\.blob)")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-@records.record(frozen=True)
+@dataclass(frozen=True)
 class Recorded:
     """The content of a folder: the environment, by field, and each file with its blake3, by
     path."""

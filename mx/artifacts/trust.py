@@ -18,6 +18,7 @@ import datetime
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -30,7 +31,6 @@ from mx.artifacts.document import Document
 from mx.core.artifact_names import ID_CHARS
 from mx.errors import ArtifactError, ConfigError, SignerError
 from mx.publickey import KEY_BYTES, KEY_PREFIX, SIGNATURE_BYTES, is_signed, parse
-from mx.records import record
 from mx.text import has_control, shown
 from mx.wire.v1 import artifacts_pb2 as pb
 
@@ -92,7 +92,7 @@ def shown_key(public: bytes) -> str:
     return KEY_PREFIX + public.hex()
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Signed:
     """A document with its signature, which was verified. The signer was not."""
 
@@ -153,7 +153,7 @@ def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
     return Signed(documents.decode(message.document), set_id, public, data)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Signer:
     """A key that the trust file names. `expires_s` is in seconds since 1970, None for never."""
 
@@ -162,7 +162,7 @@ class Signer:
     expires_s: float | None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Trust:
     """A trust file: the signers by their public keys, and the ids and keys that are revoked."""
 

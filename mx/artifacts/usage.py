@@ -14,12 +14,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx.artifacts.caches import COMPONENTS
 from mx.core.json_bounds import check_json
 from mx.core.variant import Difference
-from mx.records import record
 from mx.text import listed, plain
 from mx.units import MIB
 
@@ -43,7 +43,7 @@ _VLLM_HITS = ("num_compiled_artifacts_loaded", "num_aot_artifacts_loaded")
 _VLLM_MISSES = ("num_inductor_compiles", "num_aot_compiles")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Whether a cache was used, and the figures that show it.
 
@@ -116,7 +116,7 @@ class CacheWatch:
         )  # fmt: skip
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Seen:
     made: tuple[int, int, int]
     read_ns: int

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx import config
@@ -26,13 +26,12 @@ from mx.artifacts.usage import CacheWatch, Usage
 from mx.errors import ConfigError, MxError, OutputError
 from mx.log import event
 from mx.private import private_folder
-from mx.records import record
 from mx.storage.locks import Lock
 
 log = logging.getLogger(__name__)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Obtained:
     """A set that is laid out, or why there is none.
 

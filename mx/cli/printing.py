@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -11,7 +12,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from mx.records import record
 from mx.text import plain_lines
 
 #: Between two columns.
@@ -33,7 +33,7 @@ class Plain:
             yield segment
 
 
-@record
+@dataclass
 class Column:
     """A column of a table that a terminal may be too narrow for.
 

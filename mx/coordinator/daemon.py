@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -27,7 +28,6 @@ from mx.core.budget import Limits
 from mx.core.changes import ChangeKind, Tail
 from mx.errors import ConfigError
 from mx.log import event
-from mx.records import record
 from mx.runtime import uncut
 from mx.tasks import require_thread_room
 from mx.transport import TlsFiles
@@ -49,7 +49,7 @@ _MACHINE_ID = Path("/etc/machine-id")
 _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
     """The options of `mx-coordinator`. `state` is as in `open_state`; `lease_s` is in seconds."""
 
@@ -63,7 +63,7 @@ class CoordinatorOptions:
     policy: str = ""
     lease_s: float = 5.0
     #: What clients may have.
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     #: The file with the key of its receipts; "" for a key that ends with it.
     receipt_key: str = ""
     #: Where the user has named that file, "" if it is the default one.

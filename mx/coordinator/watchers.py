@@ -10,13 +10,12 @@ import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx.core.changes import Change, ChangeKind, Meant
 from mx.core.topology import Place
 from mx.core.types import AddressTable, SourceRecord
 from mx.errors import CapacityError
-from mx.records import record
 
 INTERVAL_S = 0.1  # at most ten batches a second, each source at most once in each
 #: The most ended sources that are kept for watchers that have not seen their end yet.
@@ -24,7 +23,7 @@ MAX_GONE = 10_000
 _NOWHERE = Place()
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _LastChange:
     """One source's last change.
 

@@ -10,7 +10,7 @@ the doubt ends.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
@@ -25,10 +25,9 @@ from mx.core.ownership import Receipt
 from mx.core.registration import Intent
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import BindingError, UnsettledError
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RegistrationClaim:
     """What a source claims beside its weights. `commitment` is one that it has proved to hold the
     key of, b"" if none, and `lends` one that has certified its lender key. `receipt` is the

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import members_of
-from mx.records import record
 from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _MOST_NAMED = 5
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Listed:
     """A listed source. Callers only read it; it changes with the registry's next event."""
 
@@ -36,7 +35,7 @@ class Listed:
     binding: int = 0  # the number of its binding
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Resolved:
     """The answer to `resolve`: the manifest to pull, and the sources that serve these weights now.
 
@@ -58,7 +57,7 @@ class Resolved:
     vouch: bytes = b""
 
 
-@record(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class ModelStatus:
     """A variant as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
 
@@ -88,7 +87,7 @@ class ModelStatus:
         )
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BundleStatus:
     """A bundle: the ranks of one revision that make a whole, and which of them no whole source
     serves.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import Membership, membership
-from mx.records import record
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _Files:
     """One packaging: a manifest with it, its pin in hexadecimal, and how many sources have it."""
 
@@ -19,7 +18,7 @@ class _Files:
     sources: int = 0
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Binding:
     """The weights and the files of one variant.
 

@@ -39,6 +39,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mx.core.answers import Listed
 from mx.core.binding import Binding
@@ -51,10 +52,9 @@ from mx.core.store import CountedKind, Store
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import membership
 from mx.core.vouching import preferred
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Admission:
     """What `mx.core.admission` decides: the key, and whether it stands for these weights then.
     `receipt` is the one that counts, and `base` the revision that an update is one of.

@@ -7,7 +7,7 @@ binds further revisions and variants. A name without a commitment has no owner: 
 from __future__ import annotations
 
 import math
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from mx.core.binding import Binding
 from mx.core.ownership import Receipt
@@ -15,10 +15,9 @@ from mx.core.revisions import MAIN, is_main, main_revision, update_number
 from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
 from mx.core.variant import membership
 from mx.errors import BindingError
-from mx.records import record
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Revision:
     """A bound revision. `base` is the one that it is an update of, "" for none."""
 
@@ -29,7 +28,7 @@ class Revision:
     completed: set[str] = field(default_factory=set)  # those that have been complete
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class BoundName:
     """A name, and what it stands for. `issued_s` is when the receipt was issued that says whose it
     is (`Receipt.weight`), 0.0 without one. Until `restores_until_s` receipts of an earlier life of

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mx.errors import CapacityError
-from mx.records import record
 from mx.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ REQUEST_BYTES = 65 * KIB
 MEMORY_BYTES = GIB
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The units of each budget of a coordinator or a source.
 
@@ -63,7 +63,7 @@ class Limits:
         return cls(**scaled | {"request_nbytes": request_nbytes or REQUEST_BYTES})
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BudgetShares:
     """How many units there are, and what is whose."""
 

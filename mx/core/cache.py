@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from mx.errors import CapacityError
-from mx.records import record
 from mx.units import count, format_bytes
 
 Id = TypeVar("Id", bound=Hashable)
@@ -23,7 +23,7 @@ Id = TypeVar("Id", bound=Hashable)
 MOST_MODELS = 1000
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _CacheEntry:
     nbytes: int
     held: bool = False

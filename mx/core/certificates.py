@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from cryptography import x509
@@ -12,7 +13,6 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.x509 import BasicConstraints, Certificate, DuplicateExtension, ExtensionNotFound
 
 from mx.errors import ConfigError
-from mx.records import record
 
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 _BEGIN_LIST = b"-----BEGIN X509 CRL-----"
@@ -20,7 +20,7 @@ _BEGIN_LIST = b"-----BEGIN X509 CRL-----"
 _MOST_BETWEEN = 8
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Revocations:
     """Revoked certificates, by the issuer's name and the serial number, and until when the lists
     that name them say that there are no others, in Unix time."""
@@ -34,7 +34,7 @@ class Revocations:
         return bool(self.serials) and (certificate.issuer.public_bytes(), serial) in self.serials
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Validity:
     """Until when a certificate is valid, in Unix time: -inf if it leads to no authority, or is
     revoked."""

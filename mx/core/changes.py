@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mx.core.types import ManifestRef, SourceRecord
-from mx.records import record
 
 
 class ChangeKind(enum.Enum):
@@ -16,7 +16,7 @@ class ChangeKind(enum.Enum):
     GONE = "gone"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """One change of one source.
 
@@ -32,7 +32,7 @@ class Change:
     address: str = ""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Meant:
     """The revision that NAME means for the ranks of a bundle; "" if none is bound any more."""
 
@@ -41,7 +41,7 @@ class Meant:
     revision: str
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Answered:
     """A manifest that names have come to be answered with, or, if not `held`, no longer are."""
 
@@ -52,7 +52,7 @@ class Answered:
 Entry = Change | Meant | Answered
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tail:
     """The entries of the stream after a place in it, by kind, each in order.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from mx.core.paths import Medium
 from mx.core.planner import SourcePath, why_not
@@ -33,7 +34,6 @@ from mx.errors import (
     PeerVersionError,
     StaleGenerationError,
 )
-from mx.records import record
 
 
 class ConnectionState(enum.Enum):
@@ -80,7 +80,7 @@ class PeerLeftError(PeerLostError):
 _PATH_ERRORS = (PathError, PeerLostError, PeerProtocolError)
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PathEntry:
     """One path, and the state of the connection over it."""
 

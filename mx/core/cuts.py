@@ -7,13 +7,13 @@ it whole. Along others every block may hold parts of several runs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from mx.core.grid import BLOCK_BYTES, block_count
 from mx.core.types import DTYPE_BITS, Tensor
 from mx.core.wanted import BlockRange
-from mx.records import record
 
 
 class Runs(NamedTuple):
@@ -29,7 +29,7 @@ class Runs(NamedTuple):
     target: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Cut:
     """The bytes that are taken of a tensor of `nbytes`: `count` runs of `run` bytes each, `stride`
     apart from `first` on."""

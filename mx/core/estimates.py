@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from mx.core.planner import Plan, SourcePath
 from mx.core.types import ModelKey
-from mx.records import record
 from mx.units import format_rate, format_seconds
 
 #: What a pull does before its first byte and after its last one: look-ups, leases, connections.
@@ -21,7 +21,7 @@ SETUP_S = 0.05
 ATTACH_S = 0.03
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceLoad:
     """What a source serves at the moment: to how many readers, and how much."""
 
@@ -29,7 +29,7 @@ class SourceLoad:
     gb_per_s: float = 0.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Size:
     """What a pull moves: of the whole model, and of the layers up to the first that has bytes."""
 
@@ -37,7 +37,7 @@ class Size:
     first_layer_nbytes: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceCost:
     """What one pull costs a source: the bytes that it serves, at which rate, and how many times
     slower those that read there now would become (1.0: not at all)."""
@@ -49,7 +49,7 @@ class SourceCost:
     slowdown: float
 
 
-@record(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Estimate:
     """What a pull would be like at one place.
 

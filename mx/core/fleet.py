@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx.core.allowed import AllowedHosts
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.replicas import TRANSITIONS, EventKind, FleetEvent, Replica, ReplicaState, bits
 from mx.core.types import SourceRecord, SourceRole, SourceState
-from mx.records import record
 
 #: How long replicas have to come back after the coordinator did.
 RETURN_S = 10.0
@@ -27,7 +26,7 @@ RETURN_S = 10.0
 MAX_REPLICAS = 20_000
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _KnownReplica:
     """What is known of one replica. `source_seen` and `pull_seen` are the numbers of the
     connections to the coordinator over which the record and the status came."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from mx.records import record
 from mx.units import KIB
 
 #: A pull has one grant for each transport that it uses to read from one source.
@@ -30,7 +30,7 @@ TRADING_YIELD_S = 30.0
 TRADING_IDLE_S = 300.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Principal:
     """The reader that requests a grant. `reader_id` is the pull's own id, "" if it gives none;
     `name` is the principal that its certificate names, "" without one."""
@@ -46,7 +46,7 @@ class Principal:
         return self.name or self.address
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GrantBounds:
     """The most grants that the process, one principal and one connection may have."""
 
@@ -55,7 +55,7 @@ class GrantBounds:
     per_connection: int = MOST_PER_CONNECTION
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _HeldGrant:
     grant_id: str
     principal: Principal

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mx.records import record
 from mx.units import MIB, align_up
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def block_count(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Range:
     """Bytes [begin, end) of a layer space, from the start of one block to the end of another.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -22,7 +22,6 @@ from mx.core.types import (
     Tensor,
 )
 from mx.errors import ManifestError
-from mx.records import record
 from mx.text import shown
 from mx.units import align_up
 
@@ -39,7 +38,7 @@ Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 Columns = tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor's name and form: `dtype` as safetensors spells it, `shape` and `stride` in elements.
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from mx.core.grid import chunk_nbytes_of
 from mx.core.naming import layers_in_execution_order
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayoutRules:
     """The rules of one layout version.
 

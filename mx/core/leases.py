@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mx.records import record
+from dataclasses import dataclass
 
 #: A reader counts its lease from before it sent its request, the source from its answer. The
 #: source adds this margin, since two clocks may run at slightly different rates.
 MARGIN_S = 0.5
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class ReaderLease:
     """One reader's lease on one source, by the grant that it belongs to."""
 

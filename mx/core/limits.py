@@ -6,7 +6,8 @@ fetch for themselves; each of them has its own bucket, filled at its share of th
 
 from __future__ import annotations
 
-from mx.records import record
+from dataclasses import dataclass
+
 from mx.units import KIB, MIB
 
 #: The capacity of a bucket, in seconds of its rate: covers a sleep that lasts longer than asked.
@@ -25,7 +26,7 @@ _MOST_SLICE = 4 * MIB
 _SLICE_S = 0.01
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """The bounds that the user sets; 0 is no bound."""
 

@@ -6,13 +6,13 @@ Every rank computes the same division from what all of them want. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.holdings import members
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, BlockRange, Wanted, append
 from mx.errors import ConfigError
-from mx.records import record
 
 #: Ranks on one host; each gives the others two descriptors at once.
 MOST_RANKS = 64
@@ -20,7 +20,7 @@ MOST_RANKS = 64
 UNIT_BLOCKS = ASIDE_BYTES // BLOCK_BYTES
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LocalRanks:
     """A pull is that of rank `rank` of `size` on this host, which start together.
 

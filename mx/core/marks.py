@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from mx.errors import ConfigError
-from mx.records import record
 
 MAX_MARK_BYTES = 256
 #: The most epochs of which is remembered that their loss was noticed.
@@ -21,7 +21,7 @@ _MAX_NOTED = 1024
 _HEAD = struct.Struct(">Q")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Mark:
     """How far a state had come."""
 

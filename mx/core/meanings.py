@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import islice
 
@@ -16,13 +16,12 @@ from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.core.variant import Difference, companion_path, nearest
 from mx.errors import ConfigError, UnknownModelError
-from mx.records import record
 
 #: The most names that an error's hint is made from: those like the wanted one, and any.
 _MOST_ALIKE, _MOST_LOOKED = 200, 500
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Meaning:
     """The bindings that a reference means; at least one.
 

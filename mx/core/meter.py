@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mx.records import record
+from dataclasses import dataclass
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _MeterReport:
     nbytes: int
     at_s: float

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
 from mx.core.ownership import Receipt
 from mx.core.revisions import MAIN, is_main, main_revision, update_number
 from mx.core.types import ManifestRef, ModelKey
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Kept:
     """A name that nothing is bound under any more, and that its last owner has until `until_s`.
 
@@ -30,7 +29,7 @@ class Kept:
     address: str
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class NameState:
     """What a store keeps of one name.
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from mx.records import record
 from mx.units import MIB
 
 #: The size at which models that fit no pattern are cut into layers, in bytes.
@@ -38,7 +37,7 @@ _SENSES = re.compile(r"vision|visual|image|img|audio|speech")
 NaturalKey = tuple[str | tuple[int, str], ...]
 
 
-@record
+@dataclass
 class _Section:
     """The towers below one module, with the tensors that run before and after them."""
 

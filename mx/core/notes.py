@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from mx.core.json_bounds import check_json
 from mx.core.types import MAX_NOTES_BYTES
-from mx.records import record
 from mx.text import plain
 from mx.units import format_bytes
 
@@ -23,7 +22,7 @@ _MOST_CHARS = 600
 _MOST_PARSED_BYTES = 4 << 20
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Notes:
     """What a source says of its folder.
 

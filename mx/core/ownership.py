@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mx.core.revisions import may_be_update, update_number
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
-from mx.records import record
 
 COMMITMENT_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -45,7 +44,7 @@ class Purpose(enum.Enum):
     LENDER = b"lender key"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What a coordinator bound: a later life of it believes this if the MAC is its own.
 

@@ -7,9 +7,9 @@ import enum
 import functools
 import ipaddress
 from collections import Counter
+from dataclasses import dataclass
 
 from mx.core.topology import Nic, Place
-from mx.records import record
 
 #: The speed assumed of an interface that does not report one: 10 Gbit/s.
 UNKNOWN_GB_PER_S = 1.25
@@ -29,7 +29,7 @@ class Medium(enum.Enum):
     PCIE = "pcie"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Path:
     """A path from a source to a target.
 
@@ -54,7 +54,7 @@ class Path:
     not_beside: str = ""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rail:
     """One pair of interfaces.
 
@@ -74,7 +74,7 @@ class Rail:
         return f"{self.local_nic}→{self.remote_nic}"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _End:
     nic: Nic
     address: str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
 from mx.core.reasons import PathReason, Why
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
-from mx.records import record
 
 #: A path that would add less than this part of the best one's bandwidth is not worth its cost.
 WORTH = 0.05
@@ -16,7 +16,7 @@ WORTH = 0.05
 MOST_SOURCES = 4
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourcePath:
     """One path to one source, as a transport found it; over the network, one for each rail
     (None: whatever the kernel routes)."""
@@ -45,7 +45,7 @@ class SourcePath:
         return (self.source.key, self.medium)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Spare:
     """A path that works, and is not used as long as the chosen ones work."""
 
@@ -53,7 +53,7 @@ class Spare:
     reason: PathReason
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """A transport that does not lead to a source."""
 
@@ -70,7 +70,7 @@ class Rejected:
         return f"{self.source.endpoint}: skipped {self.transport}: {self.reason}"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The paths of a pull: `chosen` are used at once, `spare` when those are lost; both best first.
     `rejected` can't be used."""

@@ -18,10 +18,9 @@ import ipaddress
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.errors import ConfigError, NotAllowedError
-from mx.records import record
 from mx.text import has_control, shown
 
 #: The most rules of a policy, and the most characters of a pattern.
@@ -46,7 +45,7 @@ class Right(enum.Enum):
     OBSERVE = "observe"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
     """Whom a certificate names.
 
@@ -169,7 +168,7 @@ def _plain_uri(text: str) -> str:
     return f"{scheme.lower()}{mark}{authority.lower()}{slash}{path}" if mark else text
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One rule, as written."""
 
@@ -178,14 +177,14 @@ class Rule:
     models: tuple[str, ...] = ("*",)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Compiled:
     principals: tuple[re.Pattern[str], ...]
     rights: frozenset[Right]
     models: tuple[re.Pattern[str], ...]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The rules of a policy."""
 
@@ -214,7 +213,7 @@ class Policy:
         )
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rights:
     """What one principal may do: rights, and the models that they are for."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from mx.core.types import Layout
-from mx.records import record
 from mx.units import count, format_bytes
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerProgress:
     name: str
     nbytes: int
@@ -17,7 +17,7 @@ class LayerProgress:
     ready: bool
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Progress:
     """A snapshot. Before the manifest is known it has no layers, and counts only bytes read from
     disk. `sources` are the HOST:PORT of the sources in use; `bytes_written` counts what a pull with

@@ -14,18 +14,17 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import Rates
 from mx.errors import CapacityError, NotAllowedError
-from mx.records import record
 
 #: How many ended pulls are kept for each that is shown at most.
 _GONE_PER_PULL = 2
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PullChange:
     """The last change of one pull: what it reports now, or None if it does not report any more."""
 
@@ -101,7 +100,7 @@ MAX_PULLS = 4096
 _LEAST_INTERVAL_S = 0.2
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SharedPull:
     """What a coordinator tells others of a pull that reports to it.
 
@@ -116,7 +115,7 @@ class SharedPull:
     left_s: float
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _OneHostPeriod:
     """Since when, and from how many bytes on, a pull has read from sources of one host alone."""
 
@@ -125,7 +124,7 @@ class _OneHostPeriod:
     host: str
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _LastReport:
     """The last report of a pull. `coordinator` is "" if it reports here; `reporter` is its stream
     then."""

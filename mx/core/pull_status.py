@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from mx.core.types import ModelKey
-from mx.records import record
 
 
 class PullPhase(enum.Enum):
@@ -14,7 +14,7 @@ class PullPhase(enum.Enum):
     FAILED = "failed"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PullStatus:
     """The progress of one pull.
 

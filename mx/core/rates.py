@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from mx.core.types import SourceRecord
-from mx.records import record
 
 #: A slower measurement takes the place of a faster one that is older than this.
 FRESH_S = 60.0
@@ -23,7 +23,7 @@ MAX_PAIRS = 4096
 MOST_GB_PER_S, MOST_IN_HOST_GB_PER_S = 400.0, 1000.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rate:
     """A measured bandwidth: from the host of a source's endpoint to a host by its own name."""
 

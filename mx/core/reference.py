@@ -10,11 +10,11 @@ The printed form of a `ModelKey` is valid too, so that one command accepts what 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import ProcessingKey, canonical_variant
 from mx.errors import ConfigError
-from mx.records import record
 
 MIN_PIN_DIGITS = 8
 MAX_PIN_DIGITS = 64
@@ -27,7 +27,7 @@ _REFERENCE = re.compile(
 )
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelReference:
     """The parts of a reference. "" stands for a part that the text leaves open. `pin` is
     unchecked."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.core.types import SourceRecord
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Intent:
     """What a source registers for, beside being listed.
 
@@ -27,7 +26,7 @@ class Intent:
     published_s: float = 0.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Registration:
     """A source that asks to be listed.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -39,7 +39,6 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
-from mx.records import record
 
 #: Why a source is gone that will be back.
 _FOR_NOW = "withdrawn for now"
@@ -48,7 +47,7 @@ _LEFT, _EXPIRED = "deregistered", "lease expired"
 GONE = (_LEFT, _FOR_NOW, _EXPIRED, "lost")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RegisteredSource:
     """The answer to `register`: the record as listed. `receipt` is what the coordinator gives to
     the source, None for nothing; it has no time yet. `owner` is the commitment that the name

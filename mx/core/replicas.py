@@ -8,10 +8,10 @@ of the model is there are two things: an engine may answer while layers still ar
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from mx.core.holdings import ranges_of
 from mx.core.types import ModelKey
-from mx.records import record
 
 
 class ReplicaState(enum.Enum):
@@ -69,7 +69,7 @@ TRANSITIONS: dict[tuple[ReplicaState, EventKind], ReplicaState] = {
 }
 
 
-@record(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Replica:
     """One replica at one moment.
 
@@ -132,7 +132,7 @@ class Replica:
         return self.state in (ReplicaState.LOADED, ReplicaState.SERVING)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FleetEvent:
     """One event of a watch, with the replica as it is from then on (None for those of the watch
     itself).

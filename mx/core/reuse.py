@@ -6,16 +6,16 @@ Two blocks are the same if their digests are, wherever they are in a tensor, a l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages
 from mx.core.types import Manifest
-from mx.records import record
 from mx.views import View
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class HeldWeights:
     """Weights in memory of this process, the host's or a GPU's: `view` is laid out like an arena of
     the manifest. The memory lives as long as `view`. Layers whose pages are not known are not
@@ -26,7 +26,7 @@ class HeldWeights:
     view: View
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ChunkCopy:
     """Where the bytes of chunk `index` are: of each of its blocks, in order, a view and the offset
     in it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
 from math import prod
@@ -28,14 +29,13 @@ from mx.core.types import (
 )
 from mx.core.wanted import BlockRange, Wanted, wanted_of
 from mx.errors import ConfigError
-from mx.records import record
 from mx.text import listed
 from mx.units import align_up, format_bytes
 
 _WILDCARDS = frozenset("*?[")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """A rank's even share of a dimension: part `rank` of `size`. A negative `dim` counts from the
     last dimension."""

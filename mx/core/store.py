@@ -10,13 +10,13 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind, Entry, Meant, Tail
 from mx.core.name_state import NameState
 from mx.core.progress_board import ProgressBoard
-from mx.records import record
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ class CountedKind(enum.Enum):
     KEPT_NAMES = "kept names"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Gone:
     """What is known of a source that is no longer listed, until `until_s`."""
 

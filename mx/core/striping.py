@@ -15,12 +15,11 @@ Nearby it is next to nothing, and a connection has no more under way than its de
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pace import Pace
-from mx.records import record
 
 #: Beyond half of its depth a connection has no more in flight than it reads in this time.
 AHEAD_S = 0.15
@@ -59,7 +58,7 @@ class Part(NamedTuple):
     end: int
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class ConnectionLoad:
     """What one connection reads now, what came through it, and how fast."""
 

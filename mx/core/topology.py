@@ -7,10 +7,10 @@ checks every field.
 
 from __future__ import annotations
 
-from mx.records import record
+from dataclasses import dataclass
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Nic:
     """A network interface.
 
@@ -30,7 +30,7 @@ class Nic:
     link_layer: str = ""  # of the RDMA port: "InfiniBand", or "Ethernet" for RoCE
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GpuPeer:
     """The relation of one GPU to another one of the same host.
 
@@ -45,7 +45,7 @@ class GpuPeer:
     relation: str = ""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU as NVML and the driver describe it.
 
@@ -67,7 +67,7 @@ class Gpu:
     peers: tuple[GpuPeer, ...] = ()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class NumaNode:
     """A NUMA node. `cpus` is the kernel's list ("0-15,32-47"); `distances` are to all nodes in
     order."""
@@ -78,7 +78,7 @@ class NumaNode:
     distances: tuple[int, ...] = ()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """The place of one process, which transports' `reach` compares with another.
 

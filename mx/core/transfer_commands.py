@@ -3,12 +3,13 @@ long to make, and each read makes two."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mx.core.striping import Part
 from mx.errors import MxError
-from mx.records import record
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Assign:
     """Read these parts through this connection."""
 
@@ -16,7 +17,7 @@ class Assign:
     parts: tuple[Part, ...]
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class CopyOut:
     """This part, which was read aside, is right: copy what is wanted of it to its place, and report
     that by `TransferMachine.copied_out`."""
@@ -24,7 +25,7 @@ class CopyOut:
     part: Part
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class HandOut:
     """This part is right: give other ranks on this host what they want of it, and report that by
     `TransferMachine.handed_out`."""
@@ -32,7 +33,7 @@ class HandOut:
     part: Part
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class LayerReady:
     """Every chunk of the layer is verified and in its place; `shortcut`: some blocks by xxh3_128
     only, where the kernel vouches that this user's own process wrote them; `given`: some by another
@@ -43,7 +44,7 @@ class LayerReady:
     given: bool = False
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Ask:
     """Ask the source of this connection whether the chunk, of which it sent some wrong, is right in
     its memory, and report its answer by `TransferMachine.answered`."""
@@ -52,7 +53,7 @@ class Ask:
     chunk: int
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class DropConnection:
     """Close this connection: its source sent wrong bytes too often, or it is far too slow."""
 
@@ -60,7 +61,7 @@ class DropConnection:
     reason: MxError
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Fail:
     """Nothing is left that could finish the pull. `causes` are the connections' last errors."""
 

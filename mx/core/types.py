@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from mx.core.digest import document_digest, pin_of
 from mx.core.grid import ChunkGrid
 from mx.core.layout_rules import RULES, newest
 from mx.core.topology import Place
-from mx.records import record
 from mx.units import align_up, count, format_bytes
 
 TENSOR_ALIGNMENT_BYTES = 256
@@ -62,7 +61,7 @@ DTYPE_BITS: dict[str, int] = {
 }
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelKey:
     """The key of a registered manifest: a name, a revision and one variant of them.
 
@@ -94,7 +93,7 @@ class Tensor(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Alias:
     """A tensor without bytes of its own: a strided view of another tensor's bytes.
 
@@ -109,7 +108,7 @@ class Alias:
     stride: tuple[int, ...]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
     """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
     of its space.
@@ -206,7 +205,7 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class PackagedFile:
     """One safetensors file as `--out` writes it: tensors by name, in file order.
 
@@ -219,7 +218,7 @@ class PackagedFile:
     tensors: tuple[str, ...]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class SideFile:
     """A JSON, text or tokenizer file that travels along; its bytes are a document of its own.
     `newer` ones are of a kind that the first release with companions lets travel."""
@@ -230,7 +229,7 @@ class SideFile:
     newer: bool = False
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Companion:
     """A further tensor file of a checkpoint, beside the main weights: a variant of its own, with
     this identity and, for the file's header, this packaging."""
@@ -246,7 +245,7 @@ class Companion:
         return pin_of(self.identity, self.packaging).hex()
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Packaging:
     """The files of a checkpoint; none if the source has none. `files` hold the main weights."""
 
@@ -260,7 +259,7 @@ class Packaging:
         return [*(file.path for file in self.files), *(each.path for each in self.companions)]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ManifestRef:
     """What names a manifest: its documents by digest (blake3, 32 bytes) and size.
 
@@ -319,7 +318,7 @@ class ManifestRef:
         return not self.packaging or self.identity.hex().startswith(pin.lower())
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Manifest:
     """The immutable description of one variant.
 
@@ -352,7 +351,7 @@ class Manifest:
         return ChunkGrid(self.layout, rules.chunk_nbytes(self.layout.payload_nbytes))
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """One piece of registered memory. `base` is its address in the source's process.
 
@@ -382,7 +381,7 @@ class TableRow(NamedTuple):
     region_offset: int
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class AddressTable:
     """The extents of layers that a source holds, and their places.
 
@@ -432,7 +431,7 @@ class SourceState(enum.Enum):
     DRAINING = "draining"
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class SourceRecord:
     """One registered source: everything about it that is public.
 

@@ -22,13 +22,13 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from mx.core.digest import document_digest
 from mx.core.types import CHECKPOINT
 from mx.errors import ConfigError
-from mx.records import record
 
 #: The most characters of a variant, and so of a processing key's text.
 VARIANT_CHARS = 256
@@ -76,7 +76,7 @@ _DTYPE_ALIASES = {
 _NAME_ALIASES = {"quantisation": "quantization"}
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rank:
     """One rank of an axis of parallelism, or with `rank` None all of them."""
 
@@ -87,7 +87,7 @@ class Rank:
         return f"{'*' if self.rank is None else self.rank}/{self.size}"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Difference:
     """A field in which two variants differ, with both values; "" stands for an absent field."""
 
@@ -404,7 +404,7 @@ def main_variant(variant: str) -> str:
     return fields.get("beside", "") or _text(fields)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Membership:
     """What a variant is a rank of: the text of its bundle, and how many ranks that has.
 

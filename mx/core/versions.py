@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mx.core import layout_rules
 from mx.errors import PeerProtocolError
-from mx.records import record
 
 #: Calls and their messages, tickets, and what is said before data moves: the newest that this mx
 #: speaks, and the oldest that it understands and that understands it.
@@ -37,7 +37,7 @@ _SHOWN_CHARS = 40
 SILENT = "wire 1 (an older mx, which sends no versions)"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class VersionRange:
     """The versions from `low` to `high`."""
 
@@ -55,7 +55,7 @@ class VersionRange:
         return f"{self.high}" if self.low == self.high else f"{self.low} to {self.high}"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Versions:
     """What a process speaks. `others` are versions that only a newer mx has: name and number."""
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import ManifestRef, ModelKey
-from mx.records import record
 
 _HEAD = struct.Struct(">Q32s32s64s64s")
 #: Sizes of a vouch: without files, and with them.
@@ -29,7 +28,7 @@ _DOMAIN = b"mx owner of a name, version 1"
 Verify = Callable[[bytes, bytes, bytes], bool]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Vouch:
     """One vouch. `issued_us` is in microseconds since 1970, `packaging` b"" for no files."""
 

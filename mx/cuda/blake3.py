@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 
 from mx.errors import LocalError
-from mx.records import record
 
 #: Bytes of a chunk: a leaf of blake3's tree, which one thread hashes.
 CHUNK_BYTES = 1024
@@ -25,7 +25,7 @@ DIGEST_BYTES = 32
 CHAINS_BYTES = 2 * MAX_CHUNKS * DIGEST_BYTES
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CompiledKernel:
     """A compiled kernel.
 
@@ -40,7 +40,7 @@ class CompiledKernel:
     parameters: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Blake3Kernels:
     """The two kernels of a digest."""
 

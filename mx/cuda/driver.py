@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mx.cuda.errors import CudaError, CudaUnavailableError
 from mx.cuda.library import why_missing
-from mx.records import record
 from mx.transport import Unavailable, Viable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class DeviceAttribute(enum.Enum):
     POSIX_FD = "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PointerInfo:
     """The allocation that an address of device memory belongs to.
 

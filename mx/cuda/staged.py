@@ -12,12 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.cuda.device import Device
 from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, RingSlot
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
-from mx.records import record
 from mx.transport import (
     DeviceView,
     HostHashing,
@@ -31,7 +30,7 @@ from mx.transport import (
 )
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _SlotPart:
     """The part of a read that goes through one slot."""
 
@@ -43,7 +42,7 @@ class _SlotPart:
     landed: bool = False  # it was copied to the device, as far as the driver reports
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _StagedRead:
     """A read of the caller's, and its progress."""
 

@@ -7,10 +7,10 @@ import importlib.util
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mx.records import record
 from mx.units import GB
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ROUNDS = 3
 _ROUNDS_NBYTES = 4 * GB
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class FirstToken:
     """When a model that arrives gives its first token: after all weights, or while they come.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-
-from mx.records import record
+from dataclasses import dataclass
 
 ROUNDS = 3
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Memcpy:
     """Speeds of one thread's memcpy, in decimal gigabytes per second.
 

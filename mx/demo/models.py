@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mx.errors import CheckpointError
-from mx.records import record
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SENTENCE = "A new replica is a matter of milliseconds to seconds."
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Example:
     """A checkpoint to serve.
 
@@ -32,7 +32,7 @@ class Example:
     about: str
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ComparisonResult:
     """The result of a comparison.
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from mx import api
 from mx.demo import first_token, memcpy, models
 from mx.demo.processes import Child
 from mx.errors import ConfigError, IntegrityError, install_hint
-from mx.records import record
 from mx.units import GB, count, format_bytes, format_rate, format_seconds
 
 START_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ PATHS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
 )
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Row:
     """One pull: the report of `mx pull --json`, and whether its weights compute the same.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,10 +16,9 @@ from mx.cuda.device import CudaStream, Device
 from mx.cuda.graphs import GraphCalls
 from mx.errors import ConfigError
 from mx.graphs.package import Library, LibraryCall
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EagerCall:
     """Work that makes a library load kernels, such as a matrix product of certain shapes.
 
@@ -32,7 +32,7 @@ class EagerCall:
     run: Callable[[int], None]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LaunchedFunction:
     """A function that a call launched."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -31,7 +31,6 @@ from mx.graphs.package import (
 )
 from mx.graphs.pointers import GraphRefusedError, Move, known_addresses, moves, pointers
 from mx.graphs.region import Region, clear_others, place_in
-from mx.records import record
 
 #: Kernels that talk to other processes, whose state is in no region.
 _COMMUNICATES = re.compile("nccl|nvshmem", re.IGNORECASE)
@@ -40,7 +39,7 @@ _COMMUNICATES = re.compile("nccl|nvshmem", re.IGNORECASE)
 _BOUND = {1: ("an access policy window", slice(8, 16)), 13: ("updates by the device", slice(0, 4))}
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Package:
     """What a publisher signs. `images` are by their blake3 in hexadecimal; `environment` is that
     of the graph, by the names of fields."""

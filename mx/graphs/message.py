@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from google.protobuf.message import DecodeError
 
 from mx.codec import by_name
@@ -29,13 +31,12 @@ from mx.graphs.package import (
     Node,
     RegionSpec,
 )
-from mx.records import record
 from mx.wire.v1 import graphs_pb2 as pb
 
 FORMAT = 1
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Capture:
     """What one process captured, for `combine` with another one's.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mx.errors import IntegrityError
-from mx.records import record
 
 
 class GraphError(IntegrityError):
     """A graph is not what a well-behaved publisher makes; nothing of it was loaded."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RegionSpec:
     """`nbytes` of device memory at the address `base`."""
 
@@ -18,7 +19,7 @@ class RegionSpec:
     nbytes: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GraphPlace:
     """A row-major tensor at an offset of a region."""
 
@@ -30,7 +31,7 @@ class GraphPlace:
     shape: tuple[int, ...]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Input:
     """A tensor that a replay reads, and its golden bytes."""
 
@@ -38,7 +39,7 @@ class Input:
     value: bytes
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GraphOutput:
     """A tensor that a replay writes, and the blake3 of its bytes after the golden inputs."""
 
@@ -46,7 +47,7 @@ class GraphOutput:
     digest: bytes
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Image:
     """A kernel image that travels with the graph, by the blake3 of its bytes."""
 
@@ -54,7 +55,7 @@ class Image:
     nbytes: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Library:
     """An installed library, which never travels."""
 
@@ -63,7 +64,7 @@ class Library:
     fatbin: bytes
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LibraryCall:
     """Eager work, by a name that both sides know, which loads kernels of a library."""
 
@@ -71,7 +72,7 @@ class LibraryCall:
     library: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel by its mangled name: of an image, or loaded by a call (the other one is None).
 
@@ -89,7 +90,7 @@ class Kernel:
         return sum(self.parameters[-1]) if self.parameters else 0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KernelNode:
     """A launch. `values` has the parameters at their offsets, `pointers` where addresses are."""
 
@@ -102,7 +103,7 @@ class KernelNode:
     pointers: tuple[int, ...] = ()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemsetNode:
     """`height` rows of `width` elements of `element_bytes` each, `pitch` bytes apart."""
 
@@ -119,7 +120,7 @@ class MemsetNode:
         return (self.height - 1) * self.pitch + self.width * self.element_bytes
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemcpyNode:
     """A copy of `nbytes` within the regions."""
 
@@ -128,7 +129,7 @@ class MemcpyNode:
     nbytes: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EmptyNode:
     """A node that only joins edges."""
 
@@ -136,7 +137,7 @@ class EmptyNode:
 Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Edge:
     """The node `second` waits for `first`; ports and type are CUgraphEdgeData's."""
 
@@ -147,7 +148,7 @@ class Edge:
     type: int = 0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A whole graph. Indices refer to the tuples here."""
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from mx.errors import ConfigError
 from mx.graphs.bounds import ADDRESS_BITS, POINTER_BYTES
 from mx.graphs.package import RegionSpec
-from mx.records import record
 
 #: No device memory is below, where lengths and counts are.
 _LOWEST = 1 << 16
@@ -33,7 +33,7 @@ class GraphRefusedError(ConfigError):
     """This graph can't travel; the message names the kernel or the node, and why."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """A region of `nbytes` that is at `first` in one capture, and at `second` in the other."""
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from mx.core.variant import Difference
-from mx.records import record
 
 
 class State(enum.Enum):
@@ -55,7 +55,7 @@ class Cause(enum.Enum):
     OTHER = "other"  # the caller's own functions failed
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Why a graph is not used. `differences` are those of the environment: the publisher's value
     first, then this process's."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 
-from mx import config, records
+from mx import config
 from mx.artifacts.caches import GRAPHS
 from mx.artifacts.carry import fetched
 from mx.artifacts.choosing import Search
@@ -60,7 +60,7 @@ def record(package: Package, name: str) -> None:
         raise OutputError(f"{place} could not be written: {error.strerror}") from error
 
 
-@records.record(frozen=True)
+@dataclass(frozen=True)
 class Published:
     """A graph of a trusted publisher: what `restore` takes."""
 
@@ -79,7 +79,7 @@ class Published:
         return self.images[digest]
 
 
-@records.record(frozen=True)
+@dataclass(frozen=True)
 class FoundGraphs:
     """The graphs for weights and this environment, by name; none, and the reasons.
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mx.core.topology import Gpu, GpuPeer
 from mx.errors import install_hint
 from mx.hardware import sysfs
-from mx.records import record
 
 _DRIVER_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia")
 _NO_DRIVER = "there is no NVIDIA driver on this machine"
@@ -39,7 +38,7 @@ _BLACKWELL = 10
 _SMS_OF_64 = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GpusFound:
     """The GPUs; `reason` says why there are none, or which are missing ("" if none is)."""
 
@@ -48,7 +47,7 @@ class GpusFound:
     reason: str = ""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Lanes:
     """Active NVLink lanes: to other GPUs, by PCI address, and to switches."""
 

@@ -12,8 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-
-from mx.records import record
+from dataclasses import dataclass
 
 _TIMEOUT_S = 2.0
 _TRIES = 3
@@ -39,7 +38,7 @@ _IFA_F_UNUSABLE = 0x08 | 0x20 | 0x40
 _STATES = ("unknown", "notpresent", "down", "lowerlayerdown", "testing", "dormant", "up")
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Interface:
     """A network interface. `addresses` are in CIDR form, IPv4 first, without link-local and
     unusable ones."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.topology import Nic
 from mx.hardware import sysfs
 from mx.hardware.netlink import Interface
-from mx.records import record
 
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
@@ -20,7 +20,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
 _GIDS = 4
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Port:
     """An RDMA port."""
 
@@ -30,7 +30,7 @@ class _Port:
     mbit_per_s: int
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class NicHardware:
     """Properties that never change while an interface exists; `physical`: it has a device."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from mx.core.layout import TensorSpec, alias_stride
 from mx.core.types import Alias
 from mx.errors import ConfigError
 from mx.memory.arrays import Array
 from mx.memory.collector import paused
-from mx.records import record
 from mx.text import listed
 from mx.views import host_view
 
@@ -19,7 +19,7 @@ from mx.views import host_view
 _Owners = list[tuple[int, int, str]]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DescribedTensors:
     """The form of some tensors. `arrays` has those with bytes of their own, by name."""
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mx.core.grants import GrantBook, GrantBounds, Principal
 from mx.core.limits import Bounds, Retries, grant_share, slice_nbytes
 from mx.core.meter import Meter
-from mx.records import record
 from mx.wire.pacing import RateLimiter
 
 UNBOUNDED = Bounds()
@@ -46,7 +46,7 @@ class SendLimiter(RateLimiter):
         self._parts = parts
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _CountedGrant:
     source_id: str
     principal: Principal

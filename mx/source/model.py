@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mx import config
@@ -33,7 +33,6 @@ from mx.memory.collector import paused
 from mx.memory.describe import DescribedTensors
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
-from mx.records import record
 from mx.storage.disk_file import Stamp
 from mx.storage.hub_blobs import check_blobs
 from mx.storage.landing import Filled
@@ -46,7 +45,7 @@ from mx.transport import DeviceView, ExposedRegion, ScatteredView, View
 from mx.wire.rows import encode_rows
 
 
-@record(eq=False)
+@dataclass(eq=False)
 class HeldModel:
     """A model that a source serves.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mx.core.types import SourceRecord
-from mx.records import record
 from mx.source.model import HeldModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
@@ -60,7 +59,7 @@ class Participant(Protocol):
         """End all streams: the source is no longer served. Idempotent."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemoryFaults:
     """What is wrong with memory, "" for nothing. `moved` says which tensors are elsewhere by now;
     `wrong` names those that are not what was registered."""
@@ -88,7 +87,7 @@ class Watchman(Protocol):
         is not what was registered. Return True if it is right."""
 
 
-@record
+@dataclass
 class Served:
     """A held model with its exposures, by transport name."""
 

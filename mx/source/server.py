@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mx import discovery, trace
@@ -21,7 +21,6 @@ from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, LocalError, MxError, PeerUntrustedError
 from mx.log import event
 from mx.namekey import NameKey
-from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.source.doubts import Doubts
 from mx.source.endpoint import dialled_host, require_dialable
@@ -54,7 +53,7 @@ _LAST_WORDS_S = 0.2
 _RENAMED_GRACE_S = 3600.0
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class SourceOptions:
     """The options of a source.
 
@@ -78,12 +77,12 @@ class SourceOptions:
     connect_timeout_s: float = 3.0
     bounds: Bounds = UNBOUNDED
     #: What clients may have by calls.
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     #: What this process owns names with; None: it owns none.
     name_key: NameKey | None = None
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceStats:
     """The state of a source. `readers` counts its running leases. With `pin_only` its name stands
     for other weights at the coordinator, and readers find it by its pin."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx.errors import CheckpointError
-from mx.records import record
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.mounts import is_local
@@ -26,7 +25,7 @@ _CLOCK_STEP_NS = 20_000_000
 Stamp = tuple[int, int, int, int, int]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FileStamp:
     """Properties of a file that differ after it was changed.
 
@@ -56,7 +55,7 @@ class FileStamp:
         return (self.device, self.inode, self.nbytes, self.mtime_ns, self.ctime_ns)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DiskFile:
     """A `StoredFile` on a disk of this machine."""
 

@@ -10,9 +10,9 @@ import stat
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mx import users
-from mx.records import record
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,7 +52,7 @@ class ForeignLinkError(Exception):
         self.uid = uid
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ResolvedPath:
     """A path without links: `below` names what is missing under the folder `folder`, and then the
     last name of the path, whether that exists or not. `fd` is a descriptor of that folder, which

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -18,7 +19,6 @@ from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
 from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
-from mx.records import record
 from mx.text import shown
 from mx.units import align_up
 
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 _HINT = "the file is damaged or was not written by safetensors: download or save it again"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """One tensor of one file. `begin` and `end` count bytes from the file's first byte."""
 

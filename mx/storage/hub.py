@@ -11,12 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from mx.core.packaging import TENSOR_SUFFIX, TEXT_NAMES, TEXT_SUFFIXES
 from mx.errors import ClosedError, ConfigError, LocalError, StoreError, install_hint
-from mx.records import record
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import HUB, Opening
 from mx.text import plain
@@ -45,7 +45,7 @@ def is_hub_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class HubStore:
     """A model on the hub: its id, and a branch, tag or commit."""
 

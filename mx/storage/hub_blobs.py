@@ -9,11 +9,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx.errors import CheckpointError, ClosedError, NotAllowedError
-from mx.records import record
 from mx.storage.disk_file import FileStamp, settled
 from mx.storage.folder_index import FolderIndex
 from mx.storage.osfile import open_regular, read_error
@@ -26,7 +25,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PIECE_BYTES = 4 * MIB
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class HubFiles:
     """Files in the cache: by path the sha256 that a file's blob is named by, in hexadecimal, and
     the blob. `commit` is "" where the folder is no snapshot."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from mx.core.digest import (
@@ -16,10 +16,9 @@ from mx.core.digest import (
 )
 from mx.core.grid import block_count
 from mx.core.types import Layout
-from mx.records import record
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Filled:
     """The digests that were computed while an arena was filled.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from mx.core import manifest as manifests
@@ -13,7 +13,6 @@ from mx.core.types import Companion, Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
-from mx.records import record
 from mx.storage.disk_file import Stamp
 from mx.storage.landing import Filled
 from mx.storage.reader import fill
@@ -23,7 +22,7 @@ from mx.views import DeviceView, HostView, ScatteredView
 A = TypeVar("A", bound="Memory | SubsetMemory")
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class HostDestination:
     """Host memory to fill an arena through: `view`, which maps `memfd` if there is one.
 
@@ -37,7 +36,7 @@ class HostDestination:
     copy: Callable[[int, memoryview], None] | None = None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class LoadedCheckpoint(Generic[A]):
     """A checkpoint in memory: its manifest, the digests of all blocks, and the arena.
 

@@ -18,11 +18,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from mx.processes import BOOT_ID, namespace, process_start_ticks
-from mx.records import record
 from mx.storage.mounts import is_shared
 
 #: How often the owner of a claim writes to it.
@@ -94,7 +94,7 @@ class Lock:
             claim.release()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Found:
     """What a claim says, and how long ago it was written to, by the clock of the file system."""
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -16,7 +16,6 @@ from mx.buffers import copy_bytes
 from mx.core.naming import natural_key
 from mx.core.packaging import MAX_SIDE_FILE_BYTES
 from mx.errors import CheckpointError, ClosedError, ConfigError, MxError, StoreError, install_hint
-from mx.records import record
 from mx.storage.companions import take_companions
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
@@ -67,7 +66,7 @@ def shown_url(url: str) -> str:
     return plain(shown.geturl())
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ObjectStore:
     """A folder in an object store."""
 
@@ -242,7 +241,7 @@ def _line(error: BaseException) -> str:
     return plain(next(filter(None, lines), type(error).__name__))[:300]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ObjectFile:
     """A `StoredFile` in an object store. Its bytes are read while it is as it was listed."""
 

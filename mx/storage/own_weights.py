@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.errors import CheckpointError, MxError
-from mx.records import record
 from mx.storage.disk_file import DiskFile, FileStamp, Stamp
 from mx.storage.header import FileTensor
 from mx.storage.mounts import is_local
@@ -49,7 +49,7 @@ def _has_shards(folder: Path, index: str) -> bool:
         return True
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Sample:
     """A few bytes of one tensor, which begin at `offset` in it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from mx.core.notes import Notes, adapter_base
 from mx.core.packaging import ADAPTER, ADAPTER_WEIGHTS, TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import CheckpointError, ConfigError
-from mx.records import record
 from mx.storage.companions import take_companions
 from mx.storage.copies import check_copies
 from mx.storage.disk_file import DiskFile, read_tensor_file
@@ -39,7 +38,7 @@ from mx.storage.side_files import SideFiles, read_side_file, take_side_files, wa
 log = logging.getLogger(__name__)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose headers, but not yet its tensors, were read and checked.
 

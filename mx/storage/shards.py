@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from mx.core.canonical import read_json
 from mx.core.layout import contiguous_strides
@@ -10,7 +11,6 @@ from mx.core.naming import natural_key
 from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set, bad_tensor_name
 from mx.core.types import Alias
 from mx.errors import CheckpointError, ConfigError, ManifestError
-from mx.records import record
 from mx.storage.header import FileTensor, StoredFile
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.text import shown
@@ -27,7 +27,7 @@ _USUAL = (
 _ADAPTER = "adapter_model.safetensors"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Oddity:
     """What is odd about one file of a checkpoint, which loads all the same."""
 
@@ -35,7 +35,7 @@ class Oddity:
     what: str
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Copy:
     """A tensor that two files hold: `first`, which is read, and `second`."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from mx.buffers import address_of, copy_bytes
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import CapacityError
 from mx.memory.huge import HugePages
-from mx.records import record
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import StoredFile
 from mx.views import HostView, ScatteredView, host_view
@@ -71,7 +71,7 @@ class ArenaWriter:
             ) from error
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SpanPiece:
     """Blocks [offset, offset + nbytes) of the layout's tensor `index`.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-from mx.records import record
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 DISK, HUB, OBJECTS = "disk", "hub", "objects"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Opening:
     """What opening a store may need.
 
@@ -52,7 +51,7 @@ class CheckpointStore(Protocol):
         """
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DiskStore:
     """A checkpoint on this machine's disk: a safetensors file, or a folder."""
 
@@ -71,7 +70,7 @@ class DiskStore:
         return open_checkpoint(self.path)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CompanionStore:
     """A further tensor file of a checkpoint in another store, as a checkpoint of its own."""
 

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
@@ -30,7 +31,6 @@ from mx.core.swarm.slots import WIDTH
 from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
-from mx.records import record
 from mx.swarm.peers import Peers
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
@@ -64,7 +64,7 @@ class Reads(Protocol):
         """Stop reading the chunk from this source: another one serves it."""
 
 
-@record
+@dataclass
 class _ConnectedPeer:
     record: SourceRecord
     stream: PeerStream

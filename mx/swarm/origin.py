@@ -7,13 +7,13 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from mx import codec
 from mx.core.swarm.origin import Seeder, Suggest
 from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
-from mx.records import record
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
 from mx.wire.v1 import peer_pb2
@@ -30,7 +30,7 @@ MOST_OF_ADDRESS = 256
 MOST_OF_READER = 2
 
 
-@record
+@dataclass
 class _SeededPeer:
     record: SourceRecord
     stream: PeerStream

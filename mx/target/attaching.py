@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.core.connections import Connections, PathEntry
 from mx.core.reasons import reason_of
 from mx.core.types import Manifest
 from mx.errors import ConfigError, DigestError, LocalError, MxError, NotAllowedError
-from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
@@ -18,7 +17,7 @@ from mx.target.report import LeftSource
 from mx.transport import View
 
 
-@record
+@dataclass
 class Attacher:
     """Tries the paths that attach, one after the other; on the loop. `causes` gets why some failed,
     `left` those sources whose memory was mapped and is wrong."""

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.topology import Place
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import MxError
-from mx.records import record
 from mx.runtime import in_thread
 from mx.target.chain import Chain
 from mx.target.delivery import Delivery
@@ -30,7 +29,7 @@ from mx.target.report import LeftSource, PathReport, PullReport, VerifiedBy
 from mx.transport import Transport
 
 
-@record
+@dataclass
 class History:
     """What a pull keeps from one attempt to the next. Each attempt adds to it."""
 
@@ -43,7 +42,7 @@ class History:
     written: bool = False  # whether tensors of `into` may hold a part of the new weights
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Context:
     """What every attempt of one pull works with. `place` is the target's, which is read while the
     coordinator is asked, and takes a millisecond; `closed` is set to make

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mx.errors import (
@@ -20,7 +20,6 @@ from mx.errors import (
     OutputError,
     another,
 )
-from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.target.opening import open_store, stoppable
 from mx.target.reads import Connection, StorePath, StoreSource
@@ -69,7 +68,7 @@ class _NoLease:
         """Do nothing."""
 
 
-@record
+@dataclass
 class Chain:
     """What became of one pull's steps; on the loop. `causes` are the stores' errors; `completed` is
     the step of the store with which the pull was complete."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from mx.core.grid import ChunkGrid, runs_of
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, Wanted
 from mx.memory.subset import SubsetMemory
-from mx.records import record
 from mx.transport import Piece, ScatteredView, Span, View, contiguous
 from mx.views import cut
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PartMemory:
     """The memory in which one part lands: its blocks, and the pieces that a session reads into.
     `buffer` holds a part that is read aside, until it is freed."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mx.core.types import Manifest
@@ -25,7 +25,6 @@ from mx.errors import (
     RevisionChangedError,
     another,
 )
-from mx.records import record
 from mx.target.report import LayerEvent, PullReport
 from mx.tasks import Latch, calling_back, require_other_thread
 
@@ -46,7 +45,7 @@ def _ignored(error: BaseException) -> None:
     """Of an event that was reported before: its callback's error is raised where it is added."""
 
 
-@record(eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class EditionReadiness:
     """What is known and ready of one edition; the log's lock guards it."""
 
@@ -60,7 +59,7 @@ class EditionReadiness:
     kept: bool = False  # the memory was given to the caller before its layers were ready
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _EventReport:
     """An event, of which edition it is, and who learns that a callback has refused it."""
 
@@ -69,7 +68,7 @@ class _EventReport:
     raised: Raised
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _Subscriber:
     """A callback, and the events with which it is still to be called."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mx import trace
 from mx.core.reasons import reason_of
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
-from mx.records import record
 from mx.runtime import in_thread, uncut, unexpected
 from mx.target.events import EditionReadiness
 from mx.target.opening import stored_files
@@ -149,7 +149,7 @@ def write_documents(
         write(digest, 0, documents[digest])
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class _KnownFiles:
     """What is known of the files: which there are, and those that are here; and where to get the
     others (None: all are here)."""

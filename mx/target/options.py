@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from mx.core.revisions import MAIN
 from mx.core.types import CHECKPOINT, Layout, ModelKey, Packaging
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
-from mx.records import record
 from mx.wire.locate import LocateRequest
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from mx.transport import TlsFiles
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class PullOptions(LocateRequest):
     """Made by the API from its arguments and the settings.
 

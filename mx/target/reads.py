@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from mx.core.paths import Medium, Rail
@@ -19,7 +20,6 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
-from mx.records import record
 from mx.transport import Session
 
 #: A read's errors after which its session is given up: peer or path are at fault, not the chunk.
@@ -60,7 +60,7 @@ class ReadLease(Protocol):
         """Give the lease back; does not block. Idempotent. `lost`: a connection on it was lost."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StoreSource:
     """A store in place of a source: `key` is what it is blamed by, `endpoint` what it is called."""
 
@@ -68,7 +68,7 @@ class StoreSource:
     endpoint: str
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StorePath:
     """The path to a store, as far as a transfer asks for it. Its speed is not known before."""
 
@@ -80,7 +80,7 @@ class StorePath:
     staged: bool = False
 
 
-@record(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Connection:
     """One open session over a path, the lease that it stands on, and what came through it.
 

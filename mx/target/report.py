@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from mx.core.reasons import PathReason
@@ -21,7 +21,6 @@ from mx.errors import (
     StaleGenerationError,
     SupersededError,
 )
-from mx.records import record
 from mx.text import listed
 from mx.units import count, format_bytes, format_seconds
 
@@ -52,7 +51,7 @@ def no_tensors(layer: int) -> dict[str, torch.Tensor]:
 TensorsOf = Callable[[int], "dict[str, torch.Tensor]"]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerEvent:
     """A layer is ready: every byte landed and verified. `at_s` counts from the pull's start.
     `revision` is the model's: a pull that follows it reports a layer again after a change."""
@@ -82,7 +81,7 @@ class LayerEvent:
         return self.tensors_of(self.index)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PathReport:
     """What came over one path; if `attached`, `bytes` were mapped, and none was moved. `rail`
     names the pair of interfaces, where the path is one of several; `pid` the process whose memory
@@ -102,7 +101,7 @@ class PathReport:
         return self.transport == "rank"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LeftSource:
     """A source (HOST:PORT) that was not used to the end, and why."""
 
@@ -110,7 +109,7 @@ class LeftSource:
     reason: PathReason
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FilesReport:
     """The side files of a pull of files only. `source` is the endpoint (HOST:PORT) of the source
     that served them, or the folder on disk."""
@@ -120,7 +119,7 @@ class FilesReport:
     source: str
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CompanionReport:
     """A further tensor file that was pulled to `out` beside the main weights. `sources` (HOST:PORT,
     or a store's place) are empty if an earlier pull had left it there."""
@@ -139,7 +138,7 @@ USED, PARTLY, FAILED = "used", "partly", "failed"
 SKIPPED, UNUSED = "skipped", "not needed"
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What one step of the chain came to: "attach" (memory of this host), "host" (peers on it),
     "peers" (elsewhere), "disk", "hub" or "objects".
@@ -155,7 +154,7 @@ class StepReport:
     bytes: int = 0
 
 
-@record(repr=False)
+@dataclass(repr=False)
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 

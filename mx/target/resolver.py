@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mx import trace
@@ -22,7 +22,6 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.memory.collector import paused
-from mx.records import record
 from mx.runtime import in_thread
 from mx.units import format_seconds
 from mx.wire.locate import Located, Locator
@@ -37,7 +36,7 @@ FIRST_S = 0.2
 LONGEST_S = 2.0
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class FoundPaths:
     """A model, and the paths to sources that hold all of it (none, if only parts are held)."""
 

@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from mx.buffers import copy_bytes
 from mx.core.digest import block_digest
@@ -15,7 +16,6 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages, check_page
 from mx.core.types import Layout, Manifest
 from mx.errors import CheckpointError, ClosedError, MxError, NotAllowedError, PathError, another
-from mx.records import record
 from mx.runtime import unexpected
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import StoredBytes
@@ -31,7 +31,7 @@ _RUN_BYTES = 4 * MIB
 _GAP_BYTES = 64 * 1024
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Bit:
     """Bytes of one tensor: `nbytes` from `position` in file number `file`."""
 

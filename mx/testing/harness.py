@@ -9,11 +9,11 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mx.core.topology import Place
-from mx.records import record
 from mx.testing.child import ChildSource, load_transport
 from mx.testing.faultproxy import FaultProxy
 from mx.testing.holdings import HeldResources
@@ -38,7 +38,7 @@ class RemoteSource(Protocol):
     def close(self) -> None: ...
 
 
-@record
+@dataclass
 class Harness:
     """How a rule makes the transport under test. Subclass it where the defaults do not fit.
 

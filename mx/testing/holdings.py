@@ -6,14 +6,13 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-
-from mx.records import record
 
 _MOMENT_S = 0.05
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class HeldResources:
     """Kernel threads by id, descriptors by number and target, maps of memfds and /dev/shm, and
     Python's threads by id and name."""

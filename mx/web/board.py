@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-
-from mx.records import record
+from dataclasses import dataclass
 
 #: The most rows that are gone and kept for browsers that have not seen their end yet.
 MAX_GONE = 8192
@@ -18,7 +17,7 @@ MAX_GONE = 8192
 MAX_ROWS = 20_000
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Page:
     """Changes as JSON, `{"put": [[kind, id, row] ...], "gone": [[kind, id] ...]}`, and the number
     up to which they go."""

@@ -12,11 +12,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.errors import CoordinatorError, MxError, NotAllowedError
 from mx.log import event
-from mx.records import record
 from mx.runtime import beside
 from mx.text import plain
 from mx.web.board import Board
@@ -39,7 +39,7 @@ _MAX_BACKOFF_S = 2.0
 _REFUSED_BACKOFF_S = 60.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Connectivity:
     """Whether the coordinator answers, since when (on the follower's clock), and why not; "" while
     it has not been tried."""

@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -23,7 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mx.core.policy import is_own_host
 from mx.errors import CapacityError, LocalError
 from mx.log import event
-from mx.records import record
 from mx.runtime import beside
 from mx.transport import TlsFiles
 from mx.web.board import Board
@@ -65,7 +65,7 @@ _MAX_PATH_CHARS = 64
 HANDSHAKE_S = 5.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class WebOptions:
     """The options of `mx web`: where it listens and what it follows, both HOST:PORT."""
 

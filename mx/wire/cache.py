@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mx import codec
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import CapacityError, MxError, PeerTimeoutError
-from mx.records import record
 from mx.text import listed
 from mx.units import count, format_bytes, format_seconds
 from mx.wire.channel import Remote, Role, cut, dial, translating
@@ -27,7 +27,7 @@ SILENT_S = 10.0
 MOST_CALLS = 512
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class WantedModel:
     """What a client wants held; the fields are those of `HoldRequest`."""
 
@@ -39,7 +39,7 @@ class WantedModel:
     only_if_held: bool = False
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class HeldAt:
     """A model that the cache holds, and the HOST:PORT where it is read."""
 
@@ -48,7 +48,7 @@ class HeldAt:
     endpoint: str
 
 
-@record(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class CachedModel:
     """A model in the cache. `in_use` says that processes map or read it, `offered` that it came
     from a process of this host, and that no coordinator knows it. `idle_s` are the seconds since it
@@ -68,7 +68,7 @@ class CachedModel:
         return f"<CachedModel {self.model}: {format_bytes(self.nbytes)}, {used}>"
 
 
-@record(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheStatus:
     """What a cache holds, least recently used first. `lingering_bytes` are those of models that
     were evicted and that processes still map."""

@@ -12,11 +12,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mx.core.budget import Budget, Limits, of_bytes
 from mx.errors import NotAllowedError
-from mx.records import record
 from mx.wire.address import address_of_peer
 
 #: Of a principal with so many calls, connections with more than so many are ended: gRPC would
@@ -35,7 +35,7 @@ _MOST_REMEMBERED = 4096
 _ENDING_S = 5.0
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _BusyConnection:
     """One that has running calls. `completed` says that a request of them was complete."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mx import codec
@@ -14,7 +15,6 @@ from mx.core.rates import Rate
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.core.variant import companion_path
 from mx.errors import CoordinatorError
-from mx.records import record
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role
@@ -29,7 +29,7 @@ from mx.wire.watching import WatchUpdate, update_from_wire
 __all__ = ["CoordinatorClient", "Registered", "Resolution"]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Resolution:
     """The manifest to pull, and its sources, origins first; a known model may have none now.
 

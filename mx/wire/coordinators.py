@@ -18,6 +18,7 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -26,7 +27,6 @@ from google.protobuf.message import DecodeError
 
 from mx.errors import ConfigError, CoordinatorError, MxError, PeerProtocolError
 from mx.log import Throttle, event
-from mx.records import record
 from mx.transport import TlsFiles
 from mx.wire.address import each_address
 from mx.wire.channel import Remote, Role, dial
@@ -52,7 +52,7 @@ _asked: dict[tuple[str, ...], str] = {}
 _said = Throttle()
 
 
-@record(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Link:
     """One coordinator, and how long a call may take there."""
 

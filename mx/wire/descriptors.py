@@ -20,10 +20,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from mx.core.quota import level_down
-from mx.records import record
 from mx.units import KIB
 from mx.wire.address import address_of_peer
 
@@ -73,7 +73,7 @@ def in_use() -> int:
         return limit()
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ended:
     """What `AcceptedConnections.make_room` has done: `count` connections were ended, most of them
     from `address`, while `used` of `limit` descriptors were in use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -18,7 +18,6 @@ from mx.errors import (
     PeerTimeoutError,
     UnknownModelError,
 )
-from mx.records import record
 from mx.runtime import in_thread, uncut
 from mx.units import KIB, MIB, format_bytes
 from mx.wire.channel import Remote, Role, translating
@@ -44,7 +43,7 @@ PAGE_TIMEOUT_S = 10.0
 WritePage = Callable[[bytes, int, bytes], None]
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _Partial:
     """The received part of a document; `data` is empty if the bytes go to `write`."""
 

@@ -13,6 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -33,7 +34,6 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
-from mx.records import record
 from mx.tasks import set_by
 from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, files_of, translate
@@ -56,7 +56,7 @@ _GIVE_BACK_S = 1.0
 _MOVE_AGAIN_S = 5.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Granted:
     """What a source grants: a ticket for each transport, and the size of each region."""
 

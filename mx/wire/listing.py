@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mx.codec import bundle_from_wire
@@ -11,7 +12,6 @@ from mx.core.answers import BundleStatus
 from mx.core.types import SourceRecord
 from mx.core.variant import membership
 from mx.errors import PeerProtocolError
-from mx.records import record
 from mx.units import count
 from mx.wire.status import Remote
 from mx.wire.v1 import common_pb2
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _MAX_SAID = 64
 
 
-@record(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class SourceStatus:
     """A source as the coordinator lists it; `gb_per_s` is its recent rate."""
 

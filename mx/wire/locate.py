@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -37,7 +37,6 @@ from mx.errors import (
     SourceError,
     UnknownModelError,
 )
-from mx.records import record
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from mx.publickey import PublicKey
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
     coordinator, which `hold` tells that the model is going to be served. `allow_older` takes an
@@ -74,7 +73,7 @@ class LocateRequest:
     owners: tuple[PublicKey, ...] = ()
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Located:
     """A model that was found.
 

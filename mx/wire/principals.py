@@ -17,12 +17,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mx.core.policy import Policy, Right, Rights, Subject, read_policy, subject_of
 from mx.errors import CapacityError, ClosedError, ConfigError, MxError, NotAllowedError
 from mx.log import event
-from mx.records import record
 from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import address_of_peer
@@ -52,7 +52,7 @@ _MOST_CHARACTERS = 200
 SEES = (Right.OBSERVE, Right.PULL, Right.SERVE)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Caller:
     """Who calls: whom his certificate names (None: he shows none), and his connection's address,
     without the port."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from mx.codec import (
     MAX_TOTAL_BYTES,
@@ -18,7 +19,6 @@ from mx.codec import (
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import Rate
 from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
-from mx.records import record
 from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, cut, translating
 from mx.wire.rpc import Stub
@@ -32,7 +32,7 @@ MAX_SOURCES = 16
 _MAX_HOST_CHARS = 256
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PullUpdates:
     """What has changed of the pulls that report. With `snapshot_end` this and what came before was
     there when the watch began."""

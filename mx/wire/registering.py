@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -24,7 +24,6 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.namekey import NameKey
-from mx.records import record
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, cut, files_of, translating
 from mx.wire.coordinators import Coordinators, Link
@@ -39,7 +38,7 @@ _REFUSED_BACKOFF_S = 10.0
 _NONCES = 3
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Registered:
     """The answer to `register`.
 

@@ -16,12 +16,12 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx import forks, users
 from mx.core.json_bounds import check_json
 from mx.errors import MxError
-from mx.records import record
 from mx.wire.private import check_folder, default_folder, make_folder
 
 #: (device, inode, size, mtime_ns, ctime_ns) of a file.
@@ -35,7 +35,7 @@ _MAX_SOURCES = 256
 _ANSWER_S, _ALL_S = 5.0, 10.0
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ListedModel:
     """A model whose weights a source has read from files: `identity` in hexadecimal."""
 

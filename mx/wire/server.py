@@ -13,6 +13,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -34,7 +35,6 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.log import Throttle, event
-from mx.records import record
 from mx.tasks import uncut
 from mx.transport import TlsFiles
 from mx.units import KIB
@@ -106,7 +106,7 @@ _DRAIN_TIMEOUT_S = 2.0
 _DRAIN_MESSAGES = 16_384  # pieces of 64 KiB: more than any registration has
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Service:
     """A service of the protocol and the object whose async methods implement it.
 
@@ -122,7 +122,7 @@ class Service:
     on_refused: Callable[[Any, MxError], None] = lambda context, error: None
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Listening:
     """A running server. `address` is HOST:PORT with the port that it listens on."""
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -42,7 +43,6 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
-from mx.records import record
 from mx.text import plain
 from mx.transport import TlsFiles
 from mx.wire.address import host_of
@@ -89,7 +89,7 @@ class Role(enum.Enum):
     CACHE = "cache"  # its errors are those of a source
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Remote:
     """A process that mx calls: its role decides which error is raised if it does not answer, its
     address names it in messages, and `tls` are the files used for the connection."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from mx.codec import bundle_from_wire, source_from_wire
 from mx.core.types import ModelKey, SourceRecord
 from mx.errors import PeerProtocolError
-from mx.records import record
 from mx.wire.v1 import coordinator_pb2 as pb
 
 
@@ -26,7 +26,7 @@ class WatchKind(enum.Enum):
     SNAPSHOT_END = pb.WatchEvent.KIND_SNAPSHOT_END
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class WatchUpdate:
     """One update. `record` is None for SNAPSHOT_END and NAMED; `reason` says why a source is GONE.
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mx import config, runtime
 from mx.api.doctor import fleet, host, network
 from mx.api.doctor.findings import ExaminedHost, Finding, Level, failure, warning
 from mx.api.doctor.fleet import FleetSurvey
 from mx.errors import ConfigError, MxError
-from mx.records import record
 from mx.text import listed
 
 __all__ = ["CHECKS", "Examination", "ExaminedHost", "Finding", "Level", "examine"]
@@ -38,7 +37,7 @@ _FLEET: dict[str, Callable[[ExaminedHost, FleetSurvey], Iterable[Finding]]] = {
 CHECKS = (*_HOST, *_FLEET)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Examination:
     """All findings, and what the coordinators said."""
 

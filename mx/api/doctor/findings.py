@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx import config, discovery
 from mx.api.common import transports
 from mx.discovery import Topology
-from mx.records import record
 from mx.transport import TlsFiles
 from mx.wire.address import is_local, tls_of
 
@@ -24,7 +23,7 @@ class Level(enum.Enum):
     FAILURE = "failure"  # stops what the settings ask for
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was found: what is so, and what to change (`fix`, "" for nothing).
 
@@ -57,7 +56,7 @@ def failure(text: str, fix: str = "") -> Finding:
     return Finding(Level.FAILURE, text, fix)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ExaminedHost:
     """What is examined: this process's host, by the settings.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from mx.api.doctor.findings import ExaminedHost, Finding, failure, note, ok, warning
 from mx.api.listing import asking
@@ -23,7 +23,6 @@ from mx.errors import (
     PeerTimeoutError,
     PeerUntrustedError,
 )
-from mx.records import record
 from mx.text import listed
 from mx.units import count
 from mx.wire.address import resolve, tls_of
@@ -46,7 +45,7 @@ _NO_MODEL = "mx-doctor-asks-for-none"
 _SETTLES_S = 1.5
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class CoordinatorAnswer:
     """What one coordinator said; `error` is why it did not, `seconds` how long a call took."""
 
@@ -58,7 +57,7 @@ class CoordinatorAnswer:
     sources: tuple[SourceStatus, ...] = ()
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class FleetSurvey:
     """What the coordinators said, and which sources answered.
 

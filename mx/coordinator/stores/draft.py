@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx.core.answers import Listed
 from mx.core.changes import Entry
 from mx.core.name_state import NameState
 from mx.core.store import CountedKind, Gone
-from mx.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Renewal:
     """What a heartbeat says. `first`: none has come yet."""
 
@@ -22,7 +21,7 @@ class Renewal:
     first: bool
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Draft:
     """What a batch of steps has read and written.
 

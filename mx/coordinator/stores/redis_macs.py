@@ -15,17 +15,17 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from mx.coordinator.stores.redis_records import Write
-from mx.records import record
 
 _CONTEXT = "mx 2026 coordinator version 1: MACs of a state in Redis"
 _MODULUS = 1 << 256
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Head:
     """How far a state has come, in the texts that Redis has."""
 

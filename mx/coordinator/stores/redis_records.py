@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mx.coordinator.stores.draft import Draft, Renewal
@@ -12,7 +13,6 @@ from mx.core.answers import Listed
 from mx.core.changes import Answered, Change, ChangeKind
 from mx.core.store import CountedKind
 from mx.errors import ConfigError
-from mx.records import record
 from mx.units import MIB
 
 #: What is sent at a time, also over a slow link.
@@ -21,7 +21,7 @@ _PAGE_BYTES = 4 * MIB
 Write = tuple[str, str, str]
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Commit:
     """A draft, and what it writes. `listed_s` says since when the sources in it are listed."""
 

@@ -8,9 +8,9 @@ peer that names thousands does not displace the listed ones.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 
 from mx.core.types import SourceRecord
-from mx.records import record
 
 #: The most peers in the table.
 MOST_KNOWN = 1024
@@ -20,7 +20,7 @@ KNOWN_S = 300.0
 MOST_BANNED = 4096
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _KnownSource:
     record: SourceRecord
     named_at_s: float

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mx.core.swarm.slots import WIDTH
 from mx.core.swarm.standing import Standing
-from mx.records import record
 
 #: Open suggestions of an origin: those being read, and one that is in transit or waits.
 SUGGESTIONS = WIDTH + 1
@@ -38,7 +37,7 @@ class Suggest(NamedTuple):
     chunk: int
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _SeededReader:
     have: int  # the chunks that it reports to hold
     sent: int = 0  # the chunks that it has read from this origin

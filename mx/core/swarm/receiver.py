@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mx.core.holdings import members
@@ -37,7 +37,6 @@ from mx.core.swarm.commands import (
 )
 from mx.core.swarm.free import FREE_S, FreeReading
 from mx.core.swarm.slots import WIDTH
-from mx.records import record
 
 #: New chunks are announced to neighbours this long after the first of them has landed ...
 ANNOUNCE_S = 0.05
@@ -66,7 +65,7 @@ class VerifiedChunks(Protocol):
     def bits(self) -> int: ...
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _Peer:
     have: int
     requested: dict[int, float] = field(default_factory=dict)  # chunk -> when

@@ -15,10 +15,9 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mx.records import record
 from mx.units import KIB
 
 #: A slot is taken back if its reader is sent nothing for this long. If the reader fetches for
@@ -62,7 +61,7 @@ class Reader(NamedTuple):
 Progress = Callable[[Reader], int | None]
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class Slot:
     """One read of a chunk. The byte counts are totals of its reader."""
 
@@ -72,7 +71,7 @@ class Slot:
     marked_nbytes: int
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _Record:
     """The record of one reader, or of all unproven readers at one address."""
 
@@ -83,7 +82,7 @@ class _Record:
     at_s: float = 0.0  # when its last slot was taken back, or when it was proven
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _SlotPace:
     """The pace of recent slots, in seconds per byte."""
 

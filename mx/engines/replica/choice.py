@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 
 import mx
 from mx import namekey
@@ -13,7 +13,6 @@ from mx.core.revisions import may_be_update
 from mx.core.types import SourceRecord
 from mx.core.variant import ProcessingKey, differences, nearest
 from mx.errors import UnknownModelError
-from mx.records import record
 from mx.wire.listing import SourceStatus
 
 CHECKPOINT = "checkpoint"
@@ -21,7 +20,7 @@ CHECKPOINT = "checkpoint"
 CHECKPOINT_DIGITS = 16
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Choice:
     """What a replica starts from.
 

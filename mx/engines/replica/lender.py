@@ -15,6 +15,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.tensors import LiveTensors, ParameterSlot, common_device, plain, slots_of
 from mx.errors import BindingError, ConfigError
 from mx.log import event
-from mx.records import record
 
 #: The reason of a change that leaves the tensors as they were.
 ASLEEP = "sleep"
@@ -492,7 +492,7 @@ def _watch_load_weights(model: Any, lender: Lender) -> None:
 _PIECES, _PIECE_BYTES = 16, 64
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class _Print:
     """What is compared of one tensor."""
 

@@ -8,12 +8,12 @@ loader's options.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from mx import config
 from mx.core.reference import ModelReference, parse_reference
 from mx.errors import ConfigError, MxError
-from mx.records import record
 from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex
 from mx.storage.names import model_name_of
@@ -22,7 +22,7 @@ from mx.text import shown
 from mx.wire.same_files import sources_of
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class EligibleModels:
     """What an engine may take from peers.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 
 from mx import config
 from mx.errors import ConfigError
-from mx.records import record
 
 #: What a replica may start from, besides a checkpoint. See docs/vllm.md.
 STATES = ("auto", "processed", "loaded", "checkpoint")
@@ -16,7 +15,7 @@ STATES = ("auto", "processed", "loaded", "checkpoint")
 COPIES = ("", "device", "host")
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class LoaderOptions:
     """The options of an engine's loader."""
 

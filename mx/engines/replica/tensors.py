@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -10,12 +11,11 @@ from mx.core.types import Manifest
 from mx.cuda import driver
 from mx.errors import ConfigError
 from mx.memory.tensors import torch_form
-from mx.records import record
 from mx.text import listed
 from mx.transport import Unavailable
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ParameterSlot:
     """A model's place for a parameter or buffer, whatever tensor is there at the moment."""
 

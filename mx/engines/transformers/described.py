@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mx.core.json_bounds import check_json
 from mx.engines.transformers.extra import transformers
 from mx.errors import ConfigError, ManifestError
-from mx.records import record
 from mx.text import plain, shown
 
 CONFIG = "config.json"
@@ -20,7 +20,7 @@ MOST_LAYERS = 10_000
 FILES = (CONFIG, GENERATION)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ModelDescription:
     """A model that can be built: `config` and `generation` are transformers' configurations,
     `model_class` is one of its classes, or the caller's."""

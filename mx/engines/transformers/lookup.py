@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.engines.side_files import check_code, check_covered
 from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
-from mx.records import record
 from mx.text import plain, shown
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ PIPELINE = "model_index.json"
 _DESCRIBED = ("config.json", PIPELINE, ADAPTER)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ServedModel:
     """A model that peers serve: its pin, and the folder that has its files.
 
@@ -100,7 +100,7 @@ def say_why_not(error: OSError, name: object, why: str) -> None:
         error.add_note(note)
 
 
-@record
+@dataclass
 class _KeptMeaning:
     until_s: float
     served: ServedModel | None

@@ -8,6 +8,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from mx.engines.replica.names import newest_if_main
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.side_files import check_code, check_covered
 from mx.errors import MxError, OutputError, UnknownModelError
-from mx.records import record
 
 log = logging.getLogger("vllm.mx_peer")
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class FetchedFiles:
     """Where a model's files came from: the manifest of the weights that they belong to."""
 

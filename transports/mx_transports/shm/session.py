@@ -12,14 +12,13 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from operator import add, gt
 
 from mx.buffers import map_private
 from mx.errors import ClosedError, LocalError, NotAllowedError, PeerLostError, PeerRefusedError
-from mx.records import record
 from mx.transport import (
     BLOCK_DIGEST_BYTES,
     Grant,
@@ -52,7 +51,7 @@ from mx_transports.toolkit.session import ThreadedSession
 STEP_BYTES = 2 * MIB
 
 
-@record(slots=True)
+@dataclass(slots=True)
 class _ProcessRegion:
     """A region in the source's process. A scattered one has columns of its places: where each
     begins in the region, its address, its length."""

@@ -20,11 +20,10 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mx import forks, users
 from mx.errors import ClosedError, LocalError, MxError
-from mx.records import record
 from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import framing, proof
 from mx_transports.toolkit.listeners import Listen, Unproved, dispensable, host_of
@@ -47,7 +46,7 @@ def _most_connections() -> int:
     return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
 
 
-@record
+@dataclass
 class GrantState:
     """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
     sent on it; `connected` is True once a connection has shown its secret. Over TLS the connections

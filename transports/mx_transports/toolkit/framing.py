@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import dataclass
 
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.errors import (
@@ -18,7 +19,6 @@ from mx.errors import (
     SourceError,
     StaleGenerationError,
 )
-from mx.records import record
 
 MAGIC_BYTES = 8
 KEY_BYTES = 16
@@ -82,7 +82,7 @@ def refusal(status: int, peer: str) -> SourceError:
     return kind(f"{peer}: {STATUS_TEXT.get(status, f'refused ({status})')}", peer=peer)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Ticket:
     """What a source returns for a grant. `fields` are the transport's own; the secret is never
     logged."""

@@ -12,11 +12,10 @@ import errno
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from mx.errors import LocalError
-from mx.records import record
 from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import proof
 
@@ -24,7 +23,7 @@ from mx_transports.toolkit import proof
 _PORT_TRIES = 16
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Listeners:
     """The sockets that the readers of an exposure connect to. The exposure closes them.
 
@@ -119,7 +118,7 @@ def _listen_at(host: str, port: int, family: int) -> tuple[socket.socket, socket
         raise
 
 
-@record
+@dataclass
 class Unproved:
     """A connection that has not presented a secret yet, from a host; `begun` is True once it has
     sent something."""

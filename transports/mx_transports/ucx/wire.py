@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.core.topology import Nic, Place
 from mx.errors import PeerProtocolError
-from mx.records import record
 from mx.units import KIB
 from mx_transports.toolkit.reach import is_loopback
 from mx_transports.ucx.nixl import LOOPBACK_DEVICE
@@ -42,7 +42,7 @@ RESPONSE = struct.Struct("!IIQ")
 MIN_SLOT_BYTES = 64 * KIB
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class AgentRegion:
     """`address` is in the agent's process."""
 
@@ -50,7 +50,7 @@ class AgentRegion:
     nbytes: int
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class AgentInfo:
     """An agent as its readers see it. `devices` are UCX's names of what it listens on; `slot_bytes`
     is 0 if the agent has the regions themselves."""

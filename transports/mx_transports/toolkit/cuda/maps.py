@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from mx.cuda.device import Device, IpcMemory, LastWork
 from mx.cuda.vmm import VmmMemory
 from mx.errors import PeerProtocolError
-from mx.records import record
 from mx_transports.toolkit.cuda.wire import Allocation, Export
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MappedRun:
     """Source addresses [base, base + nbytes) are at `address` here. `device` may reach them."""
 

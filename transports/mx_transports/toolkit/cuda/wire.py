@@ -14,9 +14,9 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from mx.cuda.driver import IPC_HANDLE_BYTES
-from mx.records import record
 from mx_transports.toolkit.cuda.places import ScatterTable
 
 #: Numbers of allocations and of regions.
@@ -45,7 +45,7 @@ class RegionKind(enum.IntEnum):
     SCATTERED = 3  # in GPU memory, in several places
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Allocation:
     """One piece of GPU memory as its source made it: what is exported, and mapped, as a whole."""
 
@@ -72,7 +72,7 @@ class Allocation:
         return cls(Export(export), uuid.rstrip(b"\0").decode("ascii"), base, nbytes, handle)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RemoteRegion:
     """`address` is the source's. `descriptor` is a sealed memfd here, or -1. A region that is
     scattered has `places` in place of an address."""
