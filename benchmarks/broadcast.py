@@ -51,9 +51,9 @@ def run_rank(rank: int, ranks: int, store: str, nbytes: int, rounds: int) -> Non
     """Run one rank; the first one prints the seconds of each contestant, round by round."""
     import torch.distributed as dist
 
-    from mx.api.broadcasting import broadcast
     from mx.core.digest import block_digest
     from mx.core.grid import BLOCK_BYTES
+    from mx.fleet.broadcasting import broadcast
     from mx.threads import Threads
 
     at, limit = f"file://{store}", timedelta(minutes=5)

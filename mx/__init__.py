@@ -8,8 +8,8 @@
             ...
         tensors = pull.state_dict()
 
-Each of these names is one of `mx.api`, and imports its module on first use: `import mx` costs
-nothing.
+Each of these names imports its module on first use: `import mx` costs nothing. Those that `mx.api`
+does not have are of packs (`mx.packs`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mx.api import (
-        BroadcastReport,
-        BundleStatus,
-        Cache,
-        Estimate,
-        EventKind,
-        FleetEvent,
         LayerEvent,
         LocalRanks,
         MxError,
@@ -33,17 +27,10 @@ if TYPE_CHECKING:
         Progress,
         Pull,
         PullReport,
-        Replica,
-        ReplicaState,
-        Router,
         Shard,
         Source,
         Subset,
         TopologyReport,
-        broadcast,
-        cache,
-        cached,
-        list_bundles,
         list_models,
         list_sources,
         list_tables,
@@ -52,6 +39,18 @@ if TYPE_CHECKING:
         pull,
         serve,
         topology,
+    )
+    from mx.core.answers import BundleStatus
+    from mx.core.estimates import Estimate
+    from mx.core.replicas import EventKind, FleetEvent, Replica, ReplicaState
+    from mx.fleet import (
+        BroadcastReport,
+        Cache,
+        Router,
+        broadcast,
+        cache,
+        cached,
+        list_bundles,
         wait_for_bundle,
         wait_for_bundle_async,
     )
@@ -102,16 +101,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
+    import importlib.util
 
     if name in _MODULES:
         return importlib.import_module(f"mx.{name}")
-    if name not in __all__:
+    # A submodule is no attribute until it is imported; all else may be a pack's.
+    if name not in __all__ and (name.startswith("_") or importlib.util.find_spec(f"mx.{name}")):
         raise AttributeError(f"module 'mx' has no attribute {name!r}")
     value = getattr(importlib.import_module("mx.api"), name)
-    globals()[name] = value
+    if name in __all__:
+        globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_MODULES])
+    from mx import packs
+
+    of_packs = [n for pack in packs.packs().values() for n in (*pack.names, *pack.modules)]
+    return sorted({*__all__, *_MODULES, *of_packs})

@@ -7,6 +7,7 @@ name in capitals; the file is TOML with the same names at the top level.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mx import config_values as values
+from mx import packs
+from mx.config_values import COMMON, CONNECTION, LIMITS, STORES, SettingDescription
 from mx.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
@@ -46,50 +49,17 @@ _outside: dict[str, str | None] = {}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-@dataclass(frozen=True, slots=True)
-class SettingDescription:
-    """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
-
-    `read` returns the checked value, or raises a ValueError. `verbs` are those that take its flag,
-    by name, `metavar` is what the flag wants, `group` where the help shows it. Names of other
-    settings and of arguments are in backquotes in `help` and `unset`, which says what the default
-    means where its value does not.
-    """
-
-    default: object
-    read: Callable[[object], object]
-    help: str
-    verbs: tuple[str, ...]
-    metavar: str
-    group: str
-    flag: str
-    unset: str
-
-    @property
-    def text(self) -> str:
-        """What it means, and its default."""
-        default = self.unset
-        if not (default or self.default is False or self.default in ("", ())):
-            default = format_value(self.default)
-        return f"{self.help} (default: {default})" if default else self.help
-
-
 def _setting(
     default: object,
     read: Callable[[object], object],
     help: str,
     verbs: str = "",
     metavar: str = "",
-    *,
-    group: str = "",
-    flag: str = "",
-    unset: str = "",
+    **about: str,
 ) -> Any:
-    """Return the field of a setting; its flag is its name, unless `flag` is given."""
-    about = SettingDescription(
-        default, read, help, tuple(verbs.split()), metavar, group, flag, unset
-    )
-    return field(default=default, metadata={"about": about})
+    """Return the field of a setting."""
+    described = SettingDescription(default, read, help, tuple(verbs.split()), metavar, **about)
+    return field(default=default, metadata={"about": described})
 
 
 # The settings are a table: a formatter would give each word a line.
@@ -97,11 +67,8 @@ def _setting(
 
 #: Verbs of `mx`, and `coordinator` for mx-coordinator.
 _SERVE_PULL = "serve pull"
-_PLANNING = f"{_SERVE_PULL} plan topo doctor"
-_ASKING = f"{_PLANNING} models sources top web show artifacts_list artifacts_pull"
-#: Groups of settings.
-COMMON, CONNECTION, STORES, LIMITS = "common", "connection", "stores", "limits"
-
+_PLANNING = f"{_SERVE_PULL} plan topo"
+_ASKING = f"{_PLANNING} models sources show"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -120,34 +87,25 @@ class Settings:
     )
     listen: str = _setting(
         "127.0.0.1:0", values.address, "Where this process listens; port 0 takes a free one.",
-        f"{_SERVE_PULL} show doctor", "HOST:PORT", group=CONNECTION,
-    )
-    web_listen: str = _setting(
-        "127.0.0.1:7680", values.address, "Where the page is; port 0 takes a free one.",
-        "web", "HOST:PORT", flag="listen",
+        f"{_SERVE_PULL} show", "HOST:PORT", group=CONNECTION,
     )
     advertise: str = _setting(
         "", values.address_or_none,
         "What others dial in place of `listen`, behind address translation or in a container; "
         "port 0 is the one listened on.",
-        f"{_SERVE_PULL} doctor", "HOST:PORT", group=CONNECTION,
+        _SERVE_PULL, "HOST:PORT", group=CONNECTION,
     )
     data_ports: str = _setting(
         "", values.ports,
         "Ports for the weights over tcp, to be published as they are where `advertise` is given, "
         "like 7602-7605.",
-        f"{_SERVE_PULL} doctor", "FIRST-LAST", group=CONNECTION, unset="any free ones",
+        _SERVE_PULL, "FIRST-LAST", group=CONNECTION, unset="any free ones",
     )
     state: str = _setting(
         "memory", values.state,
         "Where to keep what is registered: memory, sqlite:FILE, or redis://HOST:PORT/DB, which "
         "several coordinators may share.",
         "coordinator", "STATE",
-    )
-    metrics: str = _setting(
-        "", values.address_or_none,
-        "Where to give metrics to Prometheus, at /metrics; needs prometheus_client.",
-        f"{_SERVE_PULL} coordinator", "HOST:PORT", group=CONNECTION, unset="nowhere",
     )
     tls_cert: str = _setting(
         "", values.text, "PEM file with this process's certificate.",
@@ -185,7 +143,7 @@ class Settings:
         "", values.text,
         "The key whose holders own the names that they bind, and may update them; `mx keygen` "
         "makes one.",
-        "serve keygen doctor", "FILE", group=CONNECTION,
+        "serve keygen", "FILE", group=CONNECTION,
         unset="~/.local/state/mx/name.key, made at first use",
     )
     lender_key: str = _setting(
@@ -200,17 +158,11 @@ class Settings:
         "at first use.",
         "coordinator", "FILE", group=CONNECTION, unset="~/.local/state/mx/receipt.key",
     )
-    state_mac: str = _setting(
-        "write", values.choice("write", "require"),
-        "Coordinators sign what they keep in Redis. require: believe nothing there that is not "
-        "signed; set it once all coordinators of the state sign.",
-        "coordinator", "write|require", group=CONNECTION,
-    )
     trust: str = _setting(
         "", values.text,
         "The file that names whose artefacts (code) this user's processes may use, and for which "
         "models; and who owns which names.",
-        "pull plan artifacts_pull artifacts_check", "FILE", group=CONNECTION,
+        "pull plan", "FILE", group=CONNECTION,
         unset="none are used",
     )
     owner: str = _setting(
@@ -302,11 +254,7 @@ class Settings:
     cache_socket: str = _setting(
         "auto", values.cache_socket,
         "Where this host's cache is: in the user's folder (auto), nowhere, or at this socket.",
-        f"{_SERVE_PULL} cache doctor", "auto|off|PATH", group=CONNECTION,
-    )
-    cache_memory: int = _setting(
-        0, values.size, "With `cache`: what all models together may have, like 64GB.",
-        "serve", "SIZE", flag="memory", unset="half of what is free",
+        _SERVE_PULL, "auto|off|PATH", group=CONNECTION,
     )
     coordinated_reading: str = _setting(
         "auto", values.choice("auto", "always"),
@@ -317,12 +265,12 @@ class Settings:
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
-        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "|".join(_LOG_LEVELS),
+        f"{_SERVE_PULL} keygen coordinator", "|".join(_LOG_LEVELS),
         group=COMMON, unset="info for servers, else warning",
     )
     log_format: str = _setting(
         "text", values.choice("text", "json"), "How to log.",
-        f"{_SERVE_PULL} top web keygen coordinator artifacts_pull", "text|json", group=COMMON,
+        f"{_SERVE_PULL} keygen coordinator", "text|json", group=COMMON,
         unset="text, and json with `json`",
     )
     trace: str = _setting(
@@ -330,6 +278,8 @@ class Settings:
         _SERVE_PULL, "FILE", group=COMMON,
     )
     # fmt: on
+    #: The settings of packs, by name, that are not as by default: see `value`.
+    added: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     file: str = field(default="", repr=False, compare=False)
 
@@ -341,22 +291,33 @@ class Settings:
         """Return True if the value is not the default one."""
         return name in self.origins
 
-
-#: All settings by name, in the order of display.
-DESCRIPTIONS: Mapping[str, SettingDescription] = {
-    item.name: replace(about, flag=f"--{about.flag or item.name.replace('_', '-')}")
-    for item in fields(Settings)
-    if (about := item.metadata.get("about"))
-}
+    def value(self, name: str) -> Any:
+        """Return the value of any setting, also of one that a pack adds."""
+        if name in self.__dataclass_fields__:
+            return getattr(self, name)
+        return self.added[name] if name in self.added else descriptions()[name].default
 
 
-def format_value(value: object) -> str:
-    """Return a setting's value as users write it; sizes stay numbers of bytes."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+@functools.cache
+def descriptions() -> Mapping[str, SettingDescription]:
+    """Return all settings by name, in the order of display: the kernel's, then those of packs."""
+    found = {item.name: about for item in fields(Settings) if (about := item.metadata.get("about"))}
+    for pack in packs.packs().values():
+        found |= {name: about for name, about in pack.settings.items() if name not in found}
+    for pack in packs.packs().values():
+        for verb, names in pack.takes.items():
+            for name in names:
+                found[name] = replace(found[name], verbs=(*found[name].verbs, verb))
+    return {
+        name: replace(about, flag=f"--{about.flag or name.replace('_', '-')}")
+        for name, about in found.items()
+    }
+
+
+def taken_by(verb: str) -> tuple[str, ...]:
+    """Return the names of the settings that are flags of a verb of the kernel's."""
+    abouts = {item.name: item.metadata.get("about") for item in fields(Settings)}
+    return tuple(name for name, about in abouts.items() if about and verb in about.verbs)
 
 
 def default_file(environ: Mapping[str, str]) -> Path:
@@ -512,12 +473,13 @@ def load(
             and line, and says what would be right.
     """
     environ = os.environ if environ is None else environ
+    known = descriptions()
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
 
     def take(name: str, raw: object, origin: str) -> None:
         try:
-            values[name] = DESCRIPTIONS[name].read(raw)
+            values[name] = known[name].read(raw)
         except ValueError as error:
             raise ConfigError(f"{origin}: {name} = {raw!r}: it {error}") from None
         origins[name] = origin
@@ -530,15 +492,15 @@ def load(
     for name, text in found.items():
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
-        if name not in DESCRIPTIONS:
-            raise _unknown("`flags`", name, [*DESCRIPTIONS])
+        if name not in known:
+            raise _unknown("`flags`", name, [*known])
         if given is not None:
-            take(name, given, f"flag {DESCRIPTIONS[name].flag}" if typed else f"`{name}`")
+            take(name, given, f"flag {known[name].flag}" if typed else f"`{name}`")
     if _has_home(environ):
         folder = state_folder(environ)
         for name in ("name_key", "receipt_key"):
             values.setdefault(name, str(folder / name.replace("_", ".")))
-    settings = Settings(**values, origins=origins, file=str(path))  # type: ignore[arg-type]
+    settings = replace(_with(Settings(), values), origins=origins, file=str(path))
     _check_tls(settings)
     if links and not typed:
         name_service_links(links)
@@ -570,15 +532,23 @@ def given(settings: Settings, **arguments: object) -> Settings:
     Raises:
         ConfigError: A value is not valid.
     """
+    known = descriptions()
     values: dict[str, Any] = {}
     for name, raw in arguments.items():
         if raw is not None:
             try:
-                values[name] = DESCRIPTIONS[name].read(raw)
+                values[name] = known[name].read(raw)
             except ValueError as error:
                 raise ConfigError(f"{name} = {raw!r}: it {error}") from None
     origins = {**settings.origins, **dict.fromkeys(values, "argument")}
-    return replace(settings, **values, origins=origins)
+    return replace(_with(settings, values), origins=origins)
+
+
+def _with(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    own = {name: value for name, value in values.items() if name in settings.__dataclass_fields__}
+    added = {n: v for n, v in {**settings.added, **values}.items() if n not in own}
+    known = descriptions()
+    return replace(settings, **own, added={n: v for n, v in added.items() if v != known[n].default})
 
 
 def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
@@ -591,7 +561,7 @@ def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
 
 def _read_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return name -> text, and the names of Kubernetes' service links."""
-    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in DESCRIPTIONS}
+    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in descriptions()}
     found, links = {}, []
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
@@ -632,8 +602,9 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
     for name, value in table.items():
         pattern = re.compile(rf"""\s*\[*["']?{re.escape(name)}["']?\s*[=.\]]""")
         line = next((n for n, at in enumerate(lines, 1) if pattern.match(at)), 0)
-        if name not in DESCRIPTIONS:
-            raise _unknown(f"{path}, line {line}" if line else str(path), name, [*DESCRIPTIONS])
+        if name not in descriptions():
+            where = f"{path}, line {line}" if line else str(path)
+            raise _unknown(where, name, [*descriptions()])
         found[name] = (value, line)
     return found
 

@@ -1,4 +1,4 @@
-"""Readers of settings' values. Each raises a ValueError that says what would be right."""
+"""What a setting is, and readers of values: each raises a ValueError that says what is right."""
 
 from __future__ import annotations
 
@@ -6,11 +6,52 @@ import contextlib
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mx.units import parse_bytes, parse_ports, parse_rate, parse_seconds
 
 _Value = TypeVar("_Value")
+
+#: Groups of settings.
+COMMON, CONNECTION, STORES, LIMITS = "common", "connection", "stores", "limits"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDescription:
+    """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
+
+    `read` returns the checked value, or raises a ValueError. `verbs` are those that take its flag,
+    by name, `metavar` is what the flag wants, `group` where the help shows it. Names of other
+    settings and of arguments are in backquotes in `help` and `unset`, which says what the default
+    means where its value does not. `flag` is the flag, by default the setting's name.
+    """
+
+    default: object
+    read: Callable[[object], object]
+    help: str
+    verbs: tuple[str, ...] = ()
+    metavar: str = ""
+    group: str = ""
+    flag: str = ""
+    unset: str = ""
+
+    @property
+    def text(self) -> str:
+        """What it means, and its default."""
+        default = self.unset
+        if not (default or self.default is False or self.default in ("", ())):
+            default = format_value(self.default)
+        return f"{self.help} (default: {default})" if default else self.help
+
+
+def format_value(value: object) -> str:
+    """Return a setting's value as users write it; sizes stay numbers of bytes."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _parsed(
@@ -95,9 +136,9 @@ def text(value: object) -> str:
 def state(value: object) -> str:
     """Read where a coordinator keeps its state."""
     found = text(value)
-    if not re.fullmatch(r"memory|sqlite:.+|rediss?://.+", found):
+    if not re.fullmatch(r"memory|sqlite:.+|[a-z][a-z0-9+.-]*://.+", found):
         # Without the value: there may be a password in it.
-        raise ValueError("must be memory, sqlite:FILE or redis://HOST:PORT/DB")
+        raise ValueError("must be memory, sqlite:FILE, or a URL such as redis://HOST:PORT/DB")
     return found
 
 

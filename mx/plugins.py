@@ -7,17 +7,13 @@ imported is still listed, as a transport that is unavailable and says why.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from mx import forks
 from mx.core.topology import Place
-from mx.errors import LocalError, MxError
+from mx.entry_points import LOAD_FAILURES, targets
+from mx.errors import LocalError
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -32,7 +28,6 @@ from mx.transport import (
 )
 
 GROUP = "mx.transports"
-OWN = "mx_peer-"
 #: Also what the distribution's own metadata says; "module:callable".
 BUILT_IN = {
     "shm": "mx_transports.shm:ShmTransport",
@@ -41,21 +36,6 @@ BUILT_IN = {
     "cuda_ipc": "mx_transports.cuda_ipc:CudaIpcTransport",
     "pcie_p2p": "mx_transports.pcie_p2p:PciePeerTransport",
 }
-
-#: What a module that does not suit this machine or version raises while it is imported.
-_LOAD_FAILURES = (
-    MxError,
-    ImportError,
-    SyntaxError,
-    NameError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    AssertionError,
-)
 
 
 class BrokenTransport:
@@ -132,7 +112,7 @@ def transports() -> dict[str, Transport]:
     by another distribution.
     """
     found: dict[str, Transport] = {}
-    for name, load in _loaders():
+    for name, load in targets(GROUP, BUILT_IN):
         if name not in found:
             found[name] = LazyTransport(name, load)
     return found
@@ -140,50 +120,14 @@ def transports() -> dict[str, Transport]:
 
 def names() -> list[str]:
     """Return the names of all transports, built-in ones first, without importing any."""
-    return list(dict.fromkeys(name for name, _ in _loaders()))
-
-
-def _loaders() -> Iterator[tuple[str, Callable[[], object]]]:
-    for name, target in BUILT_IN.items():
-        yield name, functools.partial(_import, target)
-    if _others():
-        from importlib.metadata import entry_points
-
-        for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-            yield entry.name, entry.load
-
-
-def _others() -> bool:
-    """Return True if another distribution than mx's own may add transports. Its file is looked for
-    here, since `importlib.metadata` takes 12 ms to import and reads all files of metadata."""
-    for place in sys.path:
-        try:
-            with os.scandir(place or ".") as entries:
-                found = [
-                    each.path for each in entries if each.name.endswith((".dist-info", ".egg-info"))
-                ]
-        except NotADirectoryError:
-            return True  # an archive, which only the library reads
-        except OSError:
-            continue
-        for folder in found:
-            if not os.path.basename(folder).startswith(OWN):
-                with contextlib.suppress(OSError), open(f"{folder}/entry_points.txt", "rb") as file:
-                    if b"[%s]" % GROUP.encode() in file.read():
-                        return True
-    return False
-
-
-def _import(target: str) -> object:
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return list(dict.fromkeys(name for name, _ in targets(GROUP, BUILT_IN)))
 
 
 def _make(name: str, load: Callable[[], object]) -> Transport:
     try:
         factory = load()
         made = factory() if callable(factory) else None
-    except _LOAD_FAILURES as error:
+    except LOAD_FAILURES as error:
         return BrokenTransport(name, f"{type(error).__name__}: {error}")
     if not isinstance(made, Transport):
         return BrokenTransport(name, "its entry point does not make an mx.transport.Transport")

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import typer
 
+from mx import packs
 from mx.cli import options
 from mx.cli.commands import Command, VerbGroup
+from mx.entry_points import load
 
-#: In the order of the help: where each verb, or group of verbs, is.
+#: The kernel's verbs, in the order of the help, before those of packs: where each is.
 VERBS = {
-    "serve": "serve:serve",
-    "pull": "pull:pull",
-    "plan": "plan:plan",
-    "verify": "verify:verify",
-    "models": "listing:models",
-    "sources": "listing:sources",
-    "cache": "cache:cache",
-    "top": "top:top",
-    "web": "web:web",
-    "topo": "topo:topo",
-    "doctor": "doctor:doctor",
-    "demo": "demo:demo",
-    "keygen": "keygen:keygen",
-    "bench": "bench:bench",
-    "artifacts": "artifacts:app",
-    "config": "show:app",
+    "serve": "mx.cli.serve:serve",
+    "pull": "mx.cli.pull:pull",
+    "plan": "mx.cli.plan:plan",
+    "verify": "mx.cli.verify:verify",
+    "models": "mx.cli.listing:models",
+    "sources": "mx.cli.listing:sources",
+    "topo": "mx.cli.topo:topo",
+    "keygen": "mx.cli.keygen:keygen",
+    "config": "mx.cli.show:app",
 }
+
+
+def _verbs() -> dict[str, str]:
+    found = dict(VERBS)
+    for pack in packs.packs().values():
+        found = {**pack.verbs, **found}
+    return found
 
 
 class Verbs(VerbGroup):
@@ -36,18 +37,17 @@ class Verbs(VerbGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all verbs, in the order of the help."""
-        return [*VERBS]
+        return list(dict.fromkeys([*VERBS, *sorted(_verbs())]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a verb; None if there is none of this name."""
-        if cmd_name in VERBS and cmd_name not in self.commands:
-            self.commands[cmd_name] = _verb(cmd_name)
+        if cmd_name not in self.commands and (at := _verbs().get(cmd_name)):
+            self.commands[cmd_name] = _verb(cmd_name, at)
         return self.commands.get(cmd_name)
 
 
-def _verb(name: str) -> Any:
-    module, _, attribute = VERBS[name].partition(":")
-    found = getattr(importlib.import_module(f"mx.cli.{module}"), attribute)
+def _verb(name: str, at: str) -> Any:
+    found: Any = load(at)
     alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):
         alone.add_typer(found, name=name)

@@ -31,7 +31,7 @@ def _listed(context: typer.Context) -> set[str]:
     from mx import api, config
     from mx.core.artifact_names import model_and_set
 
-    given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
+    given = {name: context.params.get(name) for name in config.descriptions()}
     file = context.params.get("config")
     settings = config.load(given, file=file, typed=True)
     if not settings.is_set("connect_timeout_s"):

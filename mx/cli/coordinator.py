@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from mx.cli import notify, options, outcome
+from mx import packs
+from mx.cli import options, outcome
 from mx.cli.commands import Command
 from mx.coordinator import daemon
 from mx.core.budget import Limits
@@ -45,7 +46,7 @@ def coordinator(
         if as_json:
             outcome.emit({"listen": address, "lease_s": settings.lease_s})
         outcome.say(f"mx-coordinator listens on {address}; stop with Ctrl-C")
-        notify.ready(f"listening on {address}")
+        packs.tell("ready", f"listening on {address}")
 
     code = daemon.run(
         daemon.CoordinatorOptions(
@@ -56,13 +57,13 @@ def coordinator(
             policy=settings.policy,
             lease_s=settings.lease_s,
             limits=Limits.of(settings.control_memory, settings.max_request),
-            state_mac=settings.state_mac,
+            state_settings=settings.added,
             receipt_key=settings.receipt_key,
             receipt_key_named=options.named(settings, "receipt_key"),
         ),
         listening,
-        lambda coordinator: options.measuring(settings, coordinator),
-        notify.stopping,
+        lambda coordinator: options.accompanied(settings, coordinator),
+        lambda: packs.tell("stopping"),
     )
     raise typer.Exit(code)
 

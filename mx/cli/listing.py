@@ -8,25 +8,19 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from mx.cli import options, outcome
-from mx.cli.printing import NAMES, Column, table_of
+from mx.cli import additions, options, outcome
+from mx.cli.printing import NAMES, Column, spaced, table_of
 from mx.core.artifact_names import model_and_set
 from mx.core.notes import decode
 from mx.core.reference import parse_reference
-from mx.core.variant import ProcessingKey
 from mx.errors import EXIT_NO_SOURCE, ConfigError, UnknownModelError
 from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.config import Settings
-    from mx.core.answers import BundleStatus
     from mx.core.types import SourceRecord
     from mx.wire.listing import SourceStatus
-
-#: The most missing ranks of a bundle that the table names.
-_MAX_SHOWN = 8
 
 
 @options.takes_settings
@@ -40,9 +34,6 @@ def models(
     as_json: bool,
 ) -> None:
     """List the models that can be pulled, and the pin of each.
-
-    A variant with fields such as tp=0/2 is one of the ranks that make a whole; below the models
-    these bundles are listed, with the ranks that no source holds completely.
 
     NAME@PIN gets exactly these weights, whatever the coordinator says, and exactly these files
     where the pin covers files. A model whose name stands for other weights by now is found by its
@@ -69,13 +60,8 @@ def models(
     # Artefacts are listed as models are, and have a verb of their own.
     sets = [each for each in found if model_and_set(each.model.name) and not model]
     found = [each for each in found if each not in sets]
-    bundles = [
-        each
-        for each in api.list_bundles(
-            wanted.name, coordinator=settings.coordinator, settings=settings
-        )
-        if model or model_and_set(each.name) is None
-    ]
+    of_packs = additions.of("models", additions.ModelsAddition)
+    beside = [each.find(wanted.name, settings, lists_all=not model) for each in of_packs]
     said = _notes(wanted.name, settings) if found and model else {}
     if as_json:
         listed = [
@@ -97,8 +83,8 @@ def models(
             }
             for entry in found
         ]
-        in_bundles = [bundle_object(bundle) for bundle in bundles]
-        outcome.emit({"coordinator": settings.coordinator, "models": listed, "bundles": in_bundles})
+        more = {each.key: each.object for each in beside}
+        outcome.emit({"coordinator": settings.coordinator, "models": listed, **more})
         _end_unknown(model, listed)
         return
     if not found:
@@ -112,7 +98,7 @@ def models(
     columns = [
         Column("model", [entry.model.name for entry in found], folds=NAMES),
         Column("revision", [entry.model.revision for entry in found], folds=8),
-        Column("variant", [_spaced(entry.model.variant) for entry in found], folds=12),
+        Column("variant", [spaced(entry.model.variant) for entry in found], folds=12),
         Column("size", sizes, right=True),
         Column("layers", [str(entry.layers or "-") for entry in found], right=True),
         Column("sources", [str(entry.sources or "none") for entry in found], right=True),
@@ -124,7 +110,8 @@ def models(
             f"{count(gone, 'row')} without a source: none can be pulled until one is back"
         )
     _say_sets(len(sets))
-    _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
+    for each in beside:
+        each.show()
     # Not in the table, which a terminal would wrap: these are to be copied.
     outcome.write("\npins:")
     for entry in found:
@@ -187,7 +174,7 @@ def sources(
         return
     records, page = [status.record for status in found], outcome.page()
     columns = [
-        Column("model", [_spaced(str(each.model)) for each in records], folds=NAMES),
+        Column("model", [spaced(str(each.model)) for each in records], folds=NAMES),
         Column("endpoint", [each.endpoint for each in records]),
         Column("host", [each.place.hostname for each in records], spare=3),
         Column("role", [each.role.value for each in records], spare=1),
@@ -277,50 +264,6 @@ def _show_tables(model: str, settings: Settings, as_json: bool) -> None:
             Column("bytes", [str(tensor.nbytes) for tensor in tensors], right=True),
         ]
         outcome.show(table_of(columns, page.width), page)
-
-
-def _show_bundles(bundles: Sequence[BundleStatus]) -> None:
-    if not bundles:
-        return
-    table = Table("bundle", "revision", "ranks", "state", box=None, pad_edge=False)
-    for bundle in bundles:
-        state = "complete"
-        if not bundle.complete:
-            shown = ", ".join(map(_ranks_of, bundle.missing[:_MAX_SHOWN]))
-            state = f"missing {shown}" + (" …" if bundle.missing_count > _MAX_SHOWN else "")
-        table.add_row(
-            _spaced(f"{bundle.name}[{bundle.variant}]"),
-            bundle.revision + ("" if bundle.named else ", by its revision only"),
-            f"{bundle.ranks - bundle.missing_count} of {bundle.ranks}",
-            state,
-        )
-    outcome.write("")
-    outcome.show(table)
-
-
-def _ranks_of(variant: str) -> str:
-    """Return the ranks in a processing key, such as "tp=1/2 pp=0/4"."""
-    return " ".join(f"{name}={rank}" for name, rank in ProcessingKey.parse(variant).ranks.items())
-
-
-def _spaced(text: str) -> str:
-    """Return a processing key so that a terminal may break it between its fields. It is still read
-    as the same."""
-    return text.replace(",", ", ") if "=" in text else text
-
-
-def bundle_object(bundle: BundleStatus) -> dict[str, object]:
-    """Return a bundle as `--json` prints it."""
-    return {
-        "model": bundle.name,
-        "revision": bundle.revision,
-        "variant": bundle.variant,
-        "ranks": bundle.ranks,
-        "complete": bundle.complete,
-        "missing": list(bundle.missing),
-        "missing_count": bundle.missing_count,
-        "named": bundle.named,
-    }
 
 
 def source_object(status: SourceStatus) -> dict[str, object]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_args
 
 import typer
 
-from mx import config
-from mx.cli import outcome
+from mx import config, packs
+from mx.cli import additions, outcome
 from mx.cli.words import in_flags
 from mx.config import Settings
+from mx.config_values import COMMON, CONNECTION, LIMITS, STORES, SettingDescription
 from mx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 #: Titles of the groups of settings in the help, in their order; a verb's own options come first.
 _PANELS = {
-    config.COMMON: "Common",
-    config.CONNECTION: "Network and security",
-    config.STORES: "What peers don't serve (--from auto)",
-    config.LIMITS: "Limits and timeouts",
+    COMMON: "Common",
+    CONNECTION: "Network and security",
+    STORES: "What peers don't serve (--from auto)",
+    LIMITS: "Limits and timeouts",
 }
-_COMMON = _PANELS[config.COMMON]
+_COMMON = _PANELS[COMMON]
 
 
 def _transport_names() -> list[str]:
@@ -146,17 +147,19 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     `--quiet` and `--debug`. It gets `as_json`; `settings_of` has the others."""
     own = inspect.signature(verb, eval_str=True).parameters
     settings = {
-        n: _option(each) for n, each in config.DESCRIPTIONS.items() if verb.__name__ in each.verbs
+        n: _option(each) for n, each in config.descriptions().items() if verb.__name__ in each.verbs
     }
     common = {"as_json": Json, "quiet": Quiet, "config": _ConfigFile, "debug": Debug}
     first = {name: settings.pop(name) for name in ("coordinator", "wait_s") if name in settings}
-    added = first | common | settings
+    of_packs = additions.of(verb.__name__, additions.VerbAddition)
+    flags = {name: kind for each in of_packs for name, kind in each.flags.items()}
+    added = flags | first | common | settings
     parameters = [each for name, each in own.items() if name not in added] + [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=kind,
-            default=False if kind in (Json, Quiet, Debug) else None,
+            default=False if kind in (Json, Quiet, Debug) or get_args(kind)[0] is bool else None,
         )
         for name, kind in added.items()
     ]
@@ -165,6 +168,7 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         verb(**{name: value for name, value in given.items() if name in own})
 
+    run.__doc__ = "\n\n".join([inspect.getdoc(verb) or "", *(e.help for e in of_packs if e.help)])
     parameters.sort(key=_panel)  # a panel of the help is where its first flag is
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
@@ -177,7 +181,7 @@ def _panel(parameter: inspect.Parameter) -> int:
     return next((n for n, title in enumerate(_PANELS.values(), 1) if title in titles), 0)
 
 
-def _option(about: config.SettingDescription) -> Any:
+def _option(about: SettingDescription) -> Any:
     """Return the type of a setting's flag for typer; the setting reads the text itself."""
     kind = bool if about.default is False else str
     return Annotated[
@@ -205,7 +209,7 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     """
     from mx import log
 
-    given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
+    given = {name: context.params.get(name) for name in config.descriptions()}
     settings = config.load(given, file=context.params.get("config"), typed=True)
     quiet = bool(context.params.get("quiet"))
     if settings.is_set("log_level") or not (level or quiet):
@@ -242,19 +246,17 @@ def tracing(settings: Settings) -> AbstractContextManager[None]:
     return trace.writing(settings.trace)
 
 
-def measuring(
-    settings: Settings, coordinator: Coordinator | None = None
-) -> AbstractContextManager[object]:
-    """Return a context in which this process's metrics are served, if the settings say where.
+@contextmanager
+def accompanied(settings: Settings, coordinator: Coordinator | None = None) -> Iterator[None]:
+    """Be in the contexts of packs while a command serves, as that of metrics.
 
     Raises:
-        MxError: As `mx.metrics.exporting`, when it is entered.
+        MxError: One of them can't be entered.
     """
-    if not settings.metrics:
-        return nullcontext()
-    from mx.metrics import exporting
-
-    return exporting(settings, coordinator)
+    with ExitStack() as entered:
+        for context in packs.each("contexts"):
+            entered.enter_context(context(settings, coordinator))
+        yield
 
 
 _SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")

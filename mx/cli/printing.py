@@ -93,3 +93,9 @@ def table_of(columns: Sequence[Column], width: int) -> Table:
     for cells in zip(*(column.cells for column in kept), strict=True):
         table.add_row(*(Text(each) if isinstance(each, str) else each for each in cells))
     return table
+
+
+def spaced(text: str) -> str:
+    """Return a processing key so that a terminal may break it between its fields. It is still read
+    as the same."""
+    return text.replace(",", ", ") if "=" in text else text

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx.cli import live, notify, options, outcome
+from mx import packs
+from mx.cli import additions, live, options, outcome
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError, MxError
@@ -97,14 +98,6 @@ def pull(
         bool,
         typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
     ] = False,
-    artifacts: Annotated[
-        str | None,
-        typer.Option(
-            help="Get the set of compile caches that fits this machine, too (`--trust` says whose "
-            "may run here), and lay it out in this folder.",
-            metavar="DIR",
-        ),
-    ] = None,
     *,
     as_json: bool,
 ) -> None:
@@ -125,14 +118,9 @@ def pull(
     """
     _check_stores(source, context.params)
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
-    if context.params["metrics"] is not None and not hold:
-        raise ConfigError(
-            "--metrics is for what stays, and this pull ends", hint="give --hold, or leave it out"
-        )
-    if artifacts is not None:
-        from mx.cli.artifacts import obtain, obtained_line, obtained_object, required_trust
-
-        required_trust(settings)  # before anything moves
+    of_packs = additions.of("pull", additions.PullAddition)
+    for each in of_packs:
+        each.check(context, settings)
     if main and out is None:
         raise ConfigError("--main says what is written", hint="give --out DIR, or leave it out")
     if hold:
@@ -144,7 +132,7 @@ def pull(
     stop = Stop()
     with (
         options.tracing(settings),
-        options.measuring(settings) if hold else nullcontext(),
+        options.accompanied(settings) if hold else nullcontext(),
         _closing(
             begin(
                 model,
@@ -168,25 +156,24 @@ def pull(
             )
         ) as running,
     ):
-        caches = None if artifacts is None else obtain(model, settings, artifacts)
+        found = [got for each in of_packs if (got := each.get(context, model, settings))]
         where = source if source.startswith("peer=") else f"coordinator {settings.coordinator}"
         nearest = partial(_nearest, model, settings) if where != source else str
         report = live.follow(running, f"{model} ({where})", settings.wait_s, nearest)
         held = running.hold() if hold else None
         if as_json:
-            with_sets = {} if caches is None else {"artifacts": obtained_object(caches)}
-            outcome.emit(report.to_json() | with_sets)
+            outcome.emit(report.to_json() | {got.key: got.object for got in found})
         else:
             told = settings.log_level in ("debug", "info")  # all steps
             kept = hold or out is not None
             outcome.summarise(_summary(report, out=out, kept=kept, main=main, all_steps=told))
-            if caches is not None:
-                outcome.summarise(obtained_line(caches))
+            for got in found:
+                got.show()
         if held is not None:
             with held, stop.on_signals():
                 alone = ", without its companions" if report.folder.companions else ""
                 outcome.say(f"serving {report.model}{alone} at {held.endpoint}; stop with Ctrl-C")
-                notify.ready(f"serving {report.model}")
+                packs.tell("ready", f"serving {report.model}")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
 

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx import config
-from mx.cli import live, notify, options, outcome
-from mx.cli.cache import run_cache
+from mx import config, packs
+from mx.cli import additions, live, options, outcome
 from mx.cli.stop import Stop
 from mx.config import Settings
 from mx.errors import ConfigError
 from mx.storage.companions import COPY
 from mx.text import listed
 from mx.units import count, format_bytes
-from mx.wire.address import split_address
 from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
@@ -43,13 +41,6 @@ def serve(
             metavar="CHECKPOINT",
         ),
     ] = "",
-    as_cache: Annotated[
-        bool,
-        typer.Option(
-            "--cache",
-            help="Serve no checkpoint: hold what this host pulls, for all its processes to share.",
-        ),
-    ] = False,
     model: Annotated[
         str,
         typer.Option(
@@ -95,14 +86,6 @@ def serve(
             metavar="GLOB",
         ),
     ] = None,
-    artifacts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A set that `mx artifacts publish` made, to serve, too, or alone; may be "
-            "repeated.",
-            metavar="SET",
-        ),
-    ] = None,
     *,
     as_json: bool,
 ) -> None:
@@ -115,9 +98,6 @@ def serve(
 
     Of a diffusers pipeline each component is served as NAME/COMPONENT, and its files as NAME.
 
-    With `--cache` it holds what this host pulls, least recently used first out: each pull of this
-    user on this host asks it first, and attaches to its memory.
-
     **Examples**
 
     - `mx serve /models/llama-8b --model llama-8b`
@@ -129,26 +109,20 @@ def serve(
 
     - `mx serve /model --model small --coordinator 10.0.0.1:7600 --wait 60 --listen 0.0.0.0:7601
       --advertise 10.0.0.9:7601 --data-ports 7602-7605 --insecure`  in a container
-
-    - `mx serve --cache --memory 64GB`  one copy of each model for all processes of this host
     """
-    if as_cache:
-        if artifacts:
-            raise ConfigError(
-                "a cache holds what is pulled, sets too",
-                hint="leave out --artifacts, or serve the sets by a command of their own",
-            )
-        run_cache(context, checkpoint, as_json=as_json)
+    of_packs = additions.of("serve", additions.ServeAddition)
+    if any(each.run(context, checkpoint, as_json=as_json) for each in of_packs):
         return
-    if not checkpoint and not artifacts:
-        raise ConfigError("Missing argument 'CHECKPOINT'", hint="name a folder, or give --cache")
+    beside = [each for each in of_packs if each.is_given(context)]
+    if not checkpoint and not beside:
+        raise ConfigError(
+            "Missing argument 'CHECKPOINT'", hint="name a folder, or see what --help names"
+        )
     if not checkpoint and (given := [n for n in _OF_CHECKPOINTS if _is_given(context, n)]):
         raise ConfigError(
-            f"--{given[0]} is for a checkpoint, and there are only sets",
+            f"--{given[0]} is for a checkpoint, and there is none",
             hint=f"name a checkpoint, or leave out --{given[0]}",
         )
-    if context.params["cache_memory"] is not None:
-        raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
     raise_limit()
@@ -160,9 +134,10 @@ def serve(
         checkpoint = str(cached_snapshot(config.hub_cache(), checkpoint))
         model = model or name
     if checkpoint and is_pipeline(checkpoint):
-        if artifacts:
+        if beside:
+            flag = next(f"--{name}" for each in beside for name in each.flags)
             raise ConfigError(
-                "a pipeline has no artefacts", hint="serve the sets by a command of their own"
+                f"{flag} is not for pipelines", hint="serve that by a command of its own"
             )
         if follow or weights:
             flag = "--follow" if follow else "--weights"
@@ -171,7 +146,7 @@ def serve(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
         )
         return
-    with options.tracing(settings), options.measuring(settings), ExitStack() as serving:
+    with options.tracing(settings), options.accompanied(settings), ExitStack() as serving:
         stop = Stop()
         source = None
         if checkpoint:
@@ -190,43 +165,17 @@ def serve(
                     on_progress=on_progress,
                 )
             serving.enter_context(source)
-        sets = _serve_sets(artifacts or [], source, settings, serving)
+        sets = [each for a in beside for each in a.serve(context, source, settings, serving)]
         sources = [source, *sets] if source is not None else sets
         with stop.on_signals():
             _announce(source, sets, as_json=as_json)
-            notify.ready(f"serving {', '.join(str(each.model) for each in sources)}")
+            packs.tell("ready", f"serving {', '.join(str(each.model) for each in sources)}")
             stop.wait()
             readers = sum(source.stats().readers for source in sources)
             if readers:
                 outcome.say(f"draining: {readers} running, at most {settings.drain_grace_s:g} s")
             if not all([source.drain(settings.drain_grace_s) for source in sources]):
                 outcome.say("some reads did not finish in time; they are cut")
-
-
-def _serve_sets(
-    sets: Sequence[str], checkpoint: Source | None, settings: Settings, serving: ExitStack
-) -> list[Source]:
-    """Serve sets of artefacts, all with one coordinator: that of the checkpoint, if there is one.
-
-    Raises:
-        MxError: As `mx.artifacts.serve`.
-    """
-    if not sets:
-        return []
-    from mx.artifacts.carry import serve as serve_set
-
-    if split_address(settings.listen)[1] and len(sets) + (checkpoint is not None) > 1:
-        raise ConfigError(
-            f"each set listens on a port of its own, not all on {settings.listen}",
-            hint="give `listen` with port 0, or serve each by a command of its own",
-        )
-    found: list[Source] = []
-    for each in sets:
-        # The first may be the coordinator of the others: it is closed last.
-        first = checkpoint or (found[0] if found else None)
-        where = first.coordinator_address if first else options.coordinator_of(settings)
-        found.append(serving.enter_context(serve_set(each, coordinator=where, settings=settings)))
-    return found
 
 
 def _announce(checkpoint: Source | None, sets: Sequence[Source], *, as_json: bool) -> None:
@@ -302,7 +251,7 @@ def run_pipeline(
         )
     from mx.api.pipelines import serve_pipeline
 
-    with options.tracing(settings), options.measuring(settings):
+    with options.tracing(settings), options.accompanied(settings):
         stop = Stop()
         with live.reading(folder) as on_progress:
             pipeline = serve_pipeline(
@@ -326,7 +275,7 @@ def run_pipeline(
                 + "".join(f"  {line}\n" for line in pipeline.notes.lines())
                 + "  stop with Ctrl-C"
             )
-            notify.ready(f"serving the pipeline {pipeline.model}")
+            packs.tell("ready", f"serving the pipeline {pipeline.model}")
             stop.wait()
             if not pipeline.drain(settings.drain_grace_s):
                 outcome.say("some reads did not finish in time; they are cut")

@@ -13,7 +13,7 @@ from mx.cli import options, outcome
 from mx.cli.commands import Command, VerbGroup
 from mx.cli.printing import Column, table_of
 from mx.cli.words import in_flags
-from mx.config_values import without_password
+from mx.config_values import SettingDescription, format_value, without_password
 
 #: Wider lines are hard to read, in a file too.
 _MOST_COLUMNS = 120
@@ -46,10 +46,10 @@ def show(
     - `MX_PEER_STREAMS=4 mx config show --config cluster.toml`
     """
     settings = options.settings_of(context)
-    names = config.DESCRIPTIONS
+    names = config.descriptions()
 
     def shown(name: str) -> object:
-        return without_password(getattr(settings, name))
+        return without_password(settings.value(name))
 
     is_there = Path(settings.file).exists()
     if as_json:
@@ -62,7 +62,7 @@ def show(
     def styled(first: str, texts: Iterable[str]) -> list[Text]:
         return [Text(first), *(Text(each, on) for each, on in zip(texts, styles, strict=True))]
 
-    page, values = outcome.page(), [config.format_value(shown(name)) for name in names]
+    page, values = outcome.page(), [format_value(shown(name)) for name in names]
     meanings = [
         _meaning(about, shows_default=bool(value) and not settings.is_set(name))
         for (name, about), value in zip(names.items(), values, strict=True)
@@ -78,7 +78,7 @@ def show(
     outcome.show(table_of(columns, page.width), page)
 
 
-def _meaning(about: config.SettingDescription, *, shows_default: bool) -> str:
+def _meaning(about: SettingDescription, *, shows_default: bool) -> str:
     """Return a setting's description, without its default where that is shown as its value. What
     a default means is always said: 0 may be "no limit"."""
     before, marker, _ = about.text.rpartition(" (default: ")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from mx.cli import notify, outcome
+from mx import packs
+from mx.cli import outcome
 
 #: New objects between two collections of garbage while a command serves. While it starts there are
 #: more (`mx.cli`), and what calls leave in cycles would grow to megabytes.
@@ -52,4 +53,4 @@ class Stop:
         os.read(self._reading, 1)
         why = "Ctrl-C" if self._number == signal.SIGINT else signal.Signals(self._number).name
         outcome.say(f"stopping: {why} was received")
-        notify.stopping()
+        packs.tell("stopping")

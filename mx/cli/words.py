@@ -17,7 +17,7 @@ _ARGUMENTS = (
 )
 _FLAGS = (
     {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS.split()}
-    | {name: about.flag for name, about in config.DESCRIPTIONS.items() if about.verbs}
+    | {name: about.flag for name, about in config.descriptions().items() if about.verbs}
     | {
         "attach": "--no-attach",
         "companions": "--main",

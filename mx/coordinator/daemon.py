@@ -12,18 +12,18 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any
 
 from blake3 import blake3
 
 from mx import keyfile
 from mx.coordinator.events import log_changes
 from mx.coordinator.service import CoordinatorServicer
-from mx.coordinator.state import CoordinatorState, open_state
+from mx.coordinator.state import CoordinatorState, open_state, shared_state
 from mx.core.budget import Limits
 from mx.core.changes import ChangeKind, Tail
 from mx.errors import ConfigError
@@ -57,8 +57,8 @@ class CoordinatorOptions:
     tls: TlsFiles | None = None
     insecure: bool = False
     state: str = "memory"
-    #: "require": what is in Redis is believed only if a coordinator has signed it.
-    state_mac: str = "write"
+    #: The settings of packs that are set.
+    state_settings: Mapping[str, Any] = field(default_factory=dict)
     #: The file that says who may do what; "" for none.
     policy: str = ""
     lease_s: float = 5.0
@@ -98,22 +98,6 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
     return None
 
 
-def shared_state(spec: str) -> str:
-    """Return what tells the state of several coordinators from others; "" if it is of one alone.
-
-    Those that share it believe each other, as far as they have the same key file, and not those of
-    another database or prefix.
-    """
-    try:
-        parts = urlsplit(spec)
-    except ValueError:  # `open_state` says so
-        return ""
-    if parts.scheme not in ("redis", "rediss"):
-        return ""
-    prefix = dict(parse_qsl(parts.query)).get("prefix", "")
-    return f"a shared state {parts.path.strip('/') or '0'} {prefix}"
-
-
 def _host() -> str:
     """Return what tells this host from others, also after it has started anew."""
     try:
@@ -134,7 +118,7 @@ class Coordinator:
         receipt_key: bytes | None = None,
         access: Access | None = None,
         limits: Limits | None = None,
-        state_mac: str = "write",
+        state_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -144,7 +128,7 @@ class Coordinator:
                 (`receipt_key_of`); None: none does.
             access: Who may do what; None: everybody everything.
             limits: What clients may have.
-            state_mac: See `CoordinatorOptions`.
+            state_settings: See `CoordinatorOptions`.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -159,7 +143,7 @@ class Coordinator:
                 lease_s=lease_s,
                 limits=limits,
                 key=receipt_key,
-                mac_required=state_mac == "require",
+                settings=state_settings,
             )
         self._state = state
         self.access = access or Access()
@@ -275,7 +259,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    where = shared_state(options.state) or options.listen
+    shared = shared_state(options.state)
+    where = (shared and shared.shared_by(options.state)) or options.listen
     key = receipt_key_of(options.receipt_key, options.receipt_key_named, where)
     if key is None and where != options.listen:
         raise ConfigError(
@@ -289,7 +274,7 @@ async def _serve(
         receipt_key=key,
         access=access,
         limits=options.limits,
-        state_mac=options.state_mac,
+        state_settings=options.state_settings,
     )
     try:
         await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)

@@ -8,8 +8,9 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
+from mx import packs
 from mx.core.budget import Limits
 from mx.core.changes import ChangeKind, Tail
 from mx.core.documents import Documents
@@ -310,23 +311,59 @@ def not_sent(digest: bytes) -> PeerProtocolError:
     )
 
 
+class SharedState(Protocol):
+    """A kind of state that a pack adds, by the scheme of its URL."""
+
+    def open(
+        self,
+        url: str,
+        *,
+        lease_s: float,
+        doubt_s: float,
+        key: bytes | None,
+        settings: Mapping[str, Any],
+    ) -> Store:
+        """Return the store, which begins with `open`.
+
+        Args:
+            url: What `state` is.
+            lease_s: How long a source stays listed for which nothing has been heard.
+            doubt_s: How long names are in doubt after a loss.
+            key: The key by which coordinators sign what they keep where others can write, and know
+                it again; None: nothing is signed.
+            settings: The settings of packs that are set.
+
+        Raises:
+            ConfigError: The URL is wrong, or a library is missing.
+        """
+
+    def shared_by(self, url: str) -> str:
+        """Return what tells this state from others; "" if it is of one coordinator alone. Those
+        that share it believe each other, as far as they have the same key file."""
+
+
+def shared_state(spec: str) -> SharedState | None:
+    """Return the kind of the state that `state` names, if a pack adds it."""
+    found: SharedState | None = packs.find("states", spec.partition(":")[0])
+    return found
+
+
 def open_state(
     spec: str,
     *,
     lease_s: float = 5.0,
     limits: Limits | None = None,
     key: bytes | None = None,
-    mac_required: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> CoordinatorState:
     """Return the state that `state` names. It begins with `CoordinatorState.open`.
 
     Args:
-        spec: "memory", "sqlite:FILE", or "redis://HOST:PORT/DB".
+        spec: "memory", "sqlite:FILE", or a URL whose scheme a pack adds, as redis://HOST:PORT/DB.
         lease_s: How long a source stays listed after a heartbeat.
         limits: What clients may have of everything.
-        key: The key by which coordinators sign what they keep where others can write (Redis), and
-            know it again; None: nothing is signed.
-        mac_required: Believe nothing there that is not signed.
+        key: As for `SharedState.open`, and `settings`.
+        settings: The settings of packs that are set.
 
     Raises:
         ConfigError: It is none of these, or a library is missing.
@@ -338,15 +375,18 @@ def open_state(
         from mx.coordinator.stores.sqlite import SqliteStore
 
         store = SqliteStore(rest)
-    elif kind in ("redis", "rediss"):
-        from mx.coordinator.stores.redis import RedisStore
-        from mx.coordinator.stores.redis_macs import StateMac
-
-        mac = None if key is None else StateMac(key, required=mac_required)
-        store = RedisStore(spec, lease_s=_FIRST_LEASES * lease_s, doubt_s=lease_s, mac=mac)
     elif spec != "memory":
-        raise ConfigError(
-            f"`state={kind}` is not a kind of state",
-            hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
+        shared = shared_state(spec)
+        if shared is None:
+            raise ConfigError(
+                f"`state={kind}` is not a kind of state",
+                hint="use `memory`, `sqlite:FILE` or `redis://HOST:PORT/DB`",
+            )
+        store = shared.open(
+            spec,
+            lease_s=_FIRST_LEASES * lease_s,
+            doubt_s=lease_s,
+            key=key,
+            settings=settings or {},
         )
     return CoordinatorState(store, lease_s=lease_s, limits=limits)

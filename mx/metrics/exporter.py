@@ -55,7 +55,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
         NotAllowedError: The certificate is not for servers, or has expired.
         LocalError: The address can't be listened on.
     """
-    if not settings.metrics:
+    if not settings.value("metrics"):
         yield ""
         return
     try:
@@ -70,7 +70,9 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
     from mx.metrics.listener import Listener
 
     tls = tls_of(settings)
-    require_protection(settings.metrics, tls=tls, insecure=settings.insecure, verb="listen on")
+    require_protection(
+        settings.value("metrics"), tls=tls, insecure=settings.insecure, verb="listen on"
+    )
     registry = prometheus.CollectorRegistry()
     prometheus.ProcessCollector(registry=registry)
     role = "peer" if coordinator is None else "coordinator"
@@ -101,7 +103,7 @@ def exporting(settings: config.Settings, coordinator: Coordinator | None = None)
             stack.enter_context(trace.listening(transfers.pulls))
             collector = MetricsCollector(transfers.read, runtime.submit)
         registry.register(collector)
-        listener = Listener(settings.metrics, render, tls)
+        listener = Listener(settings.value("metrics"), render, tls)
         stack.callback(listener.stop)
         stack.callback(collector.end)
         listener.start()

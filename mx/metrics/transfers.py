@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from mx import counters, runtime, trace
-from mx.api.caching import Cache
 from mx.api.source import Source
 from mx.api.target import Pull
+from mx.fleet import Cache
 from mx.metrics.coordinators import CoordinatorMetrics
 from mx.metrics.families import ERRORS, counter, gauge
 from mx.metrics.labels import Names

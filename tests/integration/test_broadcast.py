@@ -174,7 +174,7 @@ LIVING = """
     say(**tried(lambda: mx.broadcast(tensors, on_layer=fail)))
 
     # Ranks that are elsewhere, or have other releases, or whose source describes nonsense.
-    from mx.api import broadcasting
+    from mx.fleet import broadcasting
     if rank == 3:
         every = [torch.zeros(9, dtype=torch.int64) for _ in range(size)]
         dist.all_gather(every, torch.arange(9))
@@ -396,7 +396,7 @@ LATE = """
     import time
     value = torch.full((3 << 20,), rank, dtype=torch.uint8)
     tensors = {"layers.%d.w" % i: value.clone() for i in range(12)}
-    from mx.api.process_group import ProcessGroup
+    from mx.fleet.process_group import ProcessGroup
     wait = ProcessGroup.drain
     def drain(group):
         say(waits=True)

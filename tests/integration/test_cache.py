@@ -18,16 +18,16 @@ import torch
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from mx import api, config, runtime
-from mx.api.cache_keeper import Id, Keeper
-from mx.api.caching import cache, cached
 from mx.api.common import transports
 from mx.api.holding import lend
-from mx.api.offering import ask_offered, offer, pull_offered
 from mx.api.serving import offer as serve_here
 from mx.api.serving import source_options, start_source
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
+from mx.fleet.cache_keeper import Id, Keeper
+from mx.fleet.caching import cache, cached
+from mx.fleet.offering import ask_offered, offer, pull_offered
 from mx.units import MIB
 from mx.wire.cache import CacheClient, HeldAt, WantedModel
 from tests.support.caching import Caching, origin, start_cache, unavailable

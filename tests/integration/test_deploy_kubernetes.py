@@ -211,7 +211,7 @@ def test_nothing_is_insecure_outside_its_folder() -> None:
         assert found["MX_PEER_TLS_KEY"] == "/etc/mx/tls/tls.key"
         assert found["MX_PEER_TLS_CA"] == "/etc/mx/tls/ca.crt"
         assert found["MX_PEER_POLICY"] == "/etc/mx/policy/policy.toml"
-        assert {each.removeprefix("MX_PEER_").lower() for each in found} <= {*config.DESCRIPTIONS}
+        assert {each.removeprefix("MX_PEER_").lower() for each in found} <= {*config.descriptions()}
     assert settings_in("llama-8b")["MX_PEER_LENDER_KEY"] == "/var/lib/mx/lender.key"
     assert not any("NAME_KEY" in each for each in settings_in("llama-8b"))
     state = settings_in("mx-coordinator")["MX_PEER_STATE"]

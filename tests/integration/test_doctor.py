@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from mx import config
-from mx.api.doctor import CHECKS, Level, examine
+from mx.operations.doctor import CHECKS, Level, examine
 from tests.support.certificates import Folder
 from tests.support.commands import Run, environment, free_port, serve, start_coordinator
 from tests.support.daemon import ROOT

@@ -61,7 +61,7 @@ def two_coordinators(run: Run, redis: RedisServer, tmp_path: Path) -> list[tuple
 class Events:
     """The events of a watch, on a thread."""
 
-    def __init__(self, watch: mx.api.router_watch.Watch) -> None:
+    def __init__(self, watch: mx.fleet.router_watch.Watch) -> None:
         self.seen: list[FleetEvent] = []
         self._watch = watch
         self._thread = threading.Thread(target=self._follow)

@@ -250,7 +250,7 @@ def test_a_later_source_takes_the_layout_that_is_listed(
 _SHARE = """
 import sys, torch
 from mx import config
-from mx.api.offering import ask_offered, offer, pull_offered
+from mx.fleet.offering import ask_offered, offer, pull_offered
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 

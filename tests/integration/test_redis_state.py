@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from mx.coordinator.state import CoordinatorState, open_state
-from mx.coordinator.stores import redis as redis_module
-from mx.coordinator.stores import redis_leases, redis_records
-from mx.coordinator.stores.redis import RedisStore
-from mx.coordinator.stores.redis_records import Commit, commit_of
 from mx.core.changes import ChangeKind, Tail
 from mx.core.registry import Registry
 from mx.errors import BindingError, CapacityError, CoordinatorError, LocalError, MxError
+from mx.redis_state import leases as redis_leases
+from mx.redis_state import records as redis_records
+from mx.redis_state import store as redis_module
+from mx.redis_state.records import Commit, commit_of
+from mx.redis_state.store import RedisStore
 from tests.support.records import by_digest, make_documents, make_record, registration
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.redis_states import (

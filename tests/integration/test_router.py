@@ -21,8 +21,6 @@ import pytest
 
 import mx
 from benchmarks.checkpoints import write_checkpoint
-from mx import api
-from mx.api.router import MAX_WATCHES
 from mx.core.versions import HINT, own
 from mx.errors import (
     CapacityError,
@@ -32,6 +30,8 @@ from mx.errors import (
     CoordinatorVersionError,
     UnknownModelError,
 )
+from mx.fleet import Watch
+from mx.fleet.router import MAX_WATCHES
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.integration.other_versions import NEWER, RunOther, other_coordinator, run_other
 from tests.integration.replica import PORT
@@ -121,7 +121,7 @@ def replica() -> Iterator[Start]:
 class Story:
     """What a watch tells, event by event, without the origin's."""
 
-    def __init__(self, watch: api.Watch) -> None:
+    def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.told: list[mx.FleetEvent] = []
 
@@ -397,7 +397,7 @@ def test_watches_are_bounded_and_end_with_their_consumer_waiting(router: mx.Rout
 def test_a_watch_that_is_not_read_begins_again(
     router: mx.Router, site: str, monkeypatch: pytest.MonkeyPatch, replica: Start
 ) -> None:
-    monkeypatch.setattr("mx.api.router_watch.MAX_UNREAD", 8)
+    monkeypatch.setattr("mx.fleet.router_watch.MAX_UNREAD", 8)
     with router.watch("m") as watch:
         process = replica(site, "plain", 0)
         process.until("loaded")

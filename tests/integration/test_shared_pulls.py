@@ -19,12 +19,12 @@ import pytest
 
 from mx import api
 from mx.coordinator.daemon import Coordinator
-from mx.coordinator.stores import redis_pulls
-from mx.coordinator.stores.redis import RedisStore
-from mx.coordinator.stores.redis_pulls import ENTRY_BYTES, MAX_ENTRIES
 from mx.core.progress_board import ProgressBoard
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
+from mx.redis_state import pulls as redis_pulls
+from mx.redis_state.pulls import ENTRY_BYTES, MAX_ENTRIES
+from mx.redis_state.store import RedisStore
 from mx.transport import TlsFiles
 from mx.wire.client import CoordinatorClient
 from mx.wire.principals import Access

@@ -45,7 +45,9 @@ async def coordinator(
     server: RedisServer, *, key: bytes | None = KEY, required: bool = False
 ) -> AsyncIterator[CoordinatorState]:
     with patience():
-        state = open_state(server.url, key=key, mac_required=required)
+        state = open_state(
+            server.url, key=key, settings={"state_mac": "require" if required else "write"}
+        )
         try:
             await state.open()
             await state.tick()

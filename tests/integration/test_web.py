@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from mx.core.budget import BudgetShares
+from mx.operations.web.connections import MAX_CONNECTIONS, REQUEST_S
 from mx.transport import TlsFiles
-from mx.web.connections import MAX_CONNECTIONS, REQUEST_S
 from tests.support.certificates import Authority
 from tests.support.chromium import chromium, opened
 from tests.support.commands import (

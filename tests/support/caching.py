@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx import api, config
-from mx.api.caching import cached
+from mx.fleet.caching import cached
 from mx.wire.cache import CacheStatus
 from tests.support import forkserver
 from tests.support.commands import Command, Run, environment

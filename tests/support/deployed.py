@@ -161,7 +161,7 @@ def settings_of(words: Sequence[str]) -> config.Settings:
         command = command.get_command(None, name)
     try:
         context = command.make_context(program, list(arguments))
-        given = {name: context.params.get(name) for name in config.DESCRIPTIONS}
+        given = {name: context.params.get(name) for name in config.descriptions()}
         return config.load(given, environ={}, file="/dev/null", typed=True)
     except (typer.TyperException, ConfigError) as error:
         raise AssertionError(f"{' '.join(words)}: {error}") from error

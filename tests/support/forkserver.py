@@ -38,14 +38,14 @@ _AUTO = (
 )  # fmt: skip
 _IMPORTED = {
     "commands": (
-        "mx.api.bundles",
-        "mx.api.observe",
+        "mx.fleet.bundles",
+        "mx.operations.observe",
         "mx.api.planning",
         "mx.api.pulling",
-        "mx.api.router",
+        "mx.fleet.router",
         "mx.api.serving",
         "mx.api.survey",
-        "mx.cli.artifacts",
+        "mx.artifacts.verbs",
         "mx.cli.listing",
         "mx.cli.plan",
         "mx.target.connections",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mx.coordinator.stores.redis_link import RedisLink
+from mx.redis_state.link import RedisLink
 from tests.support.commands import free_port
 
 needs_redis = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mx.cli.words import in_flags
-from mx.config import DESCRIPTIONS
+from mx.config import descriptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -27,7 +27,7 @@ This page is made of the fields of `mx.config.Settings` by `python -m tests.supp
 def page() -> str:
     """Return the page as the fields have it."""
     rows = ["| setting | flag | of | meaning |", "|---|---|---|---|"]
-    for name, about in DESCRIPTIONS.items():
+    for name, about in descriptions().items():
         verbs = ", ".join(
             {"coordinator": "mx-coordinator", "show": "config show"}.get(verb, verb).replace(
                 "_", " "

@@ -18,7 +18,6 @@ import pytest
 from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import encode
 from mx.coordinator.stores.kept import KeptStore
-from mx.coordinator.stores.redis import RedisStore
 from mx.coordinator.stores.sqlite import SqliteStore
 from mx.core.changes import Answered, Change, Entry, Meant
 from mx.core.memory_store import MemoryStore
@@ -26,6 +25,7 @@ from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import Store
 from mx.core.types import SourceRecord
+from mx.redis_state.store import RedisStore
 from tests.support.redis_server import patience, redis_server
 
 _T = TypeVar("_T")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx import config
+from mx import config, config_values
 from mx.errors import ConfigError
 from mx.units import parse_rate
 from tests.support import settings_page
@@ -34,15 +34,15 @@ def toml(folder: Path, text: str) -> Path:
 def test_defaults_are_valid_and_their_origin_is_default() -> None:
     settings = load()
     assert settings == config.Settings()
-    for name in config.DESCRIPTIONS:
+    for name in config.descriptions():
         assert settings.origin(name) == "default"
         assert not settings.is_set(name)
-        assert config.DESCRIPTIONS[name].text
+        assert config.descriptions()[name].text
 
 
 def test_each_default_passes_its_own_check() -> None:
     defaults = config.Settings()
-    flags: dict[str, object] = {n: getattr(defaults, n) for n in config.DESCRIPTIONS}
+    flags: dict[str, object] = {n: defaults.value(n) for n in config.descriptions()}
     assert load(flags) == defaults
 
 
@@ -230,14 +230,14 @@ def test_lists_are_written_both_ways(tmp_path: Path) -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_is_accepted_or_raises_a_config_error(text: str) -> None:
-    for name in config.DESCRIPTIONS:
+    for name in config.descriptions():
         try:
-            value = getattr(load({name: text}), name)
+            value = load({name: text}).value(name)
         except ConfigError:
             continue
         # An accepted value is displayed in a form that is accepted again.
-        shown = config.format_value(value)
-        assert getattr(load({name: shown}), name) == value
+        shown = config_values.format_value(value)
+        assert load({name: shown}).value(name) == value
 
 
 @pytest.mark.parametrize(

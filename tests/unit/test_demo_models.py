@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mx.demo.models import Reference, bundled
+from mx.operations.demo.models import Reference, bundled
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mx import config
-from mx.api.doctor import CHECKS, ExaminedHost, Finding, Level, examine, host, network
 from mx.core.topology import Gpu, GpuPeer, Nic, Place
 from mx.discovery import Topology
 from mx.errors import ConfigError
+from mx.operations.doctor import CHECKS, ExaminedHost, Finding, Level, examine, host, network
 from mx.transport import Unavailable, Viable
 from tests.support.certificates import Authority
 from tests.support.daemon import ROOT

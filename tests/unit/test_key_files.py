@@ -12,6 +12,7 @@ import pytest
 
 from mx import config, keyfile, namekey, publickey
 from mx.coordinator import daemon
+from mx.coordinator.state import shared_state
 from mx.core.ownership import (
     MAC_BYTES,
     MAX_RECEIPT_BYTES,
@@ -22,6 +23,7 @@ from mx.core.ownership import (
 )
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
+from mx.redis_state.shared import REDIS
 from tests.support.daemon import ROOT
 from tests.support.owners import commitment_of
 from tests.support.records import make_documents, make_record
@@ -325,10 +327,11 @@ def test_a_coordinators_receipts_are_its_hosts_unless_the_user_names_the_key(
 
 
 def test_coordinators_of_one_state_believe_each_other_and_no_others() -> None:
-    shared = daemon.shared_state("redis://10.0.0.9:6379/0")
-    assert shared == daemon.shared_state("rediss://user:secret@other.example:6379/")
+    shared = REDIS.shared_by("redis://10.0.0.9:6379/0")
+    assert shared == REDIS.shared_by("rediss://user:secret@other.example:6379/")
     assert "secret" not in shared
     others = ["redis://10.0.0.9:6379/1", "redis://10.0.0.9:6379/0?prefix=staging"]
-    assert len({shared, *map(daemon.shared_state, others)}) == 3
-    for alone in ("memory", "sqlite:/var/lib/mx/state.db", "redis://[::1"):
-        assert daemon.shared_state(alone) == ""
+    assert len({shared, *map(REDIS.shared_by, others)}) == 3
+    assert REDIS.shared_by("redis://[::1") == ""
+    for alone in ("memory", "sqlite:/var/lib/mx/state.db"):
+        assert shared_state(alone) is None

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from mx.cli.printing import NAMES, Column, Plain, table_of
-from mx.cli.top import render
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
+from mx.operations.verbs.top import render
 from mx.wire.listing import SourceStatus
 from tests.support.records import make_documents, make_record
 

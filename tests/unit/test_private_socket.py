@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mx import config
-from mx.api.caching import cache
 from mx.errors import ConfigError, NotAllowedError
+from mx.fleet.caching import cache
 from mx.wire.private import cache_socket, check_folder, default_folder, make_folder, socket_in_use
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from mx.api.process_group import CollectiveStep, ProcessGroup
+from mx.fleet.process_group import CollectiveStep, ProcessGroup
 
 
 class Late:

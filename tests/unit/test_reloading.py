@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mx.operations.web.server import _context, _say_refused
 from mx.transport import TlsFiles
-from mx.web.server import _context, _say_refused
 from mx.wire import https, reloading
 from mx.wire.https import Certificates
 from mx.wire.reloading import ServerFiles, client_files

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.web.board import Board
+from mx.operations.web.board import Board
 
 _KINDS = ("source", "pull")
 

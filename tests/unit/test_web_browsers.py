@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mx.errors import NotAllowedError
-from mx.web import follow
-from mx.web.board import Board
-from mx.web.browsers import Browsers
-from mx.web.follow import Follower
+from mx.operations.web import follow
+from mx.operations.web.board import Board
+from mx.operations.web.browsers import Browsers
+from mx.operations.web.follow import Follower
 
 
 async def test_a_browser_that_does_not_read_has_no_queue() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mx.core.answers import ModelStatus
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
-from mx.web.rows import (
+from mx.operations.web.rows import (
     MARKS,
     load_row,
     marks_of_bits,

@@ -59,10 +59,10 @@ class LoaderOptions:
                 options[name] = _checked(
                     name, value, str if type(known[name].default) is str else bool
                 )
-            elif name in config.DESCRIPTIONS:
+            elif name in config.descriptions():
                 settings[name] = value
             else:
-                raise _unknown(str(name), [*known, *config.DESCRIPTIONS])
+                raise _unknown(str(name), [*known, *config.descriptions()])
         for name, words in (("state", STATES), ("copy", COPIES)):
             if options.get(name, words[0]) not in words:
                 raise ConfigError(

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mx import config
-from mx.api.offering import pull_offered
 from mx.core.packaging import ADAPTER
 from mx.core.variant import ProcessingKey
 from mx.engines.transformers.lookup import ServedModel
 from mx.errors import ConfigError
+from mx.fleet import pull_offered
 from mx.wire.cache import HeldAt
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from mx.api.offering import ask_offered, offer, pull_offered
 from mx.api.pulling import pull
 from mx.api.target import Pull
 from mx.core.variant import ProcessingKey
@@ -16,6 +15,7 @@ from mx.engines.transformers.counters import served
 from mx.engines.transformers.lookup import Lookup, ServedModel
 from mx.engines.transformers.weights import Weights, WeightsFile
 from mx.errors import ConfigError, MxError, UnknownModelError
+from mx.fleet import ask_offered, offer, pull_offered
 from mx.log import event
 from mx.target.report import PullReport
 from mx.wire.cache import HeldAt

@@ -1,0 +1,250 @@
+"""`mx serve --cache`: hold what this host pulls until it is stopped. `mx cache`: what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+from rich.table import Table
+
+from mx import packs
+from mx.cli import additions, options, outcome
+from mx.cli.printing import spaced
+from mx.cli.stop import Stop
+from mx.core.artifact_names import model_and_set
+from mx.core.variant import ProcessingKey
+from mx.errors import ConfigError, NoSourceError, PeerLostError
+from mx.units import count, format_bytes, format_seconds
+from mx.wire.descriptors import raise_limit
+
+if TYPE_CHECKING:
+    from mx.config import Settings
+    from mx.core.answers import BundleStatus
+    from mx.fleet.caching import Cache
+    from mx.wire.cache import CacheStatus
+
+#: The most missing ranks of a bundle that the table names.
+_MAX_SHOWN = 8
+
+
+class _CacheAddition(additions.ServeAddition):
+    flags: ClassVar = {
+        "as_cache": Annotated[
+            bool,
+            typer.Option(
+                "--cache",
+                help="Serve no checkpoint: hold what this host pulls, for all its processes to "
+                "share.",
+            ),
+        ]
+    }
+    help = (
+        "With `--cache` it holds what this host pulls, least recently used first out: each pull of "
+        "this user on this host asks it first, and attaches to its memory.\n\n"
+        "- `mx serve --cache --memory 64GB`  one copy of each model for all processes of this host"
+    )
+
+    def run(self, context: Any, checkpoint: str, *, as_json: bool) -> bool:
+        """Run a cache until SIGTERM or Ctrl-C, if it is asked for. Raises MxError as `mx.cache`."""
+        if not context.params["as_cache"]:
+            if context.params["cache_memory"] is not None:
+                raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
+            return False
+        if checkpoint or context.params.get("artifacts"):
+            what = "a CHECKPOINT" if checkpoint else "a set"
+            raise ConfigError(
+                f"a cache holds what is pulled, and serves not {what} of its own",
+                hint="leave out --cache, or serve that by another command",
+            )
+        _run(context, as_json=as_json)
+        return True
+
+
+CACHE = _CacheAddition()
+
+
+def _run(context: typer.Context, *, as_json: bool) -> None:
+    settings = options.settings_of(context, runs_long=True, level="info")
+    outcome.ignore_hangup()
+    raise_limit()
+    from mx.fleet.caching import cache
+
+    with options.tracing(settings), options.accompanied(settings):
+        stop = Stop()
+        running = cache(coordinator=options.coordinator_of(settings), settings=settings)
+        with running, stop.on_signals():
+            _announce(running, as_json=as_json)
+            packs.tell("ready", f"caching at {running.socket}")
+            stop.wait()
+
+
+def _announce(cache: Cache, *, as_json: bool) -> None:
+    budget_bytes = cache.status().budget_bytes
+    if as_json:
+        outcome.emit(
+            {
+                "cache": str(cache.socket),
+                "memory_bytes": budget_bytes,
+                "coordinator": cache.coordinator_address,
+                "embedded": cache.embedded,
+            }
+        )
+    where = "itself, at" if cache.embedded else "the one at"
+    outcome.say(
+        f"caching up to {format_bytes(budget_bytes)} of what this host pulls\n"
+        f"  at {cache.socket}, coordinator: {where} {cache.coordinator_address}\n"
+        f"  stop with Ctrl-C"
+    )
+
+
+class _Bundles(additions.ModelsAddition):
+    help = (
+        "A variant with fields such as tp=0/2 is one of the ranks that make a whole; below the "
+        "models these bundles are listed, with the ranks that no source holds completely."
+    )
+
+    def find(self, name: str, settings: Settings, *, lists_all: bool) -> additions.FoundBeside:
+        from mx.fleet.bundles import list_bundles
+
+        bundles = [
+            each
+            for each in list_bundles(name, coordinator=settings.coordinator, settings=settings)
+            if not lists_all or model_and_set(each.name) is None
+        ]
+        return additions.FoundBeside(
+            "bundles",
+            [_bundle_object(each) for each in bundles],
+            show=lambda: _show_bundles([each for each in bundles if each.ranks > 1]),
+        )
+
+
+BUNDLES = _Bundles()
+
+
+def _show_bundles(bundles: Sequence[BundleStatus]) -> None:
+    if not bundles:
+        return
+    table = Table("bundle", "revision", "ranks", "state", box=None, pad_edge=False)
+    for bundle in bundles:
+        state = "complete"
+        if not bundle.complete:
+            shown = ", ".join(map(_ranks_of, bundle.missing[:_MAX_SHOWN]))
+            state = f"missing {shown}" + (" …" if bundle.missing_count > _MAX_SHOWN else "")
+        table.add_row(
+            spaced(f"{bundle.name}[{bundle.variant}]"),
+            bundle.revision + ("" if bundle.named else ", by its revision only"),
+            f"{bundle.ranks - bundle.missing_count} of {bundle.ranks}",
+            state,
+        )
+    outcome.write("")
+    outcome.show(table)
+
+
+def _ranks_of(variant: str) -> str:
+    """Return the ranks in a processing key, such as "tp=1/2 pp=0/4"."""
+    return " ".join(f"{name}={rank}" for name, rank in ProcessingKey.parse(variant).ranks.items())
+
+
+def _bundle_object(bundle: BundleStatus) -> dict[str, object]:
+    """Return a bundle as `--json` prints it."""
+    return {
+        "model": bundle.name,
+        "revision": bundle.revision,
+        "variant": bundle.variant,
+        "ranks": bundle.ranks,
+        "complete": bundle.complete,
+        "missing": list(bundle.missing),
+        "missing_count": bundle.missing_count,
+        "named": bundle.named,
+    }
+
+
+@options.takes_settings
+def cache(
+    context: typer.Context,
+    *,
+    as_json: bool,
+) -> None:
+    """Show what this host's cache holds, the least recently used first.
+
+    A model that processes have mapped stays in the cache; others leave it when there is no room.
+    `mx serve --cache` starts a cache.
+
+    **Example**
+
+    - `mx cache`
+    """
+    settings = options.settings_of(context)
+    if settings.cache_socket == "off":
+        raise ConfigError(
+            f"{settings.origin('cache_socket')} switches the cache off",
+            hint="give --cache-socket auto, or its path",
+        )
+    from mx.fleet.caching import cached
+    from mx.wire.private import cache_socket as path_of
+
+    where = path_of(settings.cache_socket)
+    hint = "start one with mx serve --cache --memory 64GB"
+    try:
+        found = cached(settings=settings)
+    except PeerLostError as error:
+        raise NoSourceError(
+            f"no cache runs at {where}; the one whose socket this is was killed", hint=hint
+        ) from error
+    if found is None:
+        raise NoSourceError(f"no cache runs at {where}", hint=hint)
+    if as_json:
+        outcome.emit(_object(str(where), found))
+        return
+    lingering = ""
+    if found.lingering_bytes:
+        lingering = f" ({format_bytes(found.lingering_bytes)} were evicted and are still mapped)"
+    outcome.write(
+        f"{format_bytes(found.held_bytes + found.lingering_bytes)} of "
+        f"{format_bytes(found.budget_bytes)} used{lingering}, "
+        f"{count(len(found.models), 'model')}, {count(found.evictions, 'eviction')}, at {where}"
+    )
+    if not found.models:
+        return
+    table = Table("model", "revision", "variant", box=None, pad_edge=False)
+    for name in ("size", "last asked for", "attached by"):
+        table.add_column(name, justify="right")
+    table.add_column("from")
+    for each in found.models:
+        table.add_row(
+            each.model.name,
+            each.model.revision,
+            each.model.variant.replace(",", ", "),  # so that a terminal may break it
+            format_bytes(each.nbytes),
+            f"{format_seconds(each.idle_s)} ago",
+            str(each.mapped_by),
+            "a process here" if each.offered else "sources",
+        )
+    outcome.write("")
+    outcome.show(table)
+
+
+def _object(where: str, status: CacheStatus) -> dict[str, object]:
+    return {
+        "cache": where,
+        "memory_bytes": status.budget_bytes,
+        "held_bytes": status.held_bytes,
+        "lingering_bytes": status.lingering_bytes,
+        "evictions": status.evictions,
+        "models": [
+            {
+                "model": each.model.name,
+                "revision": each.model.revision,
+                "variant": each.model.variant,
+                "pin": each.ref.pin.hex(),
+                "bytes": each.nbytes,
+                "idle_s": round(each.idle_s, 3),
+                "mapped_by": each.mapped_by,
+                "in_use": each.in_use,
+                "offered": each.offered,
+                "endpoint": each.endpoint,
+            }
+            for each in status.models
+        ],
+    }

@@ -1,0 +1,132 @@
+"""What packs add to mx, beside its kernel: verbs, flags, settings, states, names in Python.
+
+A pack is a package with one table, a `Pack`. Installed, each is named in its distribution's
+metadata under `mx.packs`; those of mx are found by name, too, as far as they are there. A table
+names what it adds as "module:attribute", which is imported when it is asked for. docs/packs.md
+makes one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mx.config_values import SettingDescription
+from mx.entry_points import LOAD_FAILURES, load, targets
+
+GROUP = "mx.packs"
+#: Also what the distribution's own metadata says; "module:attribute".
+BUILT_IN = {
+    "artifacts": "mx.artifacts.pack:PACK",
+    "engines": "mx.engines.pack:PACK",
+    "fleet": "mx.fleet.pack:PACK",
+    "operations": "mx.operations.pack:PACK",
+    "redis": "mx.redis_state.pack:PACK",
+}
+
+#: The settings that verbs take which ask a coordinator, and which log: for `Pack.takes`.
+ASKING = ("coordinator", "tls_cert", "tls_key", "tls_ca", "tls_crl", "insecure")
+LOGGING = ("log_level", "log_format")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What a pack adds. Where two add the same, the first has it, and mx's own come first."""
+
+    #: Attributes of `mx`, each with the module that has it.
+    names: Mapping[str, str] = field(default_factory=dict)
+    #: Modules that are attributes of `mx`, by their name there.
+    modules: Mapping[str, str] = field(default_factory=dict)
+    #: Verbs of `mx`, each a function as `mx.cli.options.takes_settings` makes it, or a Typer.
+    verbs: Mapping[str, str] = field(default_factory=dict)
+    #: By the name of one of the kernel's verbs, an object that adds flags to it: see
+    #: `mx.cli.additions`.
+    additions: Mapping[str, str] = field(default_factory=dict)
+    #: Settings, which `Settings.value` returns.
+    settings: Mapping[str, SettingDescription] = field(default_factory=dict)
+    #: By verb, the names of the settings whose flags it takes.
+    takes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: By the scheme of the URL that `state` has, a `mx.coordinator.state.SharedState`.
+    states: Mapping[str, str] = field(default_factory=dict)
+    #: Functions that are told of what a command does: "ready" with what it serves, for people, in
+    #: one line; "stopping".
+    listeners: Sequence[str] = ()
+    #: Functions of the settings and the coordinator, if the command is one, that return a context
+    #: manager. Commands that serve are in it while they do.
+    contexts: Sequence[str] = ()
+
+
+@functools.cache
+def packs() -> Mapping[str, Pack]:
+    """Return the packs that are there by name, mx's own first. One that can't be imported is left
+    out, with a warning."""
+    found: dict[str, Pack] = {}
+    for name, imported in targets(GROUP, BUILT_IN):
+        if name not in found and (pack := _pack(name, imported)) is not None:
+            found[name] = pack
+    return found
+
+
+def _pack(name: str, imported: Any) -> Pack | None:
+    try:
+        pack = imported()
+        why = "its entry point names no mx.packs.Pack"
+    except LOAD_FAILURES as error:
+        missing = getattr(error, "name", None) or "?"
+        if isinstance(error, ModuleNotFoundError) and BUILT_IN.get(name, "").startswith(missing):
+            return None  # it is not installed
+        pack, why = None, f"{type(error).__name__}: {error}"
+    if isinstance(pack, Pack):
+        return pack
+    import logging
+
+    logging.getLogger(__name__).warning("the pack %s is left out: %s", name, why)
+    return None
+
+
+def find(kind: str, name: str) -> Any:
+    """Import and return what packs add under a name; None if none adds it.
+
+    Args:
+        kind: A field of `Pack` that is a mapping to "module:attribute".
+        name: The name in it.
+    """
+    for pack in packs().values():
+        if name in getattr(pack, kind):
+            return load(getattr(pack, kind)[name])
+    return None
+
+
+def attribute(name: str) -> Any:
+    """Import and return what packs add to `mx` under a name.
+
+    Raises:
+        AttributeError: None of them does.
+    """
+    import importlib
+
+    for pack in packs().values():
+        if name in pack.modules:
+            return importlib.import_module(pack.modules[name])
+        if name in pack.names:
+            return getattr(importlib.import_module(pack.names[name]), name)
+    raise AttributeError(f"module 'mx' has no attribute {name!r}")
+
+
+def each(kind: str) -> Iterator[Any]:
+    """Import and yield what packs add.
+
+    Args:
+        kind: A field of `Pack` that is a sequence of "module:attribute".
+    """
+    for pack in packs().values():
+        for target in getattr(pack, kind):
+            yield load(target)
+
+
+def tell(event: str, text: str = "") -> None:
+    """Call the listeners of packs; see `Pack.listeners`."""
+    for listener in each("listeners"):
+        listener(event, text)

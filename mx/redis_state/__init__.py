@@ -1,0 +1,1 @@
+"""State of coordinators in Redis, which several share."""
