@@ -35,8 +35,8 @@ from mx import codec
 from mx.core.holdings import members, ranges_of
 from mx.core.registration import Registration
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
-from mx.target.connections import ORDINARY_S, ordinary_pause_s
-from mx.target.progress import FIRST_S, INTERVAL_S
+from mx.fetching.connections import ORDINARY_S, ordinary_pause_s
+from mx.fetching.progress import FIRST_S, INTERVAL_S
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.rpc import Stub

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from mx import api, config
+from mx.fetching.report import PullReport
 from mx.plugins import transports
-from mx.target.report import PullReport
 from mx.testing.certificates import certificates
 from mx.transport import Unavailable
 from mx.units import MIB

@@ -17,7 +17,8 @@ from .processes import Child, Cluster, pss_nbytes
 
 _TARGET = """
 import sys
-import mx.api.pulling, mx.memory.tensors, mx.swarm.sharing, mx.target.connections, mx.target.pages
+import mx.api.pulling, mx.fetching.connections, mx.fetching.pages, mx.memory.tensors
+import mx.swarm.sharing
 from mx import plugins
 plugins.transports()
 print("idle", flush=True)

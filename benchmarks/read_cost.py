@@ -24,9 +24,9 @@ from mx.core.types import (
     SourceRecord,
 )
 from mx.errors import MxError
-from mx.target.reads import Connection
-from mx.target.report import VerifiedBy
-from mx.target.transfer import Transfer
+from mx.fetching.reads import Connection
+from mx.fetching.report import VerifiedBy
+from mx.fetching.transfer import Transfer
 from mx.transport import Read, View
 
 from . import harness

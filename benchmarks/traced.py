@@ -35,8 +35,8 @@ class _Tracer:
         self._spans.append((event.name, event.kind, event.at_s))
 
     def _watch_reads(self) -> None:
-        from mx.target.sink import PartSink
-        from mx.target.transfer import Transfer
+        from mx.fetching.sink import PartSink
+        from mx.fetching.transfer import Transfer
 
         begun: dict[int, list[Any]] = {}
         init, done, landed = PartSink.__init__, Transfer.part_done, PartSink.landed

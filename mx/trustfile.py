@@ -5,7 +5,7 @@ which names are:
     name = "llama-*"
     key = "ed25519:9d61b19deffd5a60…"
 
-A pull of such a name takes it only from that owner (`mx.target.owners`).
+A pull of such a name takes it only from that owner (`mx.fetching.owners`).
 """
 
 from __future__ import annotations

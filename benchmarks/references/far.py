@@ -23,8 +23,8 @@ from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import AddressTable, ManifestRef, ModelKey, Packaging, SourceRecord
 from mx.errors import MxError
-from mx.target.reads import Connection
-from mx.target.transfer import Transfer
+from mx.fetching.reads import Connection
+from mx.fetching.transfer import Transfer
 from mx.transport import Grant
 from mx_transports.tcp import TcpTransport
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mx.core.selection import Shard, Subset
     from mx.core.variant import ProcessingKey
     from mx.errors import MxError
-    from mx.target.report import LayerEvent, PullReport
+    from mx.fetching.report import LayerEvent, PullReport
 
 #: Where each name is.
 _HOMES = {
@@ -43,7 +43,7 @@ _HOMES = {
     "mx.core.selection": ("Shard", "Subset"),
     "mx.core.variant": ("ProcessingKey",),
     "mx.errors": ("MxError",),
-    "mx.target.report": ("LayerEvent", "PullReport"),
+    "mx.fetching.report": ("LayerEvent", "PullReport"),
 }
 
 __all__ = [

@@ -11,8 +11,8 @@ from mx.core.packaging import bad_path
 from mx.core.reference import ModelReference
 from mx.core.revisions import MAIN
 from mx.errors import ConfigError
+from mx.fetching.report import SKIPPED, StepReport
 from mx.storage.stores import DISK, HUB, OBJECTS, CheckpointStore, DiskStore
-from mx.target.report import SKIPPED, StepReport
 
 #: What `source` may be.
 PEERS, AUTO = "peers", "auto"

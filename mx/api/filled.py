@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
     from mx.api.closing import Step
-    from mx.target.edition import Edition
-    from mx.target.events import EventLog
-    from mx.target.files_job import FilesJob
-    from mx.target.job import Job
-    from mx.target.options import PullOptions
+    from mx.fetching.edition import Edition
+    from mx.fetching.events import EventLog
+    from mx.fetching.files_job import FilesJob
+    from mx.fetching.job import Job
+    from mx.fetching.options import PullOptions
     from mx.transport import View
 
 

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from mx.api.closing import Step
     from mx.api.filled import FilledMemory
     from mx.api.source import Source
+    from mx.fetching.edition import Edition
+    from mx.fetching.files_job import FilesJob
+    from mx.fetching.job import Job
+    from mx.fetching.options import PullOptions
+    from mx.fetching.progress import ProgressReporter
     from mx.memory.arena import MemfdArena
     from mx.memory.device import DeviceArena
     from mx.memory.live import LiveMemory
     from mx.source.relay import Relay
-    from mx.target.edition import Edition
-    from mx.target.files_job import FilesJob
-    from mx.target.job import Job
-    from mx.target.options import PullOptions
-    from mx.target.progress import ProgressReporter
 
 
 class Giving:

@@ -15,7 +15,7 @@ from mx.api.common import check_type, resolve_device, transports, variant_text
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.variant import companion_path, main_variant
 from mx.errors import ConfigError, NotAllowedError
-from mx.target.options import PullOptions
+from mx.fetching.options import PullOptions
 from mx.wire.address import is_local, tls_of
 from mx.wire.private import socket_in_use
 

@@ -16,10 +16,10 @@ from mx.core.planner import Plan
 from mx.core.selection import Subset
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import plan_paths, target_place
+from mx.fetching.resolver import describe
 from mx.runtime import in_thread
-from mx.target.options import PullOptions
-from mx.target.paths import plan_paths, target_place
-from mx.target.resolver import describe
 from mx.transport import Transport
 from mx.units import count, format_bytes
 from mx.wire.locate import Locator

@@ -13,7 +13,7 @@ from mx.core.variant import COMPANION
 from mx.wire.address import tls_of
 
 if TYPE_CHECKING:
-    from mx.target.options import PullOptions
+    from mx.fetching.options import PullOptions
 
 
 @takes(PullArguments)
@@ -121,7 +121,7 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
     if asked or COMPANION in options.variant:
         main, path = asked_companion(options, asked)
         if path:
-            from mx.target.companions import companion_options
+            from mx.fetching.companions import companion_options
 
             options = runtime.run(lambda: companion_options(main, path))
     return begin(options, settings, started_s)

@@ -13,7 +13,7 @@ from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.discovery import Topology
-from mx.target.paths import path_between, path_or_reason
+from mx.fetching.paths import path_between, path_or_reason
 from mx.transport import Path, Transport, Unavailable
 from mx.units import count
 

@@ -12,8 +12,8 @@ from mx.api.options import pull_options
 from mx.core.extents import ExtentMap
 from mx.core.types import ROW_BYTES, Layout, SourceRecord
 from mx.errors import MxError, PeerProtocolError
+from mx.fetching.resolver import describe
 from mx.runtime import in_thread
-from mx.target.resolver import describe
 from mx.units import MIB, count
 from mx.wire.locate import Locator
 

@@ -16,10 +16,10 @@ from mx.api.filled import FilledMemory
 from mx.api.giving import Giving
 from mx.core.progress import Progress, summary
 from mx.errors import ClosedError, ConfigError, MxError, RevisionChangedError
+from mx.fetching.events import EventLog
+from mx.fetching.job import Job
+from mx.fetching.progress import ProgressReporter
 from mx.memory.readiness import PATIENCE_S, LayerSignals
-from mx.target.events import EventLog
-from mx.target.job import Job
-from mx.target.progress import ProgressReporter
 from mx.transport import DeviceView, ScatteredView, View, host_view
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from mx.core.pages import Pages
     from mx.core.selection import Subset
     from mx.core.types import Manifest, ModelKey
-    from mx.target.events import EventLog
-    from mx.target.files_job import FilesJob
-    from mx.target.job import Job
-    from mx.target.options import PullOptions
-    from mx.target.report import LayerEvent, PathReport, PullReport
+    from mx.fetching.events import EventLog
+    from mx.fetching.files_job import FilesJob
+    from mx.fetching.job import Job
+    from mx.fetching.options import PullOptions
+    from mx.fetching.report import LayerEvent, PathReport, PullReport
 
 
 class DescribedPull:
@@ -172,7 +172,7 @@ class Pull(DescribedPull, Closable):
         self._reporter: ProgressReporter | None = None
         job: Job | FilesJob
         if options.files_only:
-            from mx.target.files_job import FilesJob
+            from mx.fetching.files_job import FilesJob
 
             job = FilesJob(options, self._state)
         else:

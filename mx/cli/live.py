@@ -26,9 +26,9 @@ PLAIN_INTERVAL_S = 1.0
 FRAME_S = 0.125
 #: Rates are of this time.
 RATE_S = 5.0
-#: The phase of a pull that writes what it has received (`mx.target.attempt`).
+#: The phase of a pull that writes what it has received (`mx.fetching.attempt`).
 WRITING = "writing"
-#: That of one that has no source (`mx.target.events`).
+#: That of one that has no source (`mx.fetching.events`).
 WAITING = "waiting for a source"
 
 

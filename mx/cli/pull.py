@@ -20,7 +20,7 @@ from mx.units import count, format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
     from mx.config import Settings
-    from mx.target.report import FilesReport, StepReport
+    from mx.fetching.report import FilesReport, StepReport
 
 
 @options.takes_settings

@@ -28,14 +28,14 @@ from mx.errors import (
     UnknownModelError,
     another,
 )
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import plan_paths, target_place
+from mx.fetching.resolver import describe
 from mx.log import event
 from mx.memory.huge import Collapser
 from mx.memory.mapped import mapped_elsewhere
 from mx.processes import process_start_ticks
 from mx.runtime import in_thread, uncut
-from mx.target.options import PullOptions
-from mx.target.paths import plan_paths, target_place
-from mx.target.resolver import describe
 from mx.wire.address import each_address, is_local, split_address
 from mx.wire.cache import CachedModel, CacheStatus, HeldAt, WantedModel
 from mx.wire.locate import Locator

@@ -17,9 +17,9 @@ from mx.core.reference import ModelReference
 from mx.core.topology import Place
 from mx.core.types import Layout, ModelKey, SourceRecord
 from mx.errors import ConfigError
+from mx.fetching.paths import path_or_reason
+from mx.fetching.resolver import describe
 from mx.runtime import in_thread
-from mx.target.paths import path_or_reason
-from mx.target.resolver import describe
 from mx.transport import Path, Unavailable
 from mx.wire.address import tls_of
 from mx.wire.client import CoordinatorClient

@@ -15,12 +15,12 @@ from prometheus_client.metrics_core import Metric
 from mx import counters, runtime, trace
 from mx.api.source import Source
 from mx.api.target import Pull
+from mx.fetching.report import PathReport, PullReport
 from mx.fleet import Cache
 from mx.metrics.coordinators import CoordinatorMetrics
 from mx.metrics.families import ERRORS, counter, gauge
 from mx.metrics.labels import Names
 from mx.source import server
-from mx.target.report import PathReport, PullReport
 
 #: Attaching takes a millisecond, and a cold pull over a slow network an hour.
 BUCKETS_S = (

@@ -42,7 +42,7 @@ TICK_S = 0.2
 
 
 class Reads(Protocol):
-    """The transfer of a node's pull: `mx.target.transfer.Transfer`."""
+    """The transfer of a node's pull: `mx.fetching.transfer.Transfer`."""
 
     @property
     def holdings(self) -> Holdings:

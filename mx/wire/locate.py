@@ -58,7 +58,7 @@ class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
     coordinator, which `hold` tells that the model is going to be served. `allow_older` takes an
     older revision where the newest can't be had whole. With `owners` the answer has to be
-    what one of these keys vouches for (`mx.target.owners`)."""
+    what one of these keys vouches for (`mx.fetching.owners`)."""
 
     name: str
     revision: str = ""

@@ -67,7 +67,9 @@ def explain(loop: runtime.LoopThread) -> None:
     objects = Counter(
         f"{type(item).__module__}.{type(item).__qualname__}" for item in gc.get_objects()
     )
-    known = {k: n for k, n in objects.items() if k.startswith(("grpc.aio", "mx.target", "mx.wire"))}
+    known = {
+        k: n for k, n in objects.items() if k.startswith(("grpc.aio", "mx.fetching", "mx.wire"))
+    }
     emit(event="explained", tasks=loop.run(tasks()), objects=known)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from mx import api
 from mx.core.holdings import Holdings
+from mx.fetching.transfer import Transfer
 from mx.swarm.node import Node
 from mx.swarm.uploads import Uploads
-from mx.target.transfer import Transfer
 from tests.support.lies import change, insist, lie
 
 FIRST_ID = uuid.UUID("00000000-0000-4000-8000-000000000000")  # first among equals

@@ -31,8 +31,8 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
+from mx.fetching.options import PullOptions
 from mx.source.service import PeerServicer
-from mx.target.options import PullOptions
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
 from mx.wire.locate import Locator

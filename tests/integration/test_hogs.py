@@ -21,9 +21,9 @@ from mx.core.budget import REQUEST_BYTES
 from mx.core.grants import MOST_PER_CONNECTION
 from mx.core.layout import TensorSpec, plan_layout
 from mx.errors import EXIT_OK, PeerBusyError
-from mx.target.connector import Connector
-from mx.target.options import PullOptions
-from mx.target.paths import plan_paths, target_place
+from mx.fetching.connector import Connector
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import plan_paths, target_place
 from mx.wire.locate import Locator
 from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers

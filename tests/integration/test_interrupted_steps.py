@@ -16,7 +16,7 @@ import mx
 from mx import runtime
 from mx.calls import LoopCall, Waiter
 from mx.errors import ClosedError
-from mx.target.events import EventLog
+from mx.fetching.events import EventLog
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 

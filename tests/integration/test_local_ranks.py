@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 import mx
 from mx import api, config
 from mx.errors import ConfigError
-from mx.target import ranks as ranks_on_host
-from mx.target import ring
-from mx.target.exchange import Exchange
-from mx.target.ranks import _address, meet
+from mx.fetching import ranks as ranks_on_host
+from mx.fetching import ring
+from mx.fetching.exchange import Exchange
+from mx.fetching.ranks import _address, meet
 from tests.integration.scripts import script
 from tests.support.commands import Run, serve
 from tests.support.outcomes import error_of, until

@@ -20,10 +20,10 @@ from mx import api
 from mx.core.types import ModelKey
 from mx.core.vouching import decode
 from mx.errors import CoordinatorError
+from mx.fetching import owners
 from mx.namekey import NameKey
 from mx.publickey import PublicKey, is_signed
 from mx.storage import folder_index
-from mx.target import owners
 from tests.integration.owners import User, user
 from tests.support.clients import client_of
 from tests.support.commands import Command, Run, environment, free_port, start_coordinator
@@ -399,7 +399,7 @@ def test_what_was_seen_is_kept_or_that_is_said(site: Site) -> None:
 def test_processes_at_once_do_not_go_back(tmp_path: Path) -> None:
     folder, many, last = tmp_path / "mx", 8, 60
     script = (
-        "import sys; from pathlib import Path; from mx.target.owners import _Said, _remembered\n"
+        "import sys; from pathlib import Path; from mx.fetching.owners import _Said, _remembered\n"
         "for n in range(1, int(sys.argv[2])):\n"
         "    newest = _remembered(Path(sys.argv[1]), 'owner-x', _Said(n, 'i', 'p'))\n"
         "    assert newest.issued_us >= n\n"

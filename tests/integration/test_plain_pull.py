@@ -29,7 +29,7 @@ UNUSED = {
     "mx.source.server",
     "mx.storage.safetensors",
     "mx.swarm.node",
-    "mx.target.transfer",
+    "mx.fetching.transfer",
     "mx_transports.tcp.session",
     "mx_transports.ucx.session",
 }

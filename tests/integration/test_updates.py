@@ -26,7 +26,7 @@ from mx.errors import (
     NoSourceError,
     StaleGenerationError,
 )
-from mx.target.pages import PageFetcher
+from mx.fetching.pages import PageFetcher
 from mx.units import MIB
 from mx.wire.channel import dial
 from mx.wire.lease import Lease

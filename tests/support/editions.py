@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mx.target.edition import EditionLog
-from mx.target.events import EventLog
+from mx.fetching.edition import EditionLog
+from mx.fetching.events import EventLog
 
 
 def edition_log() -> EditionLog:

@@ -10,8 +10,8 @@ from mx.core.digest import block_digest, root_of, shortcut_digest
 from mx.core.planner import SourcePath
 from mx.core.types import Manifest, Packaging
 from mx.errors import ClosedError, MxError
-from mx.target.reads import Connection
-from mx.target.report import VerifiedBy
+from mx.fetching.reads import Connection
+from mx.fetching.report import VerifiedBy
 from mx.transport import Read, Session, View, host_view
 from mx.units import MIB
 from tests.support.records import make_documents, make_record

@@ -33,6 +33,10 @@ from mx.errors import (
     NoSourceError,
     StoreError,
 )
+from mx.fetching.chain import Chain
+from mx.fetching.options import PullOptions
+from mx.fetching.report import PathReport, StepReport
+from mx.fetching.stored import StoredModel, find_pages
 from mx.memory.arena import HostArena
 from mx.storage import hub
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
@@ -42,10 +46,6 @@ from mx.storage.load import LoadedCheckpoint, load_opened
 from mx.storage.objects import ObjectStore, check_url, shown_url
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.stores import DiskStore, Opening
-from mx.target.chain import Chain
-from mx.target.options import PullOptions
-from mx.target.report import PathReport, StepReport
-from mx.target.stored import StoredModel, find_pages
 from mx.transport import host_view
 from mx.units import MIB
 from tests.support.records import make_documents, make_record
@@ -205,7 +205,7 @@ def test_the_error_of_the_chain() -> None:
 
 
 def test_each_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="mx.target.chain"):
+    with caplog.at_level(logging.INFO, logger="mx.fetching.chain"):
         met().stored("disk", CheckpointError("truncated"), 3 * MIB)
         # Of sources alone a pull's own report tells what it came to.
         alone = Chain(PullOptions("m"))

@@ -29,12 +29,12 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.fetching.connections import ConnectionPool
+from mx.fetching.connector import Connector
+from mx.fetching.events import EventLog
+from mx.fetching.reads import Connection, StorePath
+from mx.fetching.transfer import Transfer
 from mx.swarm.sharing import Sharing
-from mx.target.connections import ConnectionPool
-from mx.target.connector import Connector
-from mx.target.events import EventLog
-from mx.target.reads import Connection, StorePath
-from mx.target.transfer import Transfer
 from mx.transport import Session
 from mx.wire.locate import Located, Locator
 from tests.support.editions import edition_log

@@ -14,12 +14,12 @@ import pytest
 
 from mx.core.local_ranks import index_of
 from mx.core.types import ManifestRef
+from mx.fetching.exchange import Exchange
+from mx.fetching.ring import Ring
 from mx.memory.arena import MemfdArena
 from mx.memory.huge import _HugePageWork
 from mx.storage.journal import Journal
 from mx.storage.staging import Staging
-from mx.target.exchange import Exchange
-from mx.target.ring import Ring
 from mx_transports.toolkit.local import _ControlPage
 from tests.support.local_exchange import all_of
 from tests.support.transfer_machine import grid_of

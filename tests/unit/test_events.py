@@ -24,9 +24,9 @@ from mx.errors import (
     PeerBusyError,
     RevisionChangedError,
 )
-from mx.target.edition import EditionLog
-from mx.target.events import EditionReadiness, EventLog
-from mx.target.report import LayerEvent, PullReport, VerifiedBy, no_tensors
+from mx.fetching.edition import EditionLog
+from mx.fetching.events import EditionReadiness, EventLog
+from mx.fetching.report import LayerEvent, PullReport, VerifiedBy, no_tensors
 from mx.tasks import require_other_thread
 
 

@@ -27,15 +27,15 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
+from mx.fetching.connector import Connector
+from mx.fetching.events import EventLog
+from mx.fetching.job import UNUSABLE, Job
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import plan_paths
+from mx.fetching.reads import Connection
 from mx.memory.in_place import InPlace
 from mx.runtime import uncut
 from mx.storage.stores import DiskStore
-from mx.target.connector import Connector
-from mx.target.events import EventLog
-from mx.target.job import UNUSABLE, Job
-from mx.target.options import PullOptions
-from mx.target.paths import plan_paths
-from mx.target.reads import Connection
 from mx.transport import Session
 from mx.wire.lease import Lease
 from tests.support.records import make_documents, make_record
@@ -270,7 +270,7 @@ def test_a_coordinator_is_asked_before_the_interfaces_are_read(
         return Job(options, {}, EventLog(0.0))._context.place
 
     with monkeypatch.context() as patch:
-        patch.setattr("mx.target.job.target_place", slow)
+        patch.setattr("mx.fetching.job.target_place", slow)
         found = asyncio.run(place_of(PullOptions("m")))
         assert not found.done()
         may_read.set()

@@ -18,11 +18,11 @@ from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import LocalRanks, Shares, index_nbytes, index_of
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES
-from mx.target import exchange
-from mx.target import ranks as meeting
-from mx.target.exchange import Exchange, Fellow
-from mx.target.ranks import meet
-from mx.target.ring import SLOTS, Ring
+from mx.fetching import exchange
+from mx.fetching import ranks as meeting
+from mx.fetching.exchange import Exchange, Fellow
+from mx.fetching.ranks import meet
+from mx.fetching.ring import SLOTS, Ring
 from tests.support.local_exchange import TIMEOUT_S, all_of, ref_of
 from tests.support.transfer_machine import grid_of
 

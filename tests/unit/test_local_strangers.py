@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mx.core.local_ranks import MOST_RANKS, LocalRanks
-from mx.target import ranks as meeting
-from mx.target.exchange import Exchange
-from mx.target.ranks import meet
+from mx.fetching import ranks as meeting
+from mx.fetching.exchange import Exchange
+from mx.fetching.ranks import meet
 from tests.support.local_exchange import TIMEOUT_S, all_of, ref_of
 from tests.support.transfer_machine import grid_of
 

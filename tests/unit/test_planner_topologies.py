@@ -19,7 +19,7 @@ from mx.core.paths import Medium, Path, rails
 from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
-from mx.target.paths import path_between, path_or_reason
+from mx.fetching.paths import path_between, path_or_reason
 from tests.support.topologies import cluster, host, nvlink_gpus, rail_nics, source
 
 TRANSPORTS = plugins.transports()

@@ -13,7 +13,7 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
-from mx.target.report import PathReport, PullReport, final_error, none_opened
+from mx.fetching.report import PathReport, PullReport, final_error, none_opened
 
 LAYOUT = plan_layout([TensorSpec("model.layers.0.w", "U8", (1000,))])
 

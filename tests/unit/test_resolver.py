@@ -24,13 +24,13 @@ from mx.errors import (
     PeerRefusedError,
     UnknownModelError,
 )
+from mx.fetching import connections, resolver
+from mx.fetching.connections import ConnectionPool
+from mx.fetching.connector import Connector
+from mx.fetching.events import EventLog
+from mx.fetching.resolver import retry_until_found
+from mx.fetching.transfer import Transfer
 from mx.swarm.sharing import Sharing
-from mx.target import connections, resolver
-from mx.target.connections import ConnectionPool
-from mx.target.connector import Connector
-from mx.target.events import EventLog
-from mx.target.resolver import retry_until_found
-from mx.target.transfer import Transfer
 from mx.wire.locate import Located, Locator
 from tests.support.editions import edition_log
 from tests.support.planned_paths import source

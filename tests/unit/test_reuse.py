@@ -13,8 +13,8 @@ from mx.core.manifest import encode, plan_layout
 from mx.core.pages import Pages
 from mx.core.reuse import HeldWeights, same_chunks
 from mx.core.types import Manifest, Packaging
+from mx.fetching import prefill
 from mx.storage.reader import fill_from_tensors
-from mx.target import prefill
 from mx.views import host_view
 from tests.support.checkpoints import make_arena
 from tests.support.manifests import in_chunks

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 
 from mx.core.types import Manifest
 from mx.errors import ClosedError, IntegrityError, PeerLostError, RevisionChangedError
+from mx.fetching.events import EditionReadiness, EventLog, changed
+from mx.fetching.files import DocumentCollector, SideFiles
+from mx.fetching.opening import stored_files
+from mx.fetching.options import PullOptions
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import DiskStore
-from mx.target.events import EditionReadiness, EventLog, changed
-from mx.target.files import DocumentCollector, SideFiles
-from mx.target.opening import stored_files
-from mx.target.options import PullOptions
 from tests.support.checkpoints import manifest_of
 
 CONFIG = {"config.json": b"{}", "same.json": b"{}", "empty.txt": b""}

@@ -16,11 +16,11 @@ from mx.core.paths import Medium
 from mx.core.swarm.neighbours import REFUSALS
 from mx.core.types import Manifest, Packaging, SourceRole
 from mx.errors import LocalError
+from mx.fetching.transfer import Transfer
 from mx.source.service import PeerServicer
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
-from mx.target.transfer import Transfer
 from mx.units import MIB
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2

@@ -28,10 +28,10 @@ from mx.core.planner import plan
 from mx.core.topology import Gpu, GpuPeer, Nic, NumaNode, Place
 from mx.discovery import Topology
 from mx.errors import ConfigError, PeerProtocolError
+from mx.fetching.paths import path_between
 from mx.hardware import netlink
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
-from mx.target.paths import path_between
 from mx.transport import Unavailable, Viable
 from mx.wire.place import place_from_json, place_from_wire, place_to_wire
 from mx.wire.v1 import common_pb2 as pb

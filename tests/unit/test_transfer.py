@@ -9,8 +9,8 @@ import pytest
 from mx.core.holdings import members
 from mx.core.pages import Pages
 from mx.errors import ClosedError, DigestError, LocalError, PeerLostError
-from mx.target.report import VerifiedBy
-from mx.target.transfer import Transfer
+from mx.fetching.report import VerifiedBy
+from mx.fetching.transfer import Transfer
 from mx.transport import View
 from mx.units import MIB
 from tests.support.held_sessions import (

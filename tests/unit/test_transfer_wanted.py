@@ -21,9 +21,9 @@ from mx.core.transfer_commands import (
 from mx.core.types import Packaging
 from mx.core.wanted import BlockRange, Wanted
 from mx.errors import ClosedError, DigestError, PeerLostError, PeerProtocolError
+from mx.fetching.transfer import Transfer
 from mx.memory.arena import HostArena
 from mx.memory.subset import SubsetMemory
-from mx.target.transfer import Transfer
 from mx.units import MIB
 from tests.support.hashing import pages_of, roots_of, shortcuts_of
 from tests.support.held_sessions import HeldSession, Lease, Listener, connection_of

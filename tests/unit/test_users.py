@@ -231,7 +231,7 @@ def test_files_of_a_user_that_is_not_mapped_are_not_believed(tmp_path: Path) -> 
 RANKS = """
 import logging, sys, time
 from mx.core.local_ranks import LocalRanks
-from mx.target.ranks import meet
+from mx.fetching.ranks import meet
 from tests.support.local_exchange import all_of, ref_of
 from tests.support.transfer_machine import grid_of
 """

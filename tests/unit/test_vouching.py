@@ -15,9 +15,9 @@ from mx.core.binding import Binding
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.vouching import END_US, SIZES, Vouch, decode, family, preferred
 from mx.errors import ConfigError, ManifestError
+from mx.fetching.owners import check
 from mx.namekey import NameKey
 from mx.publickey import PublicKey, is_signed, parse
-from mx.target.owners import check
 from mx.wire.locate import Located, LocateRequest
 from tests.support.owners import commitment_of
 from tests.support.records import make_documents, make_record

@@ -17,7 +17,7 @@ from mx.api.target import Pull
 from mx.core.progress import Progress
 from mx.engines.transformers.pending import Pending, Values
 from mx.errors import ClosedError, ConfigError, MxError, another
-from mx.target.report import LayerEvent, PullReport
+from mx.fetching.report import LayerEvent, PullReport
 
 #: What ends the thread that follows a pull: the pull's end, or the model's.
 _END = None

@@ -15,9 +15,9 @@ from mx.engines.transformers.counters import served
 from mx.engines.transformers.lookup import Lookup, ServedModel
 from mx.engines.transformers.weights import Weights, WeightsFile
 from mx.errors import ConfigError, MxError, UnknownModelError
+from mx.fetching.report import PullReport
 from mx.fleet import ask_offered, offer, pull_offered
 from mx.log import event
-from mx.target.report import PullReport
 from mx.wire.cache import HeldAt
 
 log = logging.getLogger(__name__)

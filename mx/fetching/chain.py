@@ -20,10 +20,9 @@ from mx.errors import (
     OutputError,
     another,
 )
-from mx.runtime import in_thread, uncut
-from mx.target.opening import open_store, stoppable
-from mx.target.reads import Connection, StorePath, StoreSource
-from mx.target.report import (
+from mx.fetching.opening import open_store, stoppable
+from mx.fetching.reads import Connection, StorePath, StoreSource
+from mx.fetching.report import (
     FAILED,
     PARTLY,
     SKIPPED,
@@ -33,18 +32,19 @@ from mx.target.report import (
     PullReport,
     StepReport,
 )
+from mx.runtime import in_thread, uncut
 from mx.units import format_bytes
 
 if TYPE_CHECKING:
     from mx.core.pages import Pages
     from mx.core.planner import Plan
     from mx.core.types import Manifest, SourceRecord
+    from mx.fetching.edition import EditionLog
+    from mx.fetching.events import EventLog
+    from mx.fetching.options import PullOptions
+    from mx.fetching.stored import StoreSession
+    from mx.fetching.transfer import Transfer
     from mx.storage.stores import CheckpointStore
-    from mx.target.edition import EditionLog
-    from mx.target.events import EventLog
-    from mx.target.options import PullOptions
-    from mx.target.stored import StoreSession
-    from mx.target.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class Chain:
         log: EventLog,
     ) -> None:
         """Read through one store until the transfer has ended. Raises why it can't go on."""
-        from mx.target.stored import StoredModel, StoreSession, find_pages
+        from mx.fetching.stored import StoredModel, StoreSession, find_pages
 
         loop = asyncio.get_running_loop()
 

@@ -26,23 +26,23 @@ from mx.errors import (
     StaleGenerationError,
     SupersededError,
 )
+from mx.fetching.attempt import Attempt, Context, History
+from mx.fetching.chain import Chain
+from mx.fetching.edition import Edition
+from mx.fetching.events import EditionReadiness, EventLog, changed
+from mx.fetching.from_sources import FromSources
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import target_place
+from mx.fetching.report import PathReport, PullReport, again, explained
+from mx.fetching.resolver import FIRST_S
 from mx.runtime import uncut, unexpected
 from mx.storage.stores import CheckpointStore
-from mx.target.attempt import Attempt, Context, History
-from mx.target.chain import Chain
-from mx.target.edition import Edition
-from mx.target.events import EditionReadiness, EventLog, changed
-from mx.target.from_sources import FromSources
-from mx.target.options import PullOptions
-from mx.target.paths import target_place
-from mx.target.report import PathReport, PullReport, again, explained
-from mx.target.resolver import FIRST_S
 from mx.tasks import started
 from mx.transport import Transport
 from mx.views import host_bytes
 
 if TYPE_CHECKING:
-    from mx.target.whole import FromStore
+    from mx.fetching.whole import FromStore
 
 #: What the error of a failed pull into a module says.
 UNUSABLE = "`into` holds a part of the new weights: do not use it before a pull into it succeeds"
@@ -185,7 +185,7 @@ class Job:
             return await chain.whole(None, self._from_store, begin_again)
         if self.options.cache:
             self._log.phase = "waiting for the cache"
-            from mx.target.caching import ask_cache
+            from mx.fetching.caching import ask_cache
 
             held = await ask_cache(self.options, self.edition.count)
             self.cached_at = "" if held is None else held.endpoint
@@ -207,7 +207,7 @@ class Job:
 
     async def _from_store(self, store: CheckpointStore, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
-        from mx.target.whole import FromStore
+        from mx.fetching.whole import FromStore
 
         return await self._attempted(FromStore(self._context, self.edition, store, last=last))
 

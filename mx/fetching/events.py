@@ -1,7 +1,7 @@
 """A pull's event log, which callers wait on and subscribe to, and what each edition records in it.
 
 The log has one present `EditionReadiness`. An edition's threads record in their own
-(`mx.target.edition`): once another one is the present, what they record reaches neither a waiter
+(`mx.fetching.edition`): once another one is the present, what they record reaches neither a waiter
 nor a subscriber.
 """
 
@@ -25,7 +25,7 @@ from mx.errors import (
     RevisionChangedError,
     another,
 )
-from mx.target.report import LayerEvent, PullReport
+from mx.fetching.report import LayerEvent, PullReport
 from mx.tasks import Latch, calling_back, require_other_thread
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class EventLog:
             return self._present
 
     def planned(self, ready: EditionReadiness, n_layers: int, manifest: Manifest | None) -> None:
-        """See `mx.target.edition.EditionLog`."""
+        """See `mx.fetching.edition.EditionLog`."""
         with self._lock:
             if manifest is not None and ready.told not in (None, manifest.ref.identity):
                 raise IntegrityError(
@@ -140,7 +140,7 @@ class EventLog:
             self._wake()
 
     def layer_ready(self, ready: EditionReadiness, event: LayerEvent, raised: Raised) -> bool:
-        """See `mx.target.edition.EditionLog`."""
+        """See `mx.fetching.edition.EditionLog`."""
         with self._lock:
             if event.index in ready.events or event.index in ready.pending:
                 return False

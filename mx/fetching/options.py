@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mx.core.local_ranks import LocalRanks
     from mx.core.reuse import HeldWeights
     from mx.core.selection import Selection
+    from mx.fetching.report import StepReport
     from mx.memory.in_place import InPlace
     from mx.memory.live import Memory
     from mx.storage.stores import CheckpointStore
     from mx.swarm.sharing import MakeHost
-    from mx.target.report import StepReport
     from mx.transport import TlsFiles
 
 

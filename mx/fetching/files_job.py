@@ -10,16 +10,16 @@ from dataclasses import replace
 from mx.core.progress import Progress
 from mx.core.types import Packaging
 from mx.errors import ConfigError, LocalError, MxError, NoSourceError, OutputError
+from mx.fetching.edition import Edition
+from mx.fetching.events import EventLog, changed
+from mx.fetching.files import write_documents, write_files
+from mx.fetching.opening import open_store
+from mx.fetching.options import PullOptions
+from mx.fetching.report import FilesReport, PullReport, VerifiedBy
+from mx.fetching.resolver import describe, retry_until_found
 from mx.runtime import in_thread, uncut, unexpected
 from mx.storage.staged_writer import FilesWriter
 from mx.storage.stores import CheckpointStore
-from mx.target.edition import Edition
-from mx.target.events import EventLog, changed
-from mx.target.files import write_documents, write_files
-from mx.target.opening import open_store
-from mx.target.options import PullOptions
-from mx.target.report import FilesReport, PullReport, VerifiedBy
-from mx.target.resolver import describe, retry_until_found
 from mx.wire.documents import WritePage
 from mx.wire.locate import Locator
 

@@ -1,5 +1,5 @@
 """Reads a model from its sources: resolve, plan, allocate, prefill, transfer, commit. On the loop;
-the bytes are moved by `mx.target.transfer`."""
+the bytes are moved by `mx.fetching.transfer`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from mx.core.pages import Pages
 from mx.core.progress import Progress, progress_of
 from mx.core.types import Layout, Manifest, SourceRecord
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
-from mx.memory.arena import BorrowedArena
-from mx.runtime import beside, in_thread, uncut
-from mx.target.attaching import Attacher
-from mx.target.attempt import Attempt, Context
-from mx.target.connector import Connector
-from mx.target.delivery import Delivery
-from mx.target.edition import Edition
-from mx.target.prefill import Fill, prefilling
-from mx.target.reads import Connection
-from mx.target.report import (
+from mx.fetching.attaching import Attacher
+from mx.fetching.attempt import Attempt, Context
+from mx.fetching.connector import Connector
+from mx.fetching.delivery import Delivery
+from mx.fetching.edition import Edition
+from mx.fetching.prefill import Fill, prefilling
+from mx.fetching.reads import Connection
+from mx.fetching.report import (
     PathReport,
     PullReport,
     VerifiedBy,
@@ -38,29 +36,31 @@ from mx.target.report import (
     none_opened,
     superseded,
 )
-from mx.target.resolver import FoundPaths, fetch_manifest, locate, retry_until_found
+from mx.fetching.resolver import FoundPaths, fetch_manifest, locate, retry_until_found
+from mx.memory.arena import BorrowedArena
+from mx.runtime import beside, in_thread, uncut
 from mx.transport import Preparing, View
 from mx.wire.locate import Locator
 
 if TYPE_CHECKING:
     from mx.core.selection import Subset
     from mx.core.wanted import Wanted
+    from mx.fetching.connections import ConnectionPool
+    from mx.fetching.exchange import Exchange
+    from mx.fetching.pages import PageFetcher
+    from mx.fetching.transfer import Transfer
     from mx.memory.live import Memory
     from mx.memory.subset import SubsetMemory
     from mx.swarm.sharing import Sharing
-    from mx.target.connections import ConnectionPool
-    from mx.target.exchange import Exchange
-    from mx.target.pages import PageFetcher
-    from mx.target.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
 #: What attaching does without.
 _FOR_TRANSFERS = (
     "mx.swarm.sharing",
-    "mx.target.connections",
-    "mx.target.pages",
-    "mx.target.transfer",
+    "mx.fetching.connections",
+    "mx.fetching.pages",
+    "mx.fetching.transfer",
 )
 #: A pull that follows its model waits at least so long for it while it changes.
 FOLLOW_S = 10.0
@@ -121,7 +121,7 @@ class FromSources(Attempt):
             if options.strong:
                 closing.push_async_callback(in_thread, delivery.settle)
             if options.out is not None:
-                from mx.target.files import write_first
+                from mx.fetching.files import write_first
 
                 await write_first(options, locator, found, delivery.side_page, self._log.waiting)
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
@@ -190,8 +190,8 @@ class FromSources(Attempt):
 
     async def _allocate(self, found: FoundPaths, delivery: Delivery) -> tuple[Memory, Transfer]:
         """Return new memory, and the transfer into it, which `_closing` ends."""
+        from mx.fetching.transfer import Transfer
         from mx.memory.live import LiveMemory
-        from mx.target.transfer import Transfer
 
         manifest, options = found.manifest, self._options
         arena = await uncut(self._new_arena(self.edition.layout or manifest.layout))
@@ -204,7 +204,7 @@ class FromSources(Attempt):
             if ranks is not None:
                 self._history.ranks_met = True
                 self._log.phase = "waiting for ranks"
-                from mx.target.ranks import meet_ranks
+                from mx.fetching.ranks import meet_ranks
 
                 exchanged = await meet_ranks(
                     ranks, manifest, selected[1], self._closing, self._context.closed.is_set
@@ -272,9 +272,9 @@ class FromSources(Attempt):
         for name in (*_FOR_TRANSFERS, *options.host_modules):
             if name not in sys.modules:
                 await in_thread(importlib.import_module, name)  # the loop goes on meanwhile
+        from mx.fetching.connections import ConnectionPool
+        from mx.fetching.pages import PageFetcher
         from mx.memory.live import LiveMemory
-        from mx.target.connections import ConnectionPool
-        from mx.target.pages import PageFetcher
 
         arena, transfer = await self._allocate(found, delivery)
         self.edition.sharing = sharing = self._sharing(found, arena, transfer)

@@ -9,11 +9,11 @@ from mx.core.connections import Connections, PathEntry
 from mx.core.reasons import reason_of
 from mx.core.types import Manifest
 from mx.errors import ConfigError, DigestError, LocalError, MxError, NotAllowedError
+from mx.fetching.connector import Connector
+from mx.fetching.delivery import Delivery
+from mx.fetching.reads import Connection
+from mx.fetching.report import LeftSource
 from mx.runtime import in_thread, uncut
-from mx.target.connector import Connector
-from mx.target.delivery import Delivery
-from mx.target.reads import Connection
-from mx.target.report import LeftSource
 from mx.transport import View
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mx.core.types import Packaging
 from mx.errors import MxError
+from mx.fetching.options import PullOptions
 from mx.runtime import in_thread
 from mx.storage.stores import CheckpointStore, Opening
-from mx.target.options import PullOptions
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint

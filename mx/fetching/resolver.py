@@ -64,7 +64,7 @@ async def locate(locator: Locator) -> Located:
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
         if locator.where.owners:
-            from mx.target.owners import check  # most pulls name none
+            from mx.fetching.owners import check  # most pulls name none
 
             await in_thread(check, locator.where, located)
         span.set(sources=len(located.sources))

@@ -11,7 +11,7 @@ from mx.core.paths import Medium, Path
 from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
-from mx.target.options import PullOptions
+from mx.fetching.options import PullOptions
 from mx.transport import Transport, Unavailable
 
 

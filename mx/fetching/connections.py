@@ -21,15 +21,15 @@ from mx.errors import (
     PeerLostError,
     PeerRefusedError,
 )
+from mx.fetching.connector import Connector
+from mx.fetching.edition import EditionLog
+from mx.fetching.events import EventLog
+from mx.fetching.reads import Connection
+from mx.fetching.report import LeftSource, superseded
+from mx.fetching.resolver import FIRST_S, LONGEST_S
+from mx.fetching.transfer import Transfer
 from mx.runtime import set_by
 from mx.swarm.sharing import Sharing
-from mx.target.connector import Connector
-from mx.target.edition import EditionLog
-from mx.target.events import EventLog
-from mx.target.reads import Connection
-from mx.target.report import LeftSource, superseded
-from mx.target.resolver import FIRST_S, LONGEST_S
-from mx.target.transfer import Transfer
 from mx.transport import ScatteredView
 from mx.units import format_seconds
 from mx.wire.locate import Located, Locator

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mx.target.report import VerifiedBy
+from mx.fetching.report import VerifiedBy
 
 if TYPE_CHECKING:
     from mx.core.types import Companion, Layout, Manifest
+    from mx.fetching.edition import EditionLog
+    from mx.fetching.transfer import Transfer
     from mx.memory.device import HostReader
     from mx.storage.output import Output
-    from mx.target.edition import EditionLog
-    from mx.target.transfer import Transfer
     from mx.transport import View
 
 

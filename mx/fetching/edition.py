@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mx.errors import ClosedError, MxError, another
+from mx.fetching.files import SideFiles
+from mx.fetching.report import LayerEvent, TensorsOf, VerifiedBy
 from mx.runtime import unexpected
-from mx.target.files import SideFiles
-from mx.target.report import LayerEvent, TensorsOf, VerifiedBy
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from mx.core.pages import Pages
     from mx.core.selection import Subset
     from mx.core.types import Layer, Layout, Manifest
+    from mx.fetching.events import EditionReadiness, EventLog
+    from mx.fetching.options import PullOptions
     from mx.memory.live import Memory
     from mx.swarm.sharing import Sharing
-    from mx.target.events import EditionReadiness, EventLog
-    from mx.target.options import PullOptions
     from mx.views import View
 
 

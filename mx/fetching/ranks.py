@@ -22,9 +22,9 @@ from mx.core.local_ranks import MOST_RANKS, LocalRanks, Shares, index_nbytes, in
 from mx.core.types import Manifest, ManifestRef
 from mx.core.wanted import Wanted
 from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
+from mx.fetching.exchange import Exchange, Fellow
+from mx.fetching.ring import Ring
 from mx.runtime import in_thread, uncut
-from mx.target.exchange import Exchange, Fellow
-from mx.target.ring import Ring
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from mx.core.local_ranks import Shares
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, Wanted
 from mx.errors import PeerProtocolError
-from mx.target.ring import Ring
+from mx.fetching.ring import Ring
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Fellow:
 
 
 class Pulling(Protocol):
-    """The pull whose blocks are exchanged: `mx.target.transfer.Transfer`."""
+    """The pull whose blocks are exchanged: `mx.fetching.transfer.Transfer`."""
 
     def write_given(self, part: Part, data: memoryview) -> None:
         """Scatter a part's wanted blocks to their destinations."""

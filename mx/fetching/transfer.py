@@ -1,7 +1,8 @@
 """The data side of a pull: it feeds the transfer machine with what connections, reads, the swarm
 and the ranks on this host bring, and carries out its commands.
 
-`mx.target.sink` hashes parts as they land, `mx.target.destination` has the memory in which they do.
+`mx.fetching.sink` hashes parts as they land, `mx.fetching.destination` has the memory in which they
+do.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from mx.core.transfer_commands import (
 from mx.core.types import Manifest
 from mx.core.wanted import Wanted
 from mx.errors import ChunkElsewhereError, ClosedError, MxError, another
+from mx.fetching.destination import Destination
+from mx.fetching.exchange import Exchange
+from mx.fetching.reads import CONNECTION_ERRORS, Connection
+from mx.fetching.report import PathReport, VerifiedBy
+from mx.fetching.sink import PartSink, vouched_of
 from mx.memory.arena import MakeHasher, host_hasher
 from mx.memory.subset import SubsetMemory
 from mx.runtime import unexpected
-from mx.target.destination import Destination
-from mx.target.exchange import Exchange
-from mx.target.reads import CONNECTION_ERRORS, Connection
-from mx.target.report import PathReport, VerifiedBy
-from mx.target.sink import PartSink, vouched_of
 from mx.transport import Read, View, host_view
 
 Answer = TypeVar("Answer")

@@ -11,12 +11,12 @@ from mx.core.digest import SHORTCUT_BYTES, BlockHasher, block_digest, shortcut_d
 from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.errors import MxError
+from mx.fetching.destination import PartMemory
 from mx.memory.arena import Hasher, MakeHasher
-from mx.target.destination import PartMemory
 from mx.transport import host_view
 
 if TYPE_CHECKING:
-    from mx.target.transfer import Transfer
+    from mx.fetching.transfer import Transfer
 
 
 class PartSink:

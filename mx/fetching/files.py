@@ -12,12 +12,12 @@ from mx import trace
 from mx.core.reasons import reason_of
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
+from mx.fetching.events import EditionReadiness
+from mx.fetching.opening import stored_files
+from mx.fetching.options import PullOptions
+from mx.fetching.report import LeftSource
+from mx.fetching.resolver import FoundPaths, retry_until_found
 from mx.runtime import in_thread, uncut, unexpected
-from mx.target.events import EditionReadiness
-from mx.target.opening import stored_files
-from mx.target.options import PullOptions
-from mx.target.report import LeftSource
-from mx.target.resolver import FoundPaths, retry_until_found
 from mx.wire.documents import WritePage
 from mx.wire.locate import Located, Locator
 

@@ -12,7 +12,7 @@ from mx.log import event
 from mx.wire.cache import CacheClient, HeldAt, WantedModel
 
 if TYPE_CHECKING:
-    from mx.target.options import PullOptions
+    from mx.fetching.options import PullOptions
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,10 @@ from dataclasses import replace
 from mx.core.layout_rules import oldest
 from mx.core.types import Layout
 from mx.errors import CheckpointError, MxError, NotAllowedError
+from mx.fetching.attempt import Attempt, Context
+from mx.fetching.edition import Edition
+from mx.fetching.options import PullOptions
+from mx.fetching.report import PathReport, PullReport, VerifiedBy
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.memory.verify import check_overlapping
@@ -16,10 +20,6 @@ from mx.runtime import in_thread, uncut
 from mx.storage.load import LoadedCheckpoint, load_opened
 from mx.storage.staging import Staging
 from mx.storage.stores import OBJECTS, CheckpointStore, Opening
-from mx.target.attempt import Attempt, Context
-from mx.target.edition import Edition
-from mx.target.options import PullOptions
-from mx.target.report import PathReport, PullReport, VerifiedBy
 from mx.wire.locate import Locator, write_side_files
 
 log = logging.getLogger(__name__)

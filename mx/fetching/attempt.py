@@ -1,8 +1,8 @@
 """What the attempts of a pull have in common: what they work with (`Context`), what one leaves to
 the next (`History`), and how a model is delivered, reported, committed or discarded (`Attempt`).
 
-`mx.target.from_sources` and `mx.target.whole` have the two kinds; `mx.target.job` decides which one
-comes next. An attempt is made for one run, and fills one edition (`mx.target.edition`).
+`mx.fetching.from_sources` and `mx.fetching.whole` have the two kinds; `mx.fetching.job` decides
+which one comes next. An attempt is made for one run, and fills one edition (`mx.fetching.edition`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mx.core.progress import Progress, progress_of
 from mx.core.topology import Place
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import MxError
+from mx.fetching.chain import Chain
+from mx.fetching.delivery import Delivery
+from mx.fetching.edition import Edition
+from mx.fetching.events import EventLog
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import plan_paths
+from mx.fetching.report import LeftSource, PathReport, PullReport, VerifiedBy
 from mx.runtime import in_thread
-from mx.target.chain import Chain
-from mx.target.delivery import Delivery
-from mx.target.edition import Edition
-from mx.target.events import EventLog
-from mx.target.options import PullOptions
-from mx.target.paths import plan_paths
-from mx.target.report import LeftSource, PathReport, PullReport, VerifiedBy
 from mx.transport import Transport
 
 
@@ -140,7 +140,7 @@ class Attempt:
     async def _commit(self, delivery: Delivery, report: PullReport) -> PullReport:
         if self._options.out is not None:
             if delivery.companions:
-                from mx.target.companions import pull_companions
+                from mx.fetching.companions import pull_companions
 
                 report.companions = await pull_companions(
                     self._context,

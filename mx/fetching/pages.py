@@ -18,8 +18,8 @@ import grpc.aio
 from mx.core.pages import check_page
 from mx.core.types import SourceRecord
 from mx.errors import DigestError, IncompleteError, MxError, PeerProtocolError
+from mx.fetching.transfer import Transfer
 from mx.runtime import in_thread
-from mx.target.transfer import Transfer
 from mx.wire.channel import Remote, Role
 from mx.wire.pages import fetch_pages
 

@@ -17,15 +17,15 @@ from mx.errors import (
     PeerProtocolError,
     UnknownModelError,
 )
+from mx.fetching.attempt import Context
+from mx.fetching.delivery import Delivery
+from mx.fetching.edition import Edition
+from mx.fetching.events import EventLog
+from mx.fetching.options import PullOptions
+from mx.fetching.report import CompanionReport, PullReport
+from mx.fetching.resolver import describe, retry_until_found
 from mx.runtime import in_thread, uncut
 from mx.storage.stores import CompanionStore
-from mx.target.attempt import Context
-from mx.target.delivery import Delivery
-from mx.target.edition import Edition
-from mx.target.events import EventLog
-from mx.target.options import PullOptions
-from mx.target.report import CompanionReport, PullReport
-from mx.target.resolver import describe, retry_until_found
 from mx.text import listed
 from mx.wire.locate import Locator
 
@@ -93,7 +93,7 @@ async def companion_options(options: PullOptions, path: str) -> PullOptions:
 
     Raises:
         UnknownModelError: The model has no such companion.
-        MxError: As `mx.target.resolver.describe`.
+        MxError: As `mx.fetching.resolver.describe`.
     """
     if not options.from_sources:
         stores = tuple(CompanionStore(store, path) for store in options.stores)
@@ -164,7 +164,7 @@ async def _from_anywhere(
 
 
 async def _pulled(context: Context, options: PullOptions) -> PullReport:
-    from mx.target.job import Job  # which imports this
+    from mx.fetching.job import Job  # which imports this
 
     log = EventLog(time.monotonic())
     job = Job(options, context.transports, log, context.closed)

@@ -17,9 +17,9 @@ from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import Layout
 from mx.errors import ClosedError, MxError, PeerProtocolError, SourceError
+from mx.fetching.options import PullOptions
+from mx.fetching.reads import Connection, ReadLease
 from mx.runtime import in_thread, uncut
-from mx.target.options import PullOptions
-from mx.target.reads import Connection, ReadLease
 from mx.transport import Grant, Session, Transport, View, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial

@@ -19,13 +19,13 @@ from mx.core.pages import Pages, check_page
 from mx.core.reuse import ChunkCopy, HeldWeights, same_chunks
 from mx.core.types import Manifest
 from mx.errors import DigestError
-from mx.target.delivery import Delivery
+from mx.fetching.delivery import Delivery
 from mx.threads import Threads
 from mx.transport import DeviceView, View, contiguous, host_view
 
 if TYPE_CHECKING:
+    from mx.fetching.transfer import Transfer
     from mx.memory.device import HostReader
-    from mx.target.transfer import Transfer
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2

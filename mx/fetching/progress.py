@@ -14,9 +14,9 @@ from mx.core.progress import Progress
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import MxError
+from mx.fetching.events import EventLog
+from mx.fetching.options import PullOptions
 from mx.runtime import set_by
-from mx.target.events import EventLog
-from mx.target.options import PullOptions
 from mx.wire.address import each_address
 from mx.wire.client import CoordinatorClient
 from mx.wire.progress import Report
