@@ -85,12 +85,6 @@ def test_what_a_signature_shows_is_what_is_taken() -> None:
         settings = config.load({}, environ={})
         none, all_of_them = (pull_options("m", settings, each) for each in (PullArguments(), shown))
         assert replace(none, host=None) == replace(all_of_them, host=None)
-    assert inspect.signature(mx.Shard) == inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="int")
-            for name in ("dim", "rank", "size")
-        ]
-    )
 
 
 def test_an_argument_that_does_not_exist_is_refused_with_the_closest_that_does() -> None:
