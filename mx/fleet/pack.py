@@ -25,7 +25,11 @@ PACK = Pack(
         "wait_for_bundle_async": "mx.fleet.bundles",
     },
     verbs={"cache": "mx.fleet.verbs:cache"},
-    additions={"serve": "mx.fleet.verbs:CACHE", "models": "mx.fleet.verbs:BUNDLES"},
+    additions={
+        "serve": "mx.fleet.verbs:CACHE",
+        "models": "mx.fleet.verbs:BUNDLES",
+        "web": "mx.fleet.verbs:HTTP",
+    },
     settings={
         "cache_memory": SettingDescription(
             0,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
@@ -19,6 +20,8 @@ from mx.units import count, format_bytes, format_seconds
 from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from mx.config import Settings
     from mx.core.answers import BundleStatus
     from mx.fleet.caching import Cache
@@ -120,6 +123,23 @@ class _Bundles(additions.ModelsAddition):
 
 
 BUNDLES = _Bundles()
+
+
+class _Http(additions.VerbAddition):
+    help = (
+        "At `/v1/replicas`, `/v1/estimate`, `/v1/place` and `/v1/watch` routers in other languages "
+        "ask what `mx.Router` answers, as JSON (docs/http.md)."
+    )
+
+    def answers(
+        self, settings: Settings, headers: Mapping[str, str]
+    ) -> AbstractContextManager[Mapping[str, ASGIApp]]:
+        from mx.fleet.http import applications
+
+        return applications(settings, headers)
+
+
+HTTP = _Http()
 
 
 def _show_bundles(bundles: Sequence[BundleStatus]) -> None:

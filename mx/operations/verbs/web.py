@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import signal
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import typer
 
-from mx.cli import options, outcome
+from mx.cli import additions, options, outcome
+from mx.config import Settings
 from mx.errors import ConfigError, install_hint
 from mx.tasks import require_thread_room
 from mx.wire.address import tls_of
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+
+@runtime_checkable
+class WebAddition(Protocol):
+    """What a pack adds to `mx web`: `Pack.additions` names it."""
+
+    def answers(
+        self, settings: Settings, headers: Mapping[str, str]
+    ) -> AbstractContextManager[Mapping[str, ASGIApp]]:
+        """Return a context manager that yields, by path, what answers there while the page is
+        served. Requests have been admitted; `headers` are those of each answer."""
 
 
 @options.takes_settings
@@ -37,6 +56,9 @@ def web(context: typer.Context, *, as_json: bool) -> None:
         )
     from mx.operations.web import server
 
+    of_packs = additions.of("web", additions.VerbAddition)
+    added = [each for each in of_packs if isinstance(each, WebAddition)]
+
     outcome.ignore_hangup()
 
     def listening(url: str) -> None:
@@ -55,6 +77,7 @@ def web(context: typer.Context, *, as_json: bool) -> None:
                 tls=tls_of(settings),
                 insecure=settings.insecure,
                 timeout_s=settings.connect_timeout_s,
+                more=[functools.partial(each.answers, settings) for each in added],
             ),
             stop,
             listening,

@@ -12,7 +12,8 @@ import hashlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,9 @@ _MAX_PATH_CHARS = 64
 HANDSHAKE_S = 5.0
 
 
+MoreAnswers = Callable[[Mapping[str, str]], AbstractContextManager[Mapping[str, ASGIApp]]]
+
+
 @dataclass(frozen=True, slots=True)
 class WebOptions:
     """The options of `mx web`: where it listens and what it follows, both HOST:PORT."""
@@ -74,6 +78,9 @@ class WebOptions:
     tls: TlsFiles | None = None
     insecure: bool = False
     timeout_s: float = 3.0
+    #: Functions of the headers of each answer that return a context manager; it yields, by path,
+    #: what answers there.
+    more: Sequence[MoreAnswers] = ()
 
 
 def _pages() -> dict[str, tuple[bytes, str, str]]:
@@ -92,14 +99,18 @@ def _pages() -> dict[str, tuple[bytes, str, str]]:
 class Application:
     """The ASGI application: decides about each request, and answers it."""
 
-    def __init__(self, browsers: Browsers, hosts: Sequence[str]) -> None:
+    def __init__(
+        self, browsers: Browsers, hosts: Sequence[str], more: Mapping[str, ASGIApp]
+    ) -> None:
         """
         Args:
             browsers: The stream of events.
             hosts: The names that a request's Host may have besides addresses.
+            more: What answers at further paths, which packs have added.
         """
         self._browsers = browsers
         self._hosts = hosts
+        self._more = more
         self._pages = _pages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,6 +120,8 @@ class Application:
         refused = self._refusal(scope, headers)
         if refused is not None:
             await refused(scope, receive, send)
+        elif answer := self._more.get(scope["path"]):
+            await answer(scope, receive, send)
         elif scope["path"] == "/events":
             try:
                 with self._browsers.open.held((scope.get("client") or ("?", 0))[0]):
@@ -130,7 +143,7 @@ class Application:
         if not typed or (scope["path"] != "/" and site not in ("same-origin", "none")):
             return _text(403, "another site may not read this page")
         if len(scope["path"]) > _MAX_PATH_CHARS or (
-            scope["path"] != "/events" and scope["path"] not in self._pages
+            scope["path"] not in {"/events", *self._more, *self._pages}
         ):
             return _text(404, "there is no such file")
         return None
@@ -205,12 +218,15 @@ async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[s
     )
     try:
         await require_free(host, port)
-        with _bound(host, port) as sock:
+        with _bound(host, port) as sock, ExitStack() as stack:
+            more: dict[str, ASGIApp] = {}
+            for answers in options.more:
+                more |= stack.enter_context(answers(_HEADERS))
             follower = Follower(client, Board())
             browsers = Browsers(follower, options.coordinator, _RAW_HEADERS)
             if shown is not None:
                 names += shown.names
-            server = _Server(_config(Application(browsers, names)))
+            server = _Server(_config(Application(browsers, names, more)))
             if shown is not None:
                 server.config.ssl = _context(shown)
             where = join_address(_shown(host, shown), sock.getsockname()[1])
