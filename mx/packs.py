@@ -127,6 +127,11 @@ def each(kind: str) -> Iterator[Any]:
 
 
 def tell(event: str, text: str = "") -> None:
-    """Call the listeners of packs; see `Pack.listeners`."""
+    """Call the listeners of packs; see `Pack.listeners`. What one raises is logged."""
     for listener in each("listeners"):
-        listener(event, text)
+        try:
+            listener(event, text)
+        except Exception:  # the command goes on: it serves, and only this is not told
+            import logging
+
+            logging.getLogger(__name__).exception("a listener of a pack failed: %s", listener)

@@ -116,7 +116,8 @@ def serve(
     beside = [each for each in of_packs if each.is_given(context)]
     if not checkpoint and not beside:
         raise ConfigError(
-            "Missing argument 'CHECKPOINT'", hint="name a folder, or see what --help names"
+            "Missing argument 'CHECKPOINT'",
+            hint="name a folder, or see --help for what else is served",
         )
     if not checkpoint and (given := [n for n in _OF_CHECKPOINTS if _is_given(context, n)]):
         raise ConfigError(

@@ -55,9 +55,8 @@ class _CacheAddition(additions.ServeAddition):
                 raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
             return False
         if checkpoint or context.params.get("artifacts"):
-            what = "a CHECKPOINT" if checkpoint else "a set"
             raise ConfigError(
-                f"a cache holds what is pulled, and serves not {what} of its own",
+                "a cache serves no CHECKPOINT and no sets of its own: it holds what is pulled",
                 hint="leave out --cache, or serve that by another command",
             )
         _run(context, as_json=as_json)

@@ -17,7 +17,7 @@ PACK = Pack(
         "demo": "mx.operations.verbs.demo:demo",
         "bench": "mx.operations.verbs.bench:bench",
     },
-    additions={"pull": "mx.operations.accompany:METRICS"},
+    additions={"pull": "mx.operations.verbs.metrics:METRICS"},
     settings={
         "web_listen": SettingDescription(
             "127.0.0.1:7680",

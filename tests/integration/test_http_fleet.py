@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks.checkpoints import write_checkpoint
 from mx.fleet.router import MAX_WATCHES
-from tests.integration.test_web import get, start_web, until
 from tests.support.commands import Run, commands, serve, start_coordinator
 from tests.support.daemon import ROOT
+from tests.support.web_pages import get, start_web, until
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,7 +25,6 @@ from mx.transport import TlsFiles
 from tests.support.certificates import Authority
 from tests.support.chromium import chromium, opened
 from tests.support.commands import (
-    Command,
     Run,
     commands,
     environment,
@@ -34,6 +33,7 @@ from tests.support.commands import (
     start_coordinator,
 )
 from tests.support.daemon import ROOT
+from tests.support.web_pages import get, start_web, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -50,13 +50,6 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-def start_web(run: Run, coordinator: str, *more: str) -> tuple[str, Command]:
-    """Start `mx web`; return the page's URL, and the command."""
-    command = run("web", "--coordinator", coordinator, "--listen", f"127.0.0.1:{free_port()}",
-                  "--json", *more)  # fmt: skip
-    return str(command.json()["url"]), command
-
-
 @contextmanager
 def fleet(coordinator: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a simulated fleet at a coordinator."""
@@ -70,27 +63,6 @@ def fleet(coordinator: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]
     finally:
         process.kill()
         process.wait()
-
-
-def until(holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"no {what} within {timeout_s:g} s"
-        time.sleep(0.1)
-
-
-def get(
-    url: str, path: str = "/", method: str = "GET", **headers: str
-) -> tuple[int, dict[str, str], str]:
-    """Return the status, the headers and the body of an answer."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    try:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, headers=named)
-        answer = connection.getresponse()
-        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode()
-    finally:
-        connection.close()
 
 
 # -- in a browser ---------------------------------------------------------------------------------
