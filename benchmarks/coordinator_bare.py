@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from mx.core.versions import headers
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.versions import headers
 
 LEASE_S = 5.0
 _INTERVAL_S = 0.1

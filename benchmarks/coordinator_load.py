@@ -27,7 +27,6 @@ import grpc.aio
 from mx import codec
 from mx.core.digest import document_digest
 from mx.core.manifest import TensorSpec, encode, plan_layout
-from mx.core.registration import Registration
 from mx.core.topology import Nic, NumaNode, Place
 from mx.core.types import (
     AddressTable,
@@ -36,6 +35,7 @@ from mx.core.types import (
     PackagedFile,
     Packaging,
     Region,
+    Registration,
     SourceRecord,
     SourceState,
 )

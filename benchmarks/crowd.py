@@ -19,7 +19,7 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mx.core.registration import Registration
+from mx.core.types import Registration
 from mx.units import count
 
 from . import harness

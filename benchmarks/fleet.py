@@ -33,8 +33,7 @@ from typing import Any
 
 from mx import codec
 from mx.core.holdings import members, ranges_of
-from mx.core.registration import Registration
-from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
+from mx.core.types import ModelKey, Registration, SourceRecord, SourceRole, SourceState
 from mx.fetching.connections import ORDINARY_S, ordinary_pause_s
 from mx.fetching.progress import FIRST_S, INTERVAL_S
 from mx.wire.channel import Remote, Role, cut, dial

@@ -20,14 +20,15 @@ from mx.core.ownership import (
     MAX_RECEIPT_BYTES,
     SIGNATURE_BYTES,
 )
-from mx.core.registration import Intent, Registration
 from mx.core.types import (
     MAX_NOTES_BYTES,
     NAME_CHARS,
     AddressTable,
+    Intent,
     ManifestRef,
     ModelKey,
     Region,
+    Registration,
     SourceRecord,
     SourceRole,
     SourceState,

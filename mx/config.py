@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from mx import config_values as values
-from mx import packs
 from mx.config_values import COMMON, CONNECTION, LIMITS, STORES, SettingDescription
 from mx.errors import ConfigError
 
@@ -278,7 +277,7 @@ class Settings:
         _SERVE_PULL, "FILE", group=COMMON,
     )
     # fmt: on
-    #: The settings of packs, by name, that are not as by default: see `value`.
+    #: The settings of packs that are set, by name: see `value`.
     added: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     file: str = field(default="", repr=False, compare=False)
@@ -298,26 +297,32 @@ class Settings:
         return self.added[name] if name in self.added else descriptions()[name].default
 
 
+def _with_flag(name: str, about: SettingDescription) -> SettingDescription:
+    return replace(about, flag=f"--{about.flag or name.replace('_', '-')}")
+
+
+#: The kernel's settings by name, in the order of display.
+_OWN = {
+    item.name: _with_flag(item.name, about)
+    for item in fields(Settings)
+    if (about := item.metadata.get("about"))
+}
+
+
 @functools.cache
 def descriptions() -> Mapping[str, SettingDescription]:
     """Return all settings by name, in the order of display: the kernel's, then those of packs."""
-    found = {item.name: about for item in fields(Settings) if (about := item.metadata.get("about"))}
+    from mx import packs  # for a command's settings, or a name that is not the kernel's
+
+    found = dict(_OWN)
     for pack in packs.packs().values():
-        found |= {name: about for name, about in pack.settings.items() if name not in found}
+        for name, about in pack.settings.items():
+            found.setdefault(name, _with_flag(name, about))
     for pack in packs.packs().values():
         for verb, names in pack.takes.items():
             for name in names:
                 found[name] = replace(found[name], verbs=(*found[name].verbs, verb))
-    return {
-        name: replace(about, flag=f"--{about.flag or name.replace('_', '-')}")
-        for name, about in found.items()
-    }
-
-
-def taken_by(verb: str) -> tuple[str, ...]:
-    """Return the names of the settings that are flags of a verb of the kernel's."""
-    abouts = {item.name: item.metadata.get("about") for item in fields(Settings)}
-    return tuple(name for name, about in abouts.items() if about and verb in about.verbs)
+    return found
 
 
 def default_file(environ: Mapping[str, str]) -> Path:
@@ -473,13 +478,14 @@ def load(
             and line, and says what would be right.
     """
     environ = os.environ if environ is None else environ
-    known = descriptions()
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
+    added: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
     def take(name: str, raw: object, origin: str) -> None:
+        about = _OWN.get(name) or descriptions()[name]
         try:
-            values[name] = known[name].read(raw)
+            (values if name in _OWN else added)[name] = about.read(raw)
         except ValueError as error:
             raise ConfigError(f"{origin}: {name} = {raw!r}: it {error}") from None
         origins[name] = origin
@@ -492,15 +498,16 @@ def load(
     for name, text in found.items():
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
-        if name not in known:
-            raise _unknown("`flags`", name, [*known])
+        about = (_OWN.get(name) or descriptions().get(name))
+        if about is None:
+            raise _unknown("`flags`", name, [*descriptions()])
         if given is not None:
-            take(name, given, f"flag {known[name].flag}" if typed else f"`{name}`")
+            take(name, given, f"flag {about.flag}" if typed else f"`{name}`")
     if _has_home(environ):
         folder = state_folder(environ)
         for name in ("name_key", "receipt_key"):
             values.setdefault(name, str(folder / name.replace("_", ".")))
-    settings = replace(_with(Settings(), values), origins=origins, file=str(path))
+    settings = Settings(**values, added=added, origins=origins, file=str(path))
     _check_tls(settings)
     if links and not typed:
         name_service_links(links)
@@ -532,23 +539,17 @@ def given(settings: Settings, **arguments: object) -> Settings:
     Raises:
         ConfigError: A value is not valid.
     """
-    known = descriptions()
     values: dict[str, Any] = {}
+    added: dict[str, Any] = {}
     for name, raw in arguments.items():
         if raw is not None:
+            about = _OWN.get(name) or descriptions()[name]
             try:
-                values[name] = known[name].read(raw)
+                (values if name in _OWN else added)[name] = about.read(raw)
             except ValueError as error:
                 raise ConfigError(f"{name} = {raw!r}: it {error}") from None
-    origins = {**settings.origins, **dict.fromkeys(values, "argument")}
-    return replace(_with(settings, values), origins=origins)
-
-
-def _with(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    own = {name: value for name, value in values.items() if name in settings.__dataclass_fields__}
-    added = {n: v for n, v in {**settings.added, **values}.items() if n not in own}
-    known = descriptions()
-    return replace(settings, **own, added={n: v for n, v in added.items() if v != known[n].default})
+    origins = {**settings.origins, **dict.fromkeys([*values, *added], "argument")}
+    return replace(settings, **values, added={**settings.added, **added}, origins=origins)
 
 
 def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
@@ -561,17 +562,19 @@ def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
 
 def _read_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return name -> text, and the names of Kubernetes' service links."""
-    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in descriptions()}
     found, links = {}, []
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
             continue
-        if variable not in known:
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        exact = variable == ENVIRONMENT_PREFIX + name.upper()
+        if not exact or (name not in _OWN and name not in descriptions()):
             if not _SERVICE_LINK.fullmatch(f"{variable}={text}"):
+                known = [ENVIRONMENT_PREFIX + each.upper() for each in descriptions()]
                 raise _unknown("environment", variable, [*known, FILE_VARIABLE])
             links.append(variable)
         elif text:  # an empty variable counts as not set
-            found[known[variable]] = text
+            found[name] = text
     return found, links
 
 
@@ -602,7 +605,7 @@ def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
     for name, value in table.items():
         pattern = re.compile(rf"""\s*\[*["']?{re.escape(name)}["']?\s*[=.\]]""")
         line = next((n for n, at in enumerate(lines, 1) if pattern.match(at)), 0)
-        if name not in descriptions():
+        if (_OWN.get(name) or descriptions().get(name)) is None:
             where = f"{path}, line {line}" if line else str(path)
             raise _unknown(where, name, [*descriptions()])
         found[name] = (value, line)

@@ -8,22 +8,42 @@ makes one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mx.config_values import SettingDescription
-from mx.entry_points import LOAD_FAILURES, load, targets
+from mx.errors import MxError
+
+_OWN = "mx_peer-"
+
+#: What a module that does not suit this machine or version raises while it is imported.
+LOAD_FAILURES = (
+    MxError,
+    ImportError,
+    SyntaxError,
+    NameError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    AssertionError,
+)
 
 GROUP = "mx.packs"
 #: Also what the distribution's own metadata says; "module:attribute".
 BUILT_IN = {
-    "artifacts": "mx.artifacts.pack:PACK",
-    "engines": "mx.engines.pack:PACK",
-    "fleet": "mx.fleet.pack:PACK",
-    "operations": "mx.operations.pack:PACK",
-    "redis": "mx.redis_state.pack:PACK",
+    "artifacts": "mx.artifacts:PACK",
+    "fleet": "mx.fleet:PACK",
+    "operations": "mx.operations:PACK",
+    "redis": "mx.redis_state:PACK",
 }
 
 #: The settings that verbs take which ask a coordinator, and which log: for `Pack.takes`.
@@ -54,8 +74,9 @@ class Pack:
     #: one line; "stopping".
     listeners: Sequence[str] = ()
     #: Functions of the settings and the coordinator, if the command is one, that return a context
-    #: manager. Commands that serve are in it while they do.
-    contexts: Sequence[str] = ()
+    #: manager, each with the names of its settings. Commands that serve are in it while they do;
+    #: one that ends by itself refuses the flags of these.
+    contexts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @functools.cache
@@ -105,8 +126,6 @@ def attribute(name: str) -> Any:
     Raises:
         AttributeError: None of them does.
     """
-    import importlib
-
     for pack in packs().values():
         if name in pack.modules:
             return importlib.import_module(pack.modules[name])
@@ -119,7 +138,7 @@ def each(kind: str) -> Iterator[Any]:
     """Import and yield what packs add.
 
     Args:
-        kind: A field of `Pack` that is a sequence of "module:attribute".
+        kind: A field of `Pack` of which each item, or key, is "module:attribute".
     """
     for pack in packs().values():
         for target in getattr(pack, kind):
@@ -135,3 +154,58 @@ def tell(event: str, text: str = "") -> None:
             import logging
 
             logging.getLogger(__name__).exception("a listener of a pack failed: %s", listener)
+
+
+# -- what other distributions add, found without reading all metadata ------------------------------
+
+
+def targets(group: str, built_in: dict[str, str]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what is there of a group, the built-in first, without importing any.
+
+    Args:
+        group: The group of entry points.
+        built_in: "module:attribute" by name. A plain checkout has no metadata, so that what is
+            mx's own is named in a table.
+
+    Returns:
+        Pairs of a name and a callable that imports what it stands for.
+    """
+    for name, target in built_in.items():
+        yield name, functools.partial(load, target)
+    declared = _declared(tuple(sys.path))
+    if declared is None or any(b"[%s]" % group.encode() in each for each in declared):
+        from importlib.metadata import entry_points
+
+        for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+            yield entry.name, entry.load
+
+
+def load(target: str) -> object:
+    """Import and return what "module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@functools.lru_cache(maxsize=4)
+def _declared(places: tuple[str, ...]) -> tuple[bytes, ...] | None:
+    """Return the entry points of other distributions that name a group of mx's; None if only the
+    library can read them. The files are looked for here, since `importlib.metadata` takes 12 ms to
+    import and reads all files of metadata."""
+    declared = []
+    for place in places:
+        try:
+            with os.scandir(place or ".") as entries:
+                found = [
+                    each.path for each in entries if each.name.endswith((".dist-info", ".egg-info"))
+                ]
+        except NotADirectoryError:
+            return None  # an archive
+        except OSError:
+            continue
+        for folder in found:
+            if not os.path.basename(folder).startswith(_OWN):
+                with contextlib.suppress(OSError), open(f"{folder}/entry_points.txt", "rb") as file:
+                    text = file.read()
+                    if b"[mx." in text:
+                        declared.append(text)
+    return tuple(declared)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from mx import forks
 from mx.core.topology import Place
-from mx.entry_points import LOAD_FAILURES, targets
 from mx.errors import LocalError
+from mx.packs import LOAD_FAILURES, targets
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,

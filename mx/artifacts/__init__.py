@@ -13,11 +13,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mx.packs import ASKING, LOGGING, Pack
+
 if TYPE_CHECKING:
     from mx.artifacts.carry import find, serve
     from mx.artifacts.publishing import publish
     from mx.artifacts.recording import note, record
     from mx.artifacts.using import Obtained, Used, obtain, use
+
+PACK = Pack(
+    modules={"artifacts": "mx.artifacts", "graphs": "mx.graphs"},
+    verbs={"artifacts": "mx.artifacts.verbs:app"},
+    additions={"serve": "mx.artifacts.additions:SERVED", "pull": "mx.artifacts.additions:PULLED"},
+    takes={
+        "artifacts_list": ASKING,
+        "artifacts_pull": (*ASKING, "trust", *LOGGING),
+        "artifacts_check": ("trust",),
+    },
+)
 
 _HOMES = {
     "carry": ("find", "serve"),

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mx import packs
-from mx.entry_points import load
+from mx.packs import load
 
 if TYPE_CHECKING:
     from mx.api import Source

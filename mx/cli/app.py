@@ -6,10 +6,8 @@ from typing import Any
 
 import typer
 
-from mx import packs
 from mx.cli import options
 from mx.cli.commands import Command, VerbGroup
-from mx.entry_points import load
 
 #: The kernel's verbs, in the order of the help, before those of packs: where each is.
 VERBS = {
@@ -26,6 +24,8 @@ VERBS = {
 
 
 def _verbs() -> dict[str, str]:
+    from mx import packs  # `mx --version` needs none
+
     found = dict(VERBS)
     for pack in packs.packs().values():
         found = {**pack.verbs, **found}
@@ -47,6 +47,8 @@ class Verbs(VerbGroup):
 
 
 def _verb(name: str, at: str) -> Any:
+    from mx.packs import load
+
     found: Any = load(at)
     alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):

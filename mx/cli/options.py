@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_args
 
 import typer
 
-from mx import config, packs
-from mx.cli import additions, outcome
+from mx import config
+from mx.cli import outcome
 from mx.cli.words import in_flags
 from mx.config import Settings
 from mx.config_values import COMMON, CONNECTION, LIMITS, STORES, SettingDescription
@@ -145,6 +145,8 @@ Version = Annotated[
 def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     """Return a verb with the flags of the settings that name it, and `--config`, `--json`,
     `--quiet` and `--debug`. It gets `as_json`; `settings_of` has the others."""
+    from mx.cli import additions
+
     own = inspect.signature(verb, eval_str=True).parameters
     settings = {
         n: _option(each) for n, each in config.descriptions().items() if verb.__name__ in each.verbs
@@ -253,10 +255,29 @@ def accompanied(settings: Settings, coordinator: Coordinator | None = None) -> I
     Raises:
         MxError: One of them can't be entered.
     """
+    from mx import packs
+
     with ExitStack() as entered:
         for context in packs.each("contexts"):
             entered.enter_context(context(settings, coordinator))
         yield
+
+
+def refuse_of_contexts(context: typer.Context) -> None:
+    """Refuse flags of settings that only a command that serves has a use for.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    from mx import packs
+
+    of_contexts = [pack.contexts.values() for pack in packs.packs().values()]
+    for name in {name for names in of_contexts for each in names for name in each}:
+        if context.params.get(name) is not None:
+            raise ConfigError(
+                f"{config.descriptions()[name].flag} is for what stays, and this pull ends",
+                hint="give --hold, or leave it out",
+            )
 
 
 _SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")

@@ -11,7 +11,6 @@ import typer
 
 from mx import packs
 from mx.cli import additions, live, options, outcome
-from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError, MxError
 from mx.text import listed
@@ -121,6 +120,8 @@ def pull(
     of_packs = additions.of("pull", additions.PullAddition)
     for each in of_packs:
         each.check(context, settings)
+    if not hold:
+        options.refuse_of_contexts(context)
     if main and out is None:
         raise ConfigError("--main says what is written", hint="give --out DIR, or leave it out")
     if hold:
@@ -129,7 +130,6 @@ def pull(
         raise_limit()
     from mx.api.pulling import pull as begin
 
-    stop = Stop()
     with (
         options.tracing(settings),
         options.accompanied(settings) if hold else nullcontext(),
@@ -170,6 +170,9 @@ def pull(
             for got in found:
                 got.show()
         if held is not None:
+            from mx.cli.stop import Stop
+
+            stop = Stop()
             with held, stop.on_signals():
                 alone = ", without its companions" if report.folder.companions else ""
                 outcome.say(f"serving {report.model}{alone} at {held.endpoint}; stop with Ctrl-C")

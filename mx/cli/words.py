@@ -6,6 +6,7 @@ they become what is typed: --wait, --from peer=HOST:PORT.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from mx import config
@@ -15,20 +16,23 @@ _ARGUMENTS = (
     "allow_older cache checkpoint device files_only follow hold json model only out python "
     "revision transport update variant verify weights"
 )
-_FLAGS = (
-    {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS.split()}
-    | {name: about.flag for name, about in config.descriptions().items() if about.verbs}
-    | {
-        "attach": "--no-attach",
-        "companions": "--main",
-        "fallback": "--from auto",
-        "path": "--from disk",
-        "peer": "--from peer",
-        "resume": "--no-resume",
-        "slices": "--slice",
-        "source": "--from",
-    }
-)
+_OTHERS = {
+    "attach": "--no-attach",
+    "companions": "--main",
+    "fallback": "--from auto",
+    "path": "--from disk",
+    "peer": "--from peer",
+    "resume": "--no-resume",
+    "slices": "--slice",
+    "source": "--from",
+}
+
+
+@functools.cache
+def _flags() -> dict[str, str]:
+    found = {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS.split()}
+    found |= {name: about.flag for name, about in config.descriptions().items() if about.verbs}
+    return found | _OTHERS
 
 
 def in_flags(text: str) -> str:
@@ -45,7 +49,7 @@ def in_flags(text: str) -> str:
 
 def _flag(match: re.Match[str]) -> str:
     name, value = match[1], match[2]
-    flag = _FLAGS.get(name)
+    flag = _flags().get(name)
     if flag is None:
         return match[0]
     if value is None or value in ("True", "False"):

@@ -20,7 +20,7 @@ from blake3 import blake3
 from mx.core.budget import Budget, Limits
 from mx.core.marks import Mark
 from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
-from mx.core.registration import Registration
+from mx.core.types import Registration
 from mx.core.vouching import decode
 from mx.errors import ConfigError, NotAllowedError, UnknownSourceError
 from mx.lenderkey import check_lender

@@ -29,9 +29,8 @@ from mx.core.budget import Budget
 from mx.core.changes import ChangeKind, Tail
 from mx.core.ownership import Receipt
 from mx.core.policy import Right
-from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource, Registry
-from mx.core.types import SourceRole
+from mx.core.types import Registration, SourceRole
 from mx.core.versions import HINT, Versions, own
 from mx.errors import (
     ClosedError,

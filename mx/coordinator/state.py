@@ -16,10 +16,9 @@ from mx.core.changes import ChangeKind, Tail
 from mx.core.documents import Documents
 from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
-from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import Store
-from mx.core.types import SourceRecord
+from mx.core.types import Registration, SourceRecord
 from mx.errors import ConfigError, MxError, PeerProtocolError
 
 _T = TypeVar("_T")

@@ -22,8 +22,7 @@ from mx.core.bound_name import (
     updated_by_another,
 )
 from mx.core.ownership import Receipt
-from mx.core.registration import Intent
-from mx.core.types import ManifestRef, ModelKey
+from mx.core.types import Intent, ManifestRef, ModelKey
 from mx.errors import BindingError, UnsettledError
 
 

@@ -28,9 +28,16 @@ from mx.core.changes import Change, ChangeKind
 from mx.core.meanings import meaning
 from mx.core.name_state import NameState
 from mx.core.ownership import TENTATIVE, Receipt
-from mx.core.registration import Registration
 from mx.core.store import CountedKind, Gone, Store
-from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState, cover
+from mx.core.types import (
+    ManifestRef,
+    ModelKey,
+    Registration,
+    SourceRecord,
+    SourceRole,
+    SourceState,
+    cover,
+)
 from mx.core.variant import membership
 from mx.core.vouching import MOST, family
 from mx.errors import (

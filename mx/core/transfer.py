@@ -36,10 +36,9 @@ from mx.core import striping
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.local_ranks import Expected, Shares
 from mx.core.missing import Missing
-from mx.core.pace import Pace
 from mx.core.reasons import Why
 from mx.core.rights import ReadRights
-from mx.core.striping import ConnectionLoad, Part
+from mx.core.striping import ConnectionLoad, Pace, Part
 from mx.core.suspects import Suspects
 from mx.core.transfer_commands import Ask, Assign, Command, DropConnection, Fail
 from mx.core.verification import Verification

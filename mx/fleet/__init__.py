@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mx.fleet.pack import PACK
+from mx import config_values as values
+from mx.config_values import SettingDescription
+from mx.packs import Pack
 
 if TYPE_CHECKING:
     from mx.fleet.broadcasting import BroadcastReport, broadcast
@@ -17,6 +19,43 @@ if TYPE_CHECKING:
     from mx.fleet.offering import ask_offered, offer, pull_offered
     from mx.fleet.router import Router
     from mx.fleet.router_watch import Watch
+
+PACK = Pack(
+    names={
+        "BroadcastReport": "mx.fleet.broadcasting",
+        "BundleStatus": "mx.core.answers",
+        "Cache": "mx.fleet.caching",
+        "Estimate": "mx.core.estimates",
+        "EventKind": "mx.core.replicas",
+        "FleetEvent": "mx.core.replicas",
+        "Replica": "mx.core.replicas",
+        "ReplicaState": "mx.core.replicas",
+        "Router": "mx.fleet.router",
+        "broadcast": "mx.fleet.broadcasting",
+        "cache": "mx.fleet.caching",
+        "cached": "mx.fleet.caching",
+        "list_bundles": "mx.fleet.bundles",
+        "wait_for_bundle": "mx.fleet.bundles",
+        "wait_for_bundle_async": "mx.fleet.bundles",
+    },
+    verbs={"cache": "mx.fleet.verbs:cache"},
+    additions={
+        "serve": "mx.fleet.additions:CACHE",
+        "models": "mx.fleet.additions:BUNDLES",
+        "web": "mx.fleet.additions:HTTP",
+    },
+    settings={
+        "cache_memory": SettingDescription(
+            0,
+            values.size,
+            "With `cache`: what all models together may have, like 64GB.",
+            metavar="SIZE",
+            flag="memory",
+            unset="half of what is free",
+        ),
+    },
+    takes={"cache": ("cache_socket",), "serve": ("cache_memory",)},
+)
 
 __all__ = [
     "BroadcastReport",

@@ -26,7 +26,7 @@ from mx.errors import (
 )
 from mx.runtime import unexpected
 from mx.wire.client import CoordinatorClient
-from mx.wire.watching import WatchKind
+from mx.wire.listing import WatchKind
 
 log = logging.getLogger(__name__)
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 
 from mx import packs
-from mx.cli import additions, options, outcome
+from mx.cli import options, outcome
 from mx.cli.printing import spaced
 from mx.cli.stop import Stop
-from mx.core.artifact_names import model_and_set
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError, NoSourceError, PeerLostError
 from mx.units import count, format_bytes, format_seconds
 from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from mx.config import Settings
     from mx.core.answers import BundleStatus
     from mx.fleet.caching import Cache
     from mx.wire.cache import CacheStatus
@@ -31,42 +26,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 8
 
 
-class _CacheAddition(additions.ServeAddition):
-    flags: ClassVar = {
-        "as_cache": Annotated[
-            bool,
-            typer.Option(
-                "--cache",
-                help="Serve no checkpoint: hold what this host pulls, for all its processes to "
-                "share.",
-            ),
-        ]
-    }
-    help = (
-        "With `--cache` it holds what this host pulls, least recently used first out: each pull of "
-        "this user on this host asks it first, and attaches to its memory.\n\n"
-        "- `mx serve --cache --memory 64GB`  one copy of each model for all processes of this host"
-    )
-
-    def run(self, context: Any, checkpoint: str, *, as_json: bool) -> bool:
-        """Run a cache until SIGTERM or Ctrl-C, if it is asked for. Raises MxError as `mx.cache`."""
-        if not context.params["as_cache"]:
-            if context.params["cache_memory"] is not None:
-                raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
-            return False
-        if checkpoint or context.params.get("artifacts"):
-            raise ConfigError(
-                "a cache serves no CHECKPOINT and no sets of its own: it holds what is pulled",
-                hint="leave out --cache, or serve that by another command",
-            )
-        _run(context, as_json=as_json)
-        return True
-
-
-CACHE = _CacheAddition()
-
-
-def _run(context: typer.Context, *, as_json: bool) -> None:
+def run_cache(context: typer.Context, *, as_json: bool) -> None:
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
     raise_limit()
@@ -100,48 +60,7 @@ def _announce(cache: Cache, *, as_json: bool) -> None:
     )
 
 
-class _Bundles(additions.ModelsAddition):
-    help = (
-        "A variant with fields such as tp=0/2 is one of the ranks that make a whole; below the "
-        "models these bundles are listed, with the ranks that no source holds completely."
-    )
-
-    def find(self, name: str, settings: Settings, *, lists_all: bool) -> additions.FoundBeside:
-        from mx.fleet.bundles import list_bundles
-
-        bundles = [
-            each
-            for each in list_bundles(name, coordinator=settings.coordinator, settings=settings)
-            if not lists_all or model_and_set(each.name) is None
-        ]
-        return additions.FoundBeside(
-            "bundles",
-            [_bundle_object(each) for each in bundles],
-            show=lambda: _show_bundles([each for each in bundles if each.ranks > 1]),
-        )
-
-
-BUNDLES = _Bundles()
-
-
-class _Http(additions.VerbAddition):
-    help = (
-        "At `/v1/replicas`, `/v1/estimate`, `/v1/place` and `/v1/watch` routers in other languages "
-        "ask what `mx.Router` answers, as JSON (docs/http.md)."
-    )
-
-    def answers(
-        self, settings: Settings, headers: Mapping[str, str]
-    ) -> AbstractContextManager[Mapping[str, ASGIApp]]:
-        from mx.fleet.http import applications
-
-        return applications(settings, headers)
-
-
-HTTP = _Http()
-
-
-def _show_bundles(bundles: Sequence[BundleStatus]) -> None:
+def show_bundles(bundles: Sequence[BundleStatus]) -> None:
     if not bundles:
         return
     table = Table("bundle", "revision", "ranks", "state", box=None, pad_edge=False)
@@ -165,7 +84,7 @@ def _ranks_of(variant: str) -> str:
     return " ".join(f"{name}={rank}" for name, rank in ProcessingKey.parse(variant).ranks.items())
 
 
-def _bundle_object(bundle: BundleStatus) -> dict[str, object]:
+def bundle_object(bundle: BundleStatus) -> dict[str, object]:
     """Return a bundle as `--json` prints it."""
     return {
         "model": bundle.name,

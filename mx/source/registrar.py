@@ -14,9 +14,8 @@ from mx import trace
 from mx.core.answers import ModelStatus
 from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
-from mx.core.registration import Intent, Registration
 from mx.core.revisions import placed
-from mx.core.types import ModelKey, SourceRecord, SourceRole
+from mx.core.types import Intent, ModelKey, Registration, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
@@ -104,7 +103,7 @@ class Registrar:
             held: The model.
             again: It was listed before: others may have taken its name since.
             replaces: Register an update of this revision; "" for none.
-            publishes: It is to be what its name means: see `mx.core.registration.Intent`.
+            publishes: It is to be what its name means: see `mx.core.types.Intent`.
             stopped: Polled between the tries; if it returns True, there is none any more.
 
         Returns:

@@ -19,12 +19,11 @@ from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role
 from mx.wire.coordinators import Coordinators, Link
-from mx.wire.listing import Lists, SourceStatus, bundle_status
+from mx.wire.listing import Lists, SourceStatus, WatchUpdate, bundle_status, update_from_wire
 from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
 from mx.wire.registering import Registered, SourceCalls
 from mx.wire.status import planned_here
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.watching import WatchUpdate, update_from_wire
 
 __all__ = ["CoordinatorClient", "Registered", "Resolution"]
 

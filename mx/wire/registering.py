@@ -14,8 +14,7 @@ from blake3 import blake3
 from mx import codec
 from mx.core.marks import MAX_MARK_BYTES
 from mx.core.ownership import Purpose, proof, statement
-from mx.core.registration import Registration
-from mx.core.types import ModelKey, SourceRecord
+from mx.core.types import ModelKey, Registration, SourceRecord
 from mx.errors import (
     CoordinatorError,
     LocalError,
@@ -46,7 +45,7 @@ class Registered:
     `pin_only` the name stands for other weights, and readers find the source by its pin. `receipt`
     is to be brought when the source registers `model` again. `owner` is the commitment that the
     name belongs to, b"" if there is none, or an older coordinator does not say. `published_s` is to
-    be brought then, too (`mx.core.registration.Intent`). `vouch` is what was said of the weights,
+    be brought then, too (`mx.core.types.Intent`). `vouch` is what was said of the weights,
     which stands.
     """
 

@@ -15,9 +15,9 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from mx.core.versions import answered, headers
 from mx.errors import MxError
 from mx.wire.status import Remote, check_versions, foreign
-from mx.wire.versions import answered, headers
 
 
 class Malformed:

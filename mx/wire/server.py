@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 from mx import counters, runtime
 from mx.core import versions
 from mx.core.budget import Limits
-from mx.core.versions import Versions
+from mx.core.versions import Versions, headers, sent
 from mx.errors import (
     CapacityError,
     LocalError,
@@ -52,7 +52,6 @@ from mx.wire.ports import require_free, why_not_unix
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.upkeep import Upkeep
-from mx.wire.versions import headers, sent
 
 if TYPE_CHECKING:
     from mx.wire.principals import Access

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 
 from mx import errors
 from mx.core import versions
+from mx.core.versions import answered
 from mx.errors import (
     BindingError,
     CapacityError,
@@ -46,7 +47,6 @@ from mx.errors import (
 from mx.text import plain
 from mx.transport import TlsFiles
 from mx.wire.address import host_of
-from mx.wire.versions import answered
 
 DETAIL_KEY = "mx-error-bin"
 # All trailing metadata share 8 KiB. These limits are in bytes as sent.
@@ -266,7 +266,7 @@ def check_versions(texts: Sequence[str], remote: Remote, said: str = "") -> None
     """Raise an error unless the process that answers and this one understand each other.
 
     Args:
-        texts: What `mx.wire.versions.answered` returns for it.
+        texts: What `mx.core.versions.answered` returns for it.
         remote: The process that answered.
         said: What it said, if the answer is an error.
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from mx import codec
 from mx.coordinator.daemon import Coordinator
+from mx.core.versions import headers
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.rows import encode_rows
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate
 from tests.support.http2 import PREFACE, frames
 from tests.support.records import (

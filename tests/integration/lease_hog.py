@@ -20,8 +20,8 @@ from typing import Any
 
 import grpc
 
+from mx.core.versions import headers
 from mx.wire.v1 import peer_pb2
-from mx.wire.versions import headers
 from mx_transports.tcp.wire import MAGIC
 from mx_transports.toolkit import framing
 from tests.support.stubs import blocking_stub

@@ -18,7 +18,7 @@ from mx import api
 from mx.core.types import ModelKey
 from mx.errors import BundleIncompleteError, ConfigError, CoordinatorError, MxError
 from mx.wire.client import CoordinatorClient
-from mx.wire.watching import WatchKind
+from mx.wire.listing import WatchKind
 from tests.support import forkserver
 from tests.support.commands import Run, environment, free_port
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mx.core.registration import Registration
+from mx.core.types import Registration
 from mx.errors import CoordinatorError, NotAllowedError
 from mx.transport import TlsFiles
 from mx.wire.client import CoordinatorClient

@@ -28,8 +28,8 @@ from mx.namekey import NameKey
 from mx.transport import TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
+from mx.wire.listing import WatchKind
 from mx.wire.server import listen
-from mx.wire.watching import WatchKind
 from tests.support.certificates import Authority
 from tests.support.clients import client_of
 from tests.support.daemon import daemon, ended, python, terminate
@@ -44,7 +44,7 @@ SECRET = b"s" * 32
 _REGISTRANT = """
 import asyncio, sys
 from mx.wire.client import CoordinatorClient
-from mx.wire.watching import WatchKind
+from mx.wire.listing import WatchKind
 from tests.support.records import by_digest, make_documents, make_record, register_at
 
 async def main():

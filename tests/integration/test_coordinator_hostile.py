@@ -18,13 +18,13 @@ import pytest
 
 from mx import codec
 from mx.core.types import ModelKey
+from mx.core.versions import headers
 from mx.errors import BindingError, CoordinatorError, PeerProtocolError
 from mx.namekey import NameKey
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.versions import headers
 from tests.support.clients import client_of
 from tests.support.daemon import daemon, ended, mx, python
 from tests.support.records import by_digest, make_documents, make_record, register_at, registration

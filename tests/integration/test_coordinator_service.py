@@ -24,6 +24,7 @@ from mx.core.budget import Limits
 from mx.core.digest import document_digest
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey, SourceState, TableRow
+from mx.core.versions import headers
 from mx.errors import (
     CapacityError,
     ConfigError,
@@ -38,10 +39,9 @@ from mx.errors import (
 from mx.namekey import NameKey
 from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
+from mx.wire.listing import WatchKind, WatchUpdate
 from mx.wire.rows import encode_rows, with_rows
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.versions import headers
-from mx.wire.watching import WatchKind, WatchUpdate
 from tests.support.records import (
     by_digest,
     make_documents,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from mx import api, runtime
 from mx.core.topology import Place
+from mx.core.versions import headers
 from mx.errors import (
     CheckpointError,
     ClosedError,
@@ -38,7 +39,6 @@ from mx.wire.lease import Lease
 from mx.wire.locate import Locator
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2
-from mx.wire.versions import headers
 from tests.support.commands import Run, free_port, serve
 from tests.support.lying import held_model, offering
 from tests.support.outcomes import error_of

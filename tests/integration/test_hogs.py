@@ -20,13 +20,13 @@ from mx import plugins
 from mx.core.budget import REQUEST_BYTES
 from mx.core.grants import MOST_PER_CONNECTION
 from mx.core.layout import TensorSpec, plan_layout
+from mx.core.versions import headers
 from mx.errors import EXIT_OK, PeerBusyError
 from mx.fetching.connector import Connector
 from mx.fetching.options import PullOptions
 from mx.fetching.paths import plan_paths, target_place
 from mx.wire.locate import Locator
 from mx.wire.v1 import peer_pb2
-from mx.wire.versions import headers
 from tests.integration.lease_hog import Hog, answer
 from tests.support.commands import Command, Run, environment
 from tests.support.daemon import ROOT

@@ -19,12 +19,12 @@ import grpc.aio
 import pytest
 
 from mx.core.pull_status import PullPhase, PullStatus
-from mx.core.registration import Registration
+from mx.core.types import Registration
 from mx.errors import LocalError, NotAllowedError, UnknownModelError
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import fetch
-from mx.wire.watching import WatchKind
+from mx.wire.listing import WatchKind
 from tests.support.commands import free_port
 from tests.support.policy_site import (
     MODEL,

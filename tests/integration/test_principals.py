@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from mx import discovery
-from mx.core.registration import Registration
-from mx.core.types import SourceRecord
+from mx.core.types import Registration, SourceRecord
 from mx.errors import (
     CoordinatorError,
     NotAllowedError,
@@ -30,10 +29,10 @@ from mx.transport import Grant, TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.lease import Granted, Lease
+from mx.wire.listing import WatchKind
 from mx.wire.rpc import Stub
 from mx.wire.status import Remote, Role, translating
 from mx.wire.v1 import peer_pb2
-from mx.wire.watching import WatchKind
 from mx_transports.tcp import TcpTransport
 from tests.support.certificates import Authority
 from tests.support.commands import Command

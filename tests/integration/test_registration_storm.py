@@ -15,10 +15,10 @@ import grpc.aio
 import pytest
 
 from mx.core.types import SourceRole
+from mx.core.versions import headers
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon
 from tests.support.records import by_digest, make_documents, make_record, register_at
 

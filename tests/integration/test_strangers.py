@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from mx import api, codec
 from mx.core.digest import document_digest
 from mx.core.types import ManifestRef, SourceRecord
+from mx.core.versions import headers
 from mx.errors import MxError
 from mx.units import MIB
 from mx.wire.channel import dial
@@ -32,7 +33,6 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.documents import PIECE_BYTES, pages
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.v1 import peer_pb2
-from mx.wire.versions import headers
 from tests.support.clients import client_of
 from tests.support.daemon import ROOT, daemon, ended, mx, python
 from tests.support.records import by_digest, make_documents, make_record, register_at, registration

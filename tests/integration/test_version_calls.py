@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mx.core.topology import Place
-from mx.core.versions import HINT, WIRE_VERSION, own
+from mx.core.versions import HINT, VERSIONS_KEY, WIRE_VERSION, headers, own
 from mx.errors import (
     CoordinatorError,
     CoordinatorVersionError,
@@ -31,7 +31,6 @@ from mx.wire.rpc import Stub
 from mx.wire.server import Service, listen
 from mx.wire.status import DETAIL_KEY, Remote, Role, encode_detail, translating
 from mx.wire.v1 import common_pb2, coordinator_pb2, peer_pb2
-from mx.wire.versions import VERSIONS_KEY, headers
 from tests.support.records import make_documents, make_record
 
 pytestmark = pytest.mark.integration

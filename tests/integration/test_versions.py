@@ -36,8 +36,8 @@ __all__ = ["run_other"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 OLDER = """
-import mx.core.versions, mx.wire.versions
-mx.wire.versions.headers = lambda: ()
+import mx.core.versions, mx.core.versions
+mx.core.versions.headers = lambda: ()
 mx.core.versions.read = lambda sent: mx.core.versions.own()
 """
 NEWER_LAYOUT = """

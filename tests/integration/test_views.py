@@ -21,8 +21,7 @@ import pytest
 from mx import codec, discovery
 from mx.coordinator import listings, progress, service
 from mx.core.pull_status import PullPhase, PullStatus
-from mx.core.registration import Registration
-from mx.core.types import ModelKey
+from mx.core.types import ModelKey, Registration
 from mx.errors import (
     NotAllowedError,
     PeerUntrustedError,

@@ -25,9 +25,8 @@ from unittest.mock import patch
 from mx.coordinator.stores.encoding import copied
 from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
-from mx.core.registration import Registration
 from mx.core.registry import Registry
-from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
+from mx.core.types import ManifestRef, Registration, SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
     CoordinatorError,

@@ -11,17 +11,18 @@ from mx.core.digest import document_digest
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.manifest import encode
 from mx.core.ownership import Receipt
-from mx.core.registration import Intent, Registration
 from mx.core.registry import RegisteredSource, Registry
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
+    Intent,
     Manifest,
     ManifestRef,
     ModelKey,
     PackagedFile,
     Packaging,
     Region,
+    Registration,
     SourceRecord,
     SourceRole,
     SourceState,

@@ -21,10 +21,9 @@ from mx.coordinator.stores.kept import KeptStore
 from mx.coordinator.stores.sqlite import SqliteStore
 from mx.core.changes import Answered, Change, Entry, Meant
 from mx.core.memory_store import MemoryStore
-from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import Store
-from mx.core.types import SourceRecord
+from mx.core.types import Registration, SourceRecord
 from mx.redis_state.store import RedisStore
 from tests.support.redis_server import patience, redis_server
 

@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from benchmarks.coordinator_load import LAYERS, SECRET, manifest_of, record_of
 from mx.core.pull_status import PullPhase, PullStatus
-from mx.core.registration import Registration
-from mx.core.types import ModelKey, SourceRecord
+from mx.core.types import ModelKey, Registration, SourceRecord
 from mx.errors import MxError
 from mx.wire.client import CoordinatorClient
 

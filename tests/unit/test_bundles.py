@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mx.core.changes import Meant
-from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource
-from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
+from mx.core.types import ModelKey, Registration, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
 from tests.support.owners import owned, receipt_of
 from tests.support.records import make_documents, make_record, register_source

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx import codec
-from mx.core.registration import Intent
-from mx.core.types import AddressTable, ModelKey, Region, SourceRecord
+from mx.core.types import AddressTable, Intent, ModelKey, Region, SourceRecord
 from mx.errors import ConfigError, PeerProtocolError
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb

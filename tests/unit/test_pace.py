@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.pace import Pace
+from mx.core.striping import Pace
 from mx.units import MIB
 
 SPEED = 1e9

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from mx.core.registration import Intent
+from mx.core.types import Intent
 from mx.namekey import NameKey
 from mx.source.registrar import Registrar
 from mx.wire.registering import _proved

@@ -13,9 +13,8 @@ import pytest
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.budget import Limits
 from mx.core.changes import ChangeKind
-from mx.core.registration import Registration
 from mx.core.registry import RegisteredSource
-from mx.core.types import SourceRecord, SourceRole, SourceState
+from mx.core.types import Registration, SourceRecord, SourceRole, SourceState
 from mx.errors import (
     BindingError,
     CapacityError,

@@ -27,12 +27,12 @@ from mx.cli import outcome
 from mx.cli.printing import Plain
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.packaging import bad_tensor_name
+from mx.core.versions import headers
 from mx.errors import CheckpointError, CoordinatorError, ManifestError
 from mx.log import TextFormatter
 from mx.storage.safetensors import open_checkpoint
 from mx.text import has_control, plain, plain_lines
 from mx.wire.status import DETAIL_KEY, Remote, Role, _first_line, _rebuild
-from mx.wire.versions import headers
 
 #: One of each kind: C0, DEL, C1, direction, separators, half a surrogate pair.
 BAD = ["\x1b[31m", "\x07", "\x00", "\x08", "\r", "\x7f", "\x9b2J", "\x85", "\u202e", "\u2066"]

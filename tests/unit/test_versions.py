@@ -8,9 +8,20 @@ from hypothesis import strategies as st
 
 from mx.core import versions
 from mx.core.layout_rules import IN_USE_S, RULES, InUse, newest
-from mx.core.versions import MAX_TEXT_CHARS, SILENT, VersionRange, Versions, decode, mismatch, own
+from mx.core.versions import (
+    MAX_TEXT_CHARS,
+    SILENT,
+    VERSIONS_KEY,
+    VersionRange,
+    Versions,
+    answered,
+    decode,
+    headers,
+    mismatch,
+    own,
+    sent,
+)
 from mx.errors import PeerProtocolError
-from mx.wire.versions import VERSIONS_KEY, answered, headers, sent
 
 numbers = st.integers(1, 65_535)
 spans = st.tuples(numbers, numbers).map(lambda ends: VersionRange(min(ends), max(ends)))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mx import errors
 from mx.core.digest import document_digest
+from mx.core.versions import headers
 from mx.errors import (
     CapacityError,
     ConfigError,
@@ -37,7 +38,6 @@ from mx.wire.documents import PAGE_BYTES, Assembler, pages
 from mx.wire.locate import _none_served
 from mx.wire.status import DETAIL_KEY, Remote, Role, code_of, encode_detail, translate
 from mx.wire.v1 import common_pb2 as pb
-from mx.wire.versions import headers
 
 COORDINATOR = Remote(Role.COORDINATOR, "10.0.0.1:7600")
 SOURCE = Remote(Role.SOURCE, "10.0.0.2:7700")

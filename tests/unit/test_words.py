@@ -50,7 +50,7 @@ def _messages(path: Path) -> list[tuple[int, str]]:
 
 
 def test_the_library_names_no_flags() -> None:
-    ours = ("cli", "verbs", "demo", "testing")  # the demo runs commands
+    ours = ("additions", "cli", "verbs", "demo", "testing")  # the demo runs commands
     found = [
         f"{path}:{line}: {text}"
         for package in (mx, mx_transports)

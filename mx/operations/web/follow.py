@@ -22,7 +22,7 @@ from mx.operations.web.rows import Row, load_row, model_row, pull_row, source_ro
 from mx.runtime import beside
 from mx.text import plain
 from mx.wire.client import CoordinatorClient
-from mx.wire.watching import WatchKind
+from mx.wire.listing import WatchKind
 
 log = logging.getLogger(__name__)
 
