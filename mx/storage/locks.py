@@ -190,6 +190,22 @@ def _made(folder: int, name: str) -> str:
     pid = os.getpid()
     us = (BOOT_ID or "-", namespace("pid"), pid, process_start_ticks(pid), secrets.token_hex(8))
     text = " ".join(map(str, us))
+    fresh = f"{name}.{us[-1]}"
+    _write(folder, fresh, text)
+    try:
+        # Whoever is killed meanwhile leaves no claim that says nothing, which would have to age.
+        os.link(fresh, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:  # there are no such links here
+        _write(folder, name, text)
+    finally:
+        os.unlink(fresh, dir_fd=folder)
+    return text
+
+
+def _write(folder: int, name: str, text: str) -> None:
+    """Make a file. Raises FileExistsError."""
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
     try:
         os.write(fd, text.encode())
@@ -198,7 +214,6 @@ def _made(folder: int, name: str) -> str:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=folder)
         raise
-    return text
 
 
 @contextlib.contextmanager
