@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError
 from mx.storage.header import parse_header
-from tests.support.checkpoints import entry, raw_file
+from tests.support.crafted import entry, raw_file
 
 deserialize: Any = safetensors.deserialize
 

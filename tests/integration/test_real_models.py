@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mx import api
-from tests.support.checkpoints import crafted, tiny
+from tests.support.checkpoints import tiny
 from tests.support.commands import Run, serve
+from tests.support.crafted import crafted
 from tests.support.tensors import same
 
 pytestmark = pytest.mark.integration

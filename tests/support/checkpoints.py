@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import mmap
 import random
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,14 @@ import torch
 from torch import nn
 
 from mx.core.grid import BLOCK_BYTES
-from mx.core.layout import TensorSpec, kind_nbytes
+from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Layout, Manifest
 from mx.storage.landing import Filled
 from mx.storage.reader import SPAN_BYTES, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.writer import CheckpointWriter
+from tests.support.crafted import crafted
 
 #: Bytes of which no two parts are alike.
 PATTERN = np.random.default_rng(0).integers(0, 256, 12 << 20, dtype=np.uint8).tobytes()
@@ -74,34 +73,6 @@ def _build(t: Any, kind: str, wide: dict[str, int], text: dict[str, int]) -> Any
                 t.ViTConfig(**wide, intermediate_size=48, image_size=16, patch_size=8)
             )
     raise KeyError(kind)
-
-
-def raw_file(header: Mapping[str, object] | bytes, data: bytes = b"", *, pad: int = 0) -> bytes:
-    """Return a safetensors file's bytes, with exactly this header (JSON, or bytes as they are)."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    text += b" " * pad
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def entry(dtype: str, shape: list[int], begin: int) -> dict[str, object]:
-    """Return a tensor's entry in a header."""
-    end = begin + kind_nbytes((dtype, tuple(shape), ()))
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
-def crafted(
-    tensors: Iterable[tuple[str, str, list[int], bytes]],
-    metadata: dict[str, str] | None = None,
-    *,
-    pad: int = 0,
-) -> bytes:
-    """Return a safetensors file with these (name, dtype, shape, bytes), in this order."""
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    data = b""
-    for name, dtype, shape, content in tensors:
-        header[name] = entry(dtype, shape, len(data))
-        data += content
-    return raw_file(header, data, pad=pad)
 
 
 def write_mixed(folder: Path, *, pad: int = 0) -> dict[str, bytes]:

@@ -16,7 +16,8 @@ from mx.errors import CapacityError
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.transport import host_view
-from tests.support.checkpoints import content, crafted
+from tests.support.checkpoints import content
+from tests.support.crafted import crafted
 
 TENSORS = {
     "model.embed_tokens.weight": b"e" * (2 * BLOCK_BYTES + 3),

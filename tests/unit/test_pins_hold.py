@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mx.storage.folder_hash import manifest_of
-from tests.support.checkpoints import crafted
+from tests.support.crafted import crafted
 from tests.support.folders import written
 
 A = ("a.weight", "F32", [2, 3], bytes(range(24)))

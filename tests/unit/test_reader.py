@@ -30,15 +30,8 @@ from mx.storage.reader import RING_BYTES, SPAN_BYTES, fill, fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
 from mx.transport import host_view
-from tests.support.checkpoints import (
-    PATTERN,
-    content,
-    crafted,
-    loaded,
-    make_arena,
-    tiny,
-    write_mixed,
-)
+from tests.support.checkpoints import PATTERN, content, loaded, make_arena, tiny, write_mixed
+from tests.support.crafted import crafted
 
 
 def check(layout: Layout, arena: memoryview, filled: Filled) -> None:

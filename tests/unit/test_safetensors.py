@@ -21,7 +21,8 @@ from mx.errors import CheckpointError, ConfigError
 from mx.storage.header import header_bytes, parse_header
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.side_files import read_side_file, resolved_folders, walk
-from tests.support.checkpoints import content, crafted, entry, loaded, raw_file, tiny
+from tests.support.checkpoints import content, loaded, tiny
+from tests.support.crafted import crafted, entry, raw_file
 
 deserialize: Any = safetensors.deserialize
 ONE = entry("U8", [2], 0)

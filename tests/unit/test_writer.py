@@ -38,7 +38,8 @@ from mx.storage.reader import fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.staging import recorded
 from mx.storage.writer import CheckpointWriter
-from tests.support.checkpoints import crafted, make_arena, manifest_of, tiny, write_side_file
+from tests.support.checkpoints import make_arena, manifest_of, tiny, write_side_file
+from tests.support.crafted import crafted
 from tests.support.folders import tree
 
 
