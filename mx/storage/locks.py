@@ -193,7 +193,7 @@ def _made(folder: int, name: str) -> str:
     fresh = f"{name}.{us[-1]}"
     _write(folder, fresh, text)
     try:
-        # Whoever is killed meanwhile leaves no claim that says nothing, which would have to age.
+        # A process that is killed meanwhile leaves no claim without content, which had to age.
         os.link(fresh, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
         raise
