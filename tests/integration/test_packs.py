@@ -141,3 +141,21 @@ assert packs.find("states", "redis").__class__.__module__ == "mx.redis_state.sha
     )
     assert done.returncode == 0, done.stderr
     assert ("the pack taker is left out" in done.stderr) == warns
+
+
+def test_a_listener_that_fails_ends_no_command(tmp_path: Path) -> None:
+    module = """
+from mx.packs import Pack
+PACK = Pack(listeners=("failing:hear", "failing:note"))
+def hear(event, text):
+    raise RuntimeError("it fails")
+def note(event, text):
+    print(event, text)
+"""
+    environ = install(tmp_path, {"failing.py": module}, "[mx.packs]\nfailing = failing:PACK\n")
+    code = "from mx import packs; packs.tell('ready', 'serving m')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "ready serving m\n"
+    assert "a listener of a pack failed" in done.stderr and "it fails" in done.stderr
