@@ -88,15 +88,23 @@ class Closable:
 
         The collector may call this on any thread, between any two steps of it. So nothing here
         waits or takes a lock, which the interrupted thread may hold: it reads plain attributes, and
-        hands the object over to the loop.
+        hands the object over to the loop. An exception from a signal's handler may come here, too,
+        where no caller gets it: the object is handed over again.
         """
-        steps = getattr(self, "_steps", [])  # without any it was never opened
-        if steps != [] and not self._loop.inherited:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, as the interpreter does
-                self._dropped()
+        try:
+            self._dropped()
+        except BaseException:
+            self._dropped()
+            raise
 
     def _dropped(self) -> None:
         """Hand the object over, see `__del__`."""
+        steps = getattr(self, "_steps", [])  # without any it was never opened
+        if steps != [] and not self._loop.inherited:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, as the interpreter does
+                self._hand_over()
+
+    def _hand_over(self) -> None:
         self._loop.loop.call_soon_threadsafe(_close_dropped, self)
         runtime.opened(self)  # again: the collector has cleared weak references to it
         if not self._idle():

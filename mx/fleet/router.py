@@ -20,7 +20,7 @@ from mx.core.topology import Place
 from mx.core.variant import ProcessingKey
 from mx.errors import CapacityError, ConfigError
 from mx.fleet.router_estimates import estimates
-from mx.fleet.router_watch import Watch
+from mx.fleet.router_watch import FollowedModel, Watch
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import SourceStatus
 
@@ -68,8 +68,8 @@ class Router(CoordinatorUser):
         if isinstance(allow, str):
             raise ConfigError("`allow` is text", hint="it is a list of hosts and networks")
         self._allow = None if allow is None else AllowedHosts(allow)
-        #: The open ones by their ids: who uses a watch keeps it, and it keeps the router.
-        self._watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+        #: What open watches follow, and the watches, which their users keep.
+        self._watches: dict[FollowedModel, weakref.ref[Watch]] = {}
         super().__init__(coordinator, settings)
 
     def __repr__(self) -> str:
@@ -142,8 +142,9 @@ class Router(CoordinatorUser):
             )
 
         async def make(loop: runtime.LoopThread) -> Watch:
-            watch = Watch(loop, client, wanted, self._allow, self._forget)
-            self._watches[id(watch)] = watch
+            stream = FollowedModel(client, wanted, self._allow)
+            watch = Watch(loop, stream, self._forget)
+            self._watches[stream] = weakref.ref(watch)
             return watch
 
         return runtime.made(make)
@@ -250,8 +251,8 @@ class Router(CoordinatorUser):
         found = await self._asking(self._estimates(_named(model, variant), hosts, attach))
         return in_order_of_readiness(found)
 
-    def _forget(self, watch: Watch) -> None:
-        self._watches.pop(id(watch), None)
+    def _forget(self, stream: FollowedModel) -> None:
+        self._watches.pop(stream, None)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -311,9 +312,14 @@ class Router(CoordinatorUser):
         return f"<Router at {self.coordinator}>"
 
     def _closing_steps(self) -> list[Step]:
-        watches = [watch() for watch in self._watches.valuerefs()]
+        watches = [watch() for watch in list(self._watches.values())]
         closing = [watch.close for watch in watches if watch is not None]
         return [*closing, *super()._closing_steps()]
+
+    async def _disconnect(self) -> None:
+        for stream in list(self._watches):  # of watches that were dropped
+            await stream.stop()
+        await super()._disconnect()
 
 
 def _reference(model: str) -> ModelReference:

@@ -50,22 +50,18 @@ class Watch(Closable):
     def __init__(
         self,
         loop: runtime.LoopThread,
-        client: CoordinatorClient,
-        wanted: ModelReference,
-        allow: AllowedHosts | None,
-        on_close: Callable[[Watch], None],
+        stream: FollowedModel,
+        on_close: Callable[[FollowedModel], None],
     ) -> None:
-        """Begin to watch; on the loop.
+        """Show a stream's events; on the loop.
 
         Args:
             loop: The loop, acquired for this object.
-            client: The coordinator; its owner closes it.
-            wanted: Whose events.
-            allow: The hosts of replicas that are allowed; None: all.
-            on_close: Called when the watch is closed.
+            stream: What to show; the watch stops it when it is closed.
+            on_close: Called with the stream when the watch is closed.
         """
         self._on_close = on_close
-        self._stream = _FollowedModel(client, wanted, allow)
+        self._stream = stream
         super().__init__(loop)
 
     # -- for the consumer -----------------------------------------------------------------------
@@ -127,16 +123,22 @@ class Watch(Closable):
         return self._steps is not None
 
     def _closing_steps(self) -> list[Step]:
-        return [self._awaiting(self._stream.stop), lambda: self._on_close(self)]
+        return [self._awaiting(self._stream.stop), lambda: self._on_close(self._stream)]
 
 
-class _FollowedModel:
+class FollowedModel:
     """What a watch follows, and what has come. Its task keeps this, but not the watch."""
 
     def __init__(
         self, client: CoordinatorClient, wanted: ModelReference, allow: AllowedHosts | None
     ) -> None:
-        """Begin to follow; on the loop, where all else is called, too."""
+        """Begin to follow; on the loop, where all else is called, too.
+
+        Args:
+            client: The coordinator; its owner closes it.
+            wanted: Whose events.
+            allow: The hosts of replicas that are allowed; None: all.
+        """
         self._client = client
         self._wanted = wanted
         self._fleet = Fleet(allow=allow)

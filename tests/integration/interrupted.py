@@ -25,6 +25,8 @@ from safetensors.torch import load_file
 from mx import api
 
 SETTLE_S = 15.0
+#: How long a loop without users may go on, on a machine that is busy.
+LINGER_S = 5.0
 
 
 class Interrupts:
@@ -56,28 +58,47 @@ def held() -> dict[str, int]:
     """What this process has that could be left over."""
     memfds = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [each[0].split("-") for each in memfds if each[5:] and each[5].startswith("/memfd:mx")]
-    names = [thread.name for thread in threading.enumerate()]
+    threads = threading.enumerate()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "memfd_bytes": sum(int(end, 16) - int(begin, 16) for begin, end in spans),
-        "threads": len([name for name in names if name != "mx-loop"]),
+        "threads": len(threads),
     }
+
+
+def open_now() -> list[str]:
+    """What each descriptor of this process is, for the message of a failure."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(f"{each.name}: {os.readlink(each)}")
+    return found
 
 
 def at_most(now: dict[str, int], before: dict[str, int]) -> bool:
     return all(now[name] <= before[name] for name in before)
 
 
+def counted(listed: Callable[[], int]) -> dict[str, int]:
+    """Return what is held and listed, once the loop has ended for want of users, or after a while
+    all the same: it has descriptors of its own."""
+    there = listed()
+    until_s = time.monotonic() + LINGER_S
+    while "mx-loop" in [each.name for each in threading.enumerate()]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.05)
+    gc.collect()
+    return held() | {"listed": there}
+
+
 def settled(before: dict[str, int], listed: Callable[[], int]) -> dict[str, int]:
     """Return what is held once it is no more than before, or after a while all the same."""
     until_s = time.monotonic() + SETTLE_S
-    before = before | {"listed": listed()} if "listed" not in before else before
     while True:
-        gc.collect()
-        now = held() | {"listed": listed()}
+        now = counted(listed)
         if at_most(now, before) or time.monotonic() > until_s:
             return now
-        time.sleep(0.1)
 
 
 class Calls:
@@ -120,30 +141,35 @@ class Calls:
     def observer(self) -> Any:
         return api.Observer(**self._at)
 
-    def watch(self) -> Callable[[], Any]:
+    def watch(self) -> _Within:
         """Return a call of its own: the router is there before the timer begins."""
         router = api.Router(self._at["coordinator"])
         return _Within(router, lambda: router.watch("m"))
 
-    def hold(self) -> Callable[[], Any]:
+    def hold(self) -> _Within:
         pull = api.pull("m", hold=True, **self._at)
         pull.wait()
         return _Within(pull, pull.hold)
 
-    def update(self) -> Callable[[], Any]:
+    def update(self) -> _Within:
         source = api.serve(self._tensors, model=self.fresh(), **self._at)
-        return _Within(source, lambda: source.update(self._other, grace_s=0.0))
+        return _Within(source, lambda: _nothing(source.update(self._other, grace_s=0.0)))
+
+
+def _nothing(_: object) -> None:
+    """Drop a result that needs no close."""
 
 
 class _Within:
-    """A call of something that is there before, and that is closed after it."""
+    """A call of something that is there before, and that is closed after it. What the call returns
+    is closed, too."""
 
     def __init__(self, owner: Any, call: Callable[[], Any]) -> None:
         self._owner = owner
         self._call = call
 
-    def __call__(self) -> None:
-        self._call()
+    def __call__(self) -> Any:
+        return self._call()
 
     def close(self) -> None:
         self._owner.close()
@@ -198,11 +224,12 @@ def main() -> None:
     # One of each first: what stays for good is there before anything is counted.
     for each in ("pull", "serve", what["call"]):
         interrupt(Interrupts(), getattr(calls, each), 0, each in ("hold", "update", "watch"))
-    before = held() | {"listed": listed()}
-    before = settled(before, listed)
+    before = counted(listed)
     interrupts = Interrupts()
+    opened_before = open_now()
     out = interrupt(interrupts, call, what["rounds"], prepared)
     after = settled(before, listed)
+    opened = {"opened_before": opened_before, "opened_after": open_now()}
     expected = load_file(checkpoint)
     with api.pull("m", coordinator=coordinator) as pull:
         got = pull.state_dict()
@@ -210,7 +237,8 @@ def main() -> None:
             torch.equal(got[name].view(torch.uint8), expected[name].view(torch.uint8))
             for name in expected  # as bytes: some are no numbers
         )
-    json.dump({"before": before, "after": after, "interrupted": out, "right": right}, sys.stdout)
+    found = {"before": before, "after": after, "interrupted": out, "right": right}
+    json.dump(found | opened, sys.stdout)
 
 
 if __name__ == "__main__":

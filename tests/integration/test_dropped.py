@@ -110,6 +110,45 @@ def test_a_router_that_is_dropped_with_its_watches_is_closed(served: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_router_whose_drop_a_signal_interrupts_is_closed(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_over, interrupted = api.Router._hand_over, []
+
+    def interrupt_once(self: api.Router) -> None:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        hand_over(self)
+
+    router = api.Router(served)
+    assert router.sources("m")
+    monkeypatch.setattr(api.Router, "_hand_over", interrupt_once)
+    del router
+    assert interrupted
+    assert becomes(loop_is_free)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_router_that_is_closed_ends_the_stream_of_a_watch_that_was_never_closed(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = api.Router(served)
+    watch = router.watch("m")
+    assert watch.next(WITHIN_S)
+    task = watch._stream._task
+    with monkeypatch.context() as patched:
+        patched.setattr(type(watch), "_hand_over", lambda self: None)
+        loop = watch._loop
+        del watch
+    router.close()
+    assert task.done()
+    runtime.release(loop)  # for the watch
+    assert becomes(loop_is_free)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_watch_keeps_its_router_and_a_router_no_watch(served: str) -> None:
     watch = api.Router(served).watch("m")
     while (event := watch.next(WITHIN_S)) is not None and event.kind is not api.EventKind.SYNCED:
