@@ -131,7 +131,7 @@ def _shared_names(*kinds: Any) -> tuple[str, ...]:
     first, second = (
         kind.DESCRIPTOR.fields_by_name
         if hasattr(kind, "DESCRIPTOR")
-        else [each.name for each in fields(kind)]
+        else getattr(kind, "_fields", None) or [each.name for each in fields(kind)]
         for kind in kinds
     )
     return tuple(name for name in first if name in second)

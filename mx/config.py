@@ -298,7 +298,7 @@ class Settings:
 
 
 def _with_flag(name: str, about: SettingDescription) -> SettingDescription:
-    return replace(about, flag=f"--{about.flag or name.replace('_', '-')}")
+    return about._replace(flag=f"--{about.flag or name.replace('_', '-')}")
 
 
 #: The kernel's settings by name, in the order of display.
@@ -321,7 +321,7 @@ def descriptions() -> Mapping[str, SettingDescription]:
     for pack in packs.packs().values():
         for verb, names in pack.takes.items():
             for name in names:
-                found[name] = replace(found[name], verbs=(*found[name].verbs, verb))
+                found[name] = found[name]._replace(verbs=(*found[name].verbs, verb))
     return found
 
 

@@ -6,8 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from mx.units import parse_bytes, parse_ports, parse_rate, parse_seconds
 
@@ -17,8 +16,7 @@ _Value = TypeVar("_Value")
 COMMON, CONNECTION, STORES, LIMITS = "common", "connection", "stores", "limits"
 
 
-@dataclass(frozen=True, slots=True)
-class SettingDescription:
+class SettingDescription(NamedTuple):
     """What a setting means; flags, their help, `mx config show` and docs/settings.md come from it.
 
     `read` returns the checked value, or raises a ValueError. `verbs` are those that take its flag,

@@ -116,7 +116,7 @@ class NameKey:
         from mx.publickey import is_signed
 
         model, identity = record.model, record.ref.identity
-        texts = {statement(replace(model, revision=""), identity), statement(model, identity)}
+        texts = {statement(model._replace(revision=""), identity), statement(model, identity)}
         return record.commitment == self.commitment(model.name) and any(
             is_signed(signer(record), record.statement, text) for text in texts
         )

@@ -16,16 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Clock = Callable[[], float]
 Kind = Literal["started", "completed", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
+class SpanEvent(NamedTuple):
     """One event of one span.
 
     `span` is a number that is unique in the process. `at_s` is the time on the listener's clock;

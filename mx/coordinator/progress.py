@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from mx.codec import by_name
@@ -76,12 +75,12 @@ class PullsServicer:
                         await view.check_free(status.pull_id)
                         checked = now
                     measured = measured or view.measured(caller, status)
-                    status = replace(status, measured_host=measured)
+                    status = status._replace(measured_host=measured)
                     if status.requests_port:
                         allowed = takes_requests(self._access, caller, name)
                         host = own_host(context, status.requests_host) if allowed else ""
                         port = status.requests_port if host else 0
-                        status = replace(status, requests_host=host, requests_port=port)
+                        status = status._replace(requests_host=host, requests_port=port)
                     self._board.report(self._now(), reporter, status, caller.name)
                     self._pulls_have_changed()
             finally:

@@ -144,7 +144,7 @@ class Proofs:
         key = record.model
         purpose = Purpose.REGISTER
         if replaces:
-            purpose, key = Purpose.UPDATE, replace(key, revision=replaces)
+            purpose, key = Purpose.UPDATE, key._replace(revision=replaces)
         said = proof(
             purpose, key, record.ref.identity, record.source_id, record.endpoint,
             blake3(registration.secret).digest(), source.nonce,
@@ -165,7 +165,7 @@ class Proofs:
         """Return a registration without its vouch, unless that is of its weights, and its
         commitment has signed it."""
         record = registration.record
-        key = replace(record.model, revision=registration.intent.replaces or record.model.revision)
+        key = record.model._replace(revision=registration.intent.replaces or record.model.revision)
         found = decode(record.vouch, key, is_signed)
         known = found is not None and found.identity == record.ref.identity
         return registration if known else replace(registration, record=replace(record, vouch=b""))
@@ -190,7 +190,7 @@ class Proofs:
     def _decoded(self, data: bytes) -> Receipt | None:
         life, data = data[:_LIFE_BYTES], data[_LIFE_BYTES:]
         try:
-            return replace(Receipt.decode(data), this_life=life == self._life())
+            return Receipt.decode(data)._replace(this_life=life == self._life())
         except ConfigError:
             return None
 

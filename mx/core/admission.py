@@ -10,7 +10,7 @@ the doubt ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mx.core.binding import Binding
 from mx.core.bindings import Admission, Bindings
@@ -72,7 +72,7 @@ def admit(
     if late and claim.intent.publishes:
         replaces = key.revision
     if replaces:
-        found = _update(name, replace(key, revision=replaces), ref, claim)
+        found = _update(name, key._replace(revision=replaces), ref, claim)
     else:
         found = _plain(name, key, ref, claim)
     refusal: BindingError | None = None

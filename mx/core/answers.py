@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
@@ -35,8 +35,7 @@ class Listed:
     binding: int = 0  # the number of its binding
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(NamedTuple):
     """The answer to `resolve`: the manifest to pull, and the sources that serve these weights now.
 
     They are in the order in which readers should try them: by binding, the oldest first, each
@@ -57,8 +56,7 @@ class Resolved:
     vouch: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ModelStatus:
+class ModelStatus(NamedTuple):
     """A variant as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
 
     With `pin_only` the name stands for other weights: readers find these by their pin. `restored`:

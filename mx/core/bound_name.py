@@ -7,7 +7,7 @@ binds further revisions and variants. A name without a commitment has no owner: 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mx.core.binding import Binding
 from mx.core.ownership import Receipt
@@ -128,7 +128,7 @@ class BoundName:
         """Return True if a receipt knows of newer updates, or later weights under the newest."""
         root, variant = receipt.base or self.root(receipt.key.revision), receipt.key.variant
         return (
-            receipt.newest > self.newest(replace(receipt.key, revision=root))
+            receipt.newest > self.newest(receipt.key._replace(revision=root))
             or receipt.completed > self.completed(root, membership(variant).bundle)
             or self._differs(receipt)
         )
@@ -201,12 +201,12 @@ class BoundName:
                 return lends_of_none(key)
         elif commitment != self.owner:
             return not_the_owner(key.name, "bind another revision or variant of it")
-        newest = self.newest(replace(key, revision=MAIN))
+        newest = self.newest(key._replace(revision=MAIN))
         bound = self.family(MAIN, key.variant)
         if is_main(key.revision) and (bound or update_number(key.revision) < newest):
             number = max(bound, default=newest)
             return BindingError(
-                f"{replace(key, revision=main_revision(number))} is the newest revision, and "
+                f"{key._replace(revision=main_revision(number))} is the newest revision, and "
                 f"{key.revision} would count as an update of it",
                 hint=UPDATE_HINT,
             )
@@ -244,7 +244,7 @@ class BoundName:
         reached = max(replaced, *family, taken)
         if receipt is not None:
             reached = max(reached, receipt.newest)
-        return replace(key, revision=self._free(root, max(reached + 1, 2), key.variant))
+        return key._replace(revision=self._free(root, max(reached + 1, 2), key.variant))
 
     def _free(self, root: str, number: int, variant: str) -> str:
         """Return the first update from `number` on that does not have the variant."""

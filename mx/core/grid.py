@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mx.units import MIB, align_up
 
@@ -39,8 +38,7 @@ def block_count(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Bytes [begin, end) of a layer space, from the start of one block to the end of another.
 
     It may hold padding between tensors.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
 from operator import itemgetter
+from typing import NamedTuple
 
 from mx.core.layout_rules import RULES, newest
 from mx.core.packaging import MAX_NAME_CHARS, bad_tensor_name
@@ -38,8 +38,7 @@ Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 Columns = tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor's name and form: `dtype` as safetensors spells it, `shape` and `stride` in elements.
 
     `stride` is () for row-major order, else what `permuted_stride` returns.
@@ -245,7 +244,7 @@ def _canonical(
         target = least.get(a.target, a.target)
         name = a.target if a.name == target else a.name
         stride = alias_stride(a.shape, a.stride)
-        found.append(replace(a, name=name, target=target, stride=stride))
+        found.append(a._replace(name=name, target=target, stride=stride))
     return {least.get(name, name): kind for name, kind in kind_of.items()}, found
 
 

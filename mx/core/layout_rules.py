@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.grid import chunk_nbytes_of
 from mx.core.naming import layers_in_execution_order
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutRules:
+class LayoutRules(NamedTuple):
     """The rules of one layout version.
 
     `layers` groups names into layers in execution order, as

@@ -6,7 +6,7 @@ fetch for themselves; each of them has its own bucket, filled at its share of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.units import KIB, MIB
 
@@ -26,8 +26,7 @@ _MOST_SLICE = 4 * MIB
 _SLICE_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The bounds that the user sets; 0 is no bound."""
 
     max_readers: int = 0

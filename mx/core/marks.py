@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.errors import ConfigError
 
@@ -21,8 +21,7 @@ _MAX_NOTED = 1024
 _HEAD = struct.Struct(">Q")
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """How far a state had come."""
 
     epoch: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 
@@ -117,7 +117,7 @@ def _published(state: NameState, found: Sequence[Binding]) -> list[Binding]:
         if binding.key.revision == meant:
             return [binding, *older]
     if member.alone:
-        message, hint = away(replace(key, revision=meant), [b.key for b in older if b.sources])
+        message, hint = away(key._replace(revision=meant), [b.key for b in older if b.sources])
         raise UnknownModelError(message, hint=hint)
     theirs = ", ".join(sorted(b.key.revision for b in found))
     raise UnknownModelError(

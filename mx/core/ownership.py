@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mx.core.revisions import may_be_update, update_number
 from mx.core.types import ModelKey
@@ -44,8 +43,7 @@ class Purpose(enum.Enum):
     LENDER = b"lender key"
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """What a coordinator bound: a later life of it believes this if the MAC is its own.
 
     `base` is the revision that `key.revision` is an update of, "" for none. `newest` is the number
@@ -77,7 +75,7 @@ class Receipt:
     def issued(self, now_s: float) -> Receipt:
         """Return it as given at a time since 1970."""
         rank = (self.rank or 1.0 / now_s) if self.tentative else 0.0
-        return replace(self, issued_s=now_s, rank=rank)
+        return self._replace(issued_s=now_s, rank=rank)
 
     @property
     def weight(self) -> float:

@@ -7,7 +7,7 @@ import enum
 import functools
 import ipaddress
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.topology import Nic, Place
 
@@ -29,8 +29,7 @@ class Medium(enum.Enum):
     PCIE = "pcie"
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """A path from a source to a target.
 
     `gb_per_s` is an estimate until it is measured. For a path between hosts it is what the
@@ -54,8 +53,7 @@ class Path:
     not_beside: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rail:
+class Rail(NamedTuple):
     """One pair of interfaces.
 
     The target binds to `local_address` and dials `remote_address`. `gb_per_s` is the slower
@@ -74,8 +72,7 @@ class Rail:
         return f"{self.local_nic}→{self.remote_nic}"
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
+class _End(NamedTuple):
     nic: Nic
     address: str
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
 from mx.core.reasons import PathReason, Why
@@ -16,8 +16,7 @@ WORTH = 0.05
 MOST_SOURCES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePath:
+class SourcePath(NamedTuple):
     """One path to one source, as a transport found it; over the network, one for each rail
     (None: whatever the kernel routes)."""
 
@@ -45,16 +44,14 @@ class SourcePath:
         return (self.source.key, self.medium)
 
 
-@dataclass(frozen=True, slots=True)
-class Spare:
+class Spare(NamedTuple):
     """A path that works, and is not used as long as the chosen ones work."""
 
     path: SourcePath
     reason: PathReason
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(NamedTuple):
     """A transport that does not lead to a source."""
 
     source: SourceRecord
@@ -70,8 +67,7 @@ class Rejected:
         return f"{self.source.endpoint}: skipped {self.transport}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The paths of a pull: `chosen` are used at once, `spare` when those are lost; both best first.
     `rejected` can't be used."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.types import Layout
 from mx.units import count, format_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LayerProgress:
+class LayerProgress(NamedTuple):
     name: str
     nbytes: int
     done_nbytes: int

@@ -48,7 +48,7 @@ class PullChanges:
 
     def push(self, before: PullStatus | None, status: PullStatus) -> None:
         """Record a report. One that differs from the last by the time alone is no change."""
-        same = before is not None and replace(before, seconds=status.seconds) == status
+        same = before is not None and before._replace(seconds=status.seconds) == status
         if not same or status.pull_id not in self._last:
             self._gone.pop(status.pull_id, None)
             self._put(PullChange(self.latest + 1, status.pull_id, status, status.model.name))
@@ -318,7 +318,7 @@ class ProgressBoard:
             return
         before = reported.status
         phase = PullPhase.FAILED if before.phase is PullPhase.RUNNING else before.phase
-        status = replace(before, phase=phase, requests_port=0)
+        status = before._replace(phase=phase, requests_port=0)
         self._put(replace(reported, status=status, until_s=now + ENDED_S))
 
     def _put(self, report: _LastReport) -> None:

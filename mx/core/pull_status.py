@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.types import ModelKey
 
@@ -14,8 +14,7 @@ class PullPhase(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class PullStatus:
+class PullStatus(NamedTuple):
     """The progress of one pull.
 
     `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that it reads from now.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.types import SourceRecord
 
@@ -23,8 +23,7 @@ MAX_PAIRS = 4096
 MOST_GB_PER_S, MOST_IN_HOST_GB_PER_S = 400.0, 1000.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(NamedTuple):
     """A measured bandwidth: from the host of a source's endpoint to a host by its own name."""
 
     source_host: str

@@ -10,7 +10,7 @@ The printed form of a `ModelKey` is valid too, so that one command accepts what 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import ProcessingKey, canonical_variant
@@ -27,8 +27,7 @@ _REFERENCE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelReference:
+class ModelReference(NamedTuple):
     """The parts of a reference. "" stands for a part that the text leaves open. `pin` is
     unchecked."""
 

@@ -457,12 +457,11 @@ class Registry:
         if meant.pinned:
             answer = self._answer(meant.bindings, meant.files)
             newest = self._superseding(answer.model)
-            return replace(answer, newest=newest, seen=self._seen(answer.model))
+            return answer._replace(newest=newest, seen=self._seen(answer.model))
         first, *rest = meant.bindings
         older = [b for b in rest if self._is_available(b)] if not self._is_available(first) else []
         answer = self._answer([older[0] if allow_older and older else first])
-        return replace(
-            answer,
+        return answer._replace(
             newest=None if revision else first.key,
             older=tuple(binding.key for binding in older),
             seen=self._seen(answer.model),
@@ -481,7 +480,7 @@ class Registry:
             return said
         rank = state.bound.issued_s
         tentative = rank < TENTATIVE
-        return replace(said, tentative=tentative, rank=rank if tentative else 0.0)
+        return said._replace(tentative=tentative, rank=rank if tentative else 0.0)
 
     def _check_trusted(self, name: str) -> None:
         if name in self._store.distrusted:
@@ -495,7 +494,7 @@ class Registry:
         """Return what NAME means for a variant, if it is another revision that can be had whole;
         else None."""
         state = self._bindings.of(key.name)
-        meant = replace(key, revision=state.means(membership(key.variant).bundle))
+        meant = key._replace(revision=state.means(membership(key.variant).bundle))
         binding = state.get(meant)
         return meant if binding and meant != key and self._is_available(binding) else None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
@@ -15,8 +16,7 @@ from mx.core.types import Manifest
 from mx.views import View
 
 
-@dataclass(frozen=True)
-class HeldWeights:
+class HeldWeights(NamedTuple):
     """Weights in memory of this process, the host's or a GPU's: `view` is laid out like an arena of
     the manifest. The memory lives as long as `view`. Layers whose pages are not known are not
     found."""

@@ -61,8 +61,7 @@ DTYPE_BITS: dict[str, int] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelKey:
+class ModelKey(NamedTuple):
     """The key of a registered manifest: a name, a revision and one variant of them.
 
     `variant` is a plain word or the canonical text of an `mx.core.variant.ProcessingKey`.
@@ -93,8 +92,7 @@ class Tensor(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(NamedTuple):
     """A tensor without bytes of its own: a strided view of another tensor's bytes.
 
     `offset_bytes` counts from the target's first byte; `stride` is in elements.
@@ -205,8 +203,7 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class PackagedFile:
+class PackagedFile(NamedTuple):
     """One safetensors file as `--out` writes it: tensors by name, in file order.
 
     `path` is relative, with forward slashes, and never leaves the folder. `metadata` is the
@@ -218,8 +215,7 @@ class PackagedFile:
     tensors: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class SideFile:
+class SideFile(NamedTuple):
     """A JSON, text or tokenizer file that travels along; its bytes are a document of its own.
     `newer` ones are of a kind that the first release with companions lets travel."""
 
@@ -229,8 +225,7 @@ class SideFile:
     newer: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
+class Companion(NamedTuple):
     """A further tensor file of a checkpoint, beside the main weights: a variant of its own, with
     this identity and, for the file's header, this packaging."""
 
@@ -245,8 +240,7 @@ class Companion:
         return pin_of(self.identity, self.packaging).hex()
 
 
-@dataclass(frozen=True)
-class Packaging:
+class Packaging(NamedTuple):
     """The files of a checkpoint; none if the source has none. `files` hold the main weights."""
 
     files: tuple[PackagedFile, ...] = ()
@@ -523,8 +517,7 @@ def cover(sources: Iterable[SourceRecord], own: Iterable[tuple[int, int]] = ()) 
     return reached >= layers > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
+class Intent(NamedTuple):
     """What a source registers for, beside being listed.
 
     `replaces` is the revision that it updates, which has to be the newest; "" for none. With

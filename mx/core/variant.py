@@ -22,9 +22,8 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mx.core.digest import document_digest
 from mx.core.types import CHECKPOINT
@@ -76,8 +75,7 @@ _DTYPE_ALIASES = {
 _NAME_ALIASES = {"quantisation": "quantization"}
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(NamedTuple):
     """One rank of an axis of parallelism, or with `rank` None all of them."""
 
     rank: int | None
@@ -87,8 +85,7 @@ class Rank:
         return f"{'*' if self.rank is None else self.rank}/{self.size}"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A field in which two variants differ, with both values; "" stands for an absent field."""
 
     field: str
@@ -404,8 +401,7 @@ def main_variant(variant: str) -> str:
     return fields.get("beside", "") or _text(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(NamedTuple):
     """What a variant is a rank of: the text of its bundle, and how many ranks that has.
 
     A variant that is no rank of several is a bundle by itself.

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mx.core import layout_rules
 from mx.errors import PeerProtocolError
@@ -56,8 +56,7 @@ class VersionRange:
         return f"{self.high}" if self.low == self.high else f"{self.low} to {self.high}"
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
+class Versions(NamedTuple):
     """What a process speaks. `others` are versions that only a newer mx has: name and number."""
 
     wire: VersionRange

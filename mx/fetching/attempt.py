@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
@@ -42,8 +43,7 @@ class History:
     written: bool = False  # whether tensors of `into` may hold a part of the new weights
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What every attempt of one pull works with. `place` is the target's, which is read while the
     coordinator is asked, and takes a millisecond; `closed` is set to make
     work on threads (reading disk, prefilling) stop soon."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mx import trace
 from mx.core.reasons import reason_of
@@ -149,8 +148,7 @@ def write_documents(
         write(digest, 0, documents[digest])
 
 
-@dataclass(frozen=True)
-class _KnownFiles:
+class _KnownFiles(NamedTuple):
     """What is known of the files: which there are, and those that are here; and where to get the
     others (None: all are here)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ class PullOptions(LocateRequest):
             return packaging
         sides = packaging.side_files
         wanted = [side for side in sides if any(fnmatchcase(side.path, n) for n in self.files)]
-        return replace(packaging, side_files=tuple(wanted))
+        return packaging._replace(side_files=tuple(wanted))
 
     @property
     def pin(self) -> str:

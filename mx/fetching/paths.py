@@ -31,8 +31,7 @@ def path_between(transport: Transport, here: Place, there: Place) -> Path | None
         return None
     # Any path is better than none, but within the GPU there is a better one.
     not_beside = "the bytes are on this GPU" if here.device == there.device else ""
-    return replace(
-        path,
+    return path._replace(
         attach=False,
         not_beside=not_beside,
         staged=here.device != "cpu",

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mx.core.paths import Medium, Rail
 from mx.core.planner import SourcePath
@@ -60,16 +60,14 @@ class ReadLease(Protocol):
         """Give the lease back; does not block. Idempotent. `lost`: a connection on it was lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSource:
+class StoreSource(NamedTuple):
     """A store in place of a source: `key` is what it is blamed by, `endpoint` what it is called."""
 
     key: str
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True)
-class StorePath:
+class StorePath(NamedTuple):
     """The path to a store, as far as a transfer asks for it. Its speed is not known before."""
 
     source: StoreSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mx.core.reasons import PathReason
 from mx.core.types import Layout, ModelKey
@@ -81,8 +81,7 @@ class LayerEvent:
         return self.tensors_of(self.index)
 
 
-@dataclass(frozen=True, slots=True)
-class PathReport:
+class PathReport(NamedTuple):
     """What came over one path; if `attached`, `bytes` were mapped, and none was moved. `rail`
     names the pair of interfaces, where the path is one of several; `pid` the process whose memory
     was attached."""
@@ -101,8 +100,7 @@ class PathReport:
         return self.transport == "rank"
 
 
-@dataclass(frozen=True, slots=True)
-class LeftSource:
+class LeftSource(NamedTuple):
     """A source (HOST:PORT) that was not used to the end, and why."""
 
     source: str

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from mx import trace
 from mx.core import manifest as manifests
@@ -36,8 +36,7 @@ FIRST_S = 0.2
 LONGEST_S = 2.0
 
 
-@dataclass(frozen=True)
-class FoundPaths:
+class FoundPaths(NamedTuple):
     """A model, and the paths to sources that hold all of it (none, if only parts are held)."""
 
     located: Located

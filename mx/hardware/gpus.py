@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mx.core.topology import Gpu, GpuPeer
 from mx.errors import install_hint
@@ -38,8 +38,7 @@ _BLACKWELL = 10
 _SMS_OF_64 = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class GpusFound:
+class GpusFound(NamedTuple):
     """The GPUs; `reason` says why there are none, or which are missing ("" if none is)."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -47,8 +46,7 @@ class GpusFound:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Lanes:
+class _Lanes(NamedTuple):
     """Active NVLink lanes: to other GPUs, by PCI address, and to switches."""
 
     to_gpus: dict[str, int]
@@ -203,7 +201,7 @@ class _NvmlReader:
             else:
                 far = _pci_address(self._ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
                 found.to_gpus[far] = found.to_gpus.get(far, 0) + 1
-        return replace(found, to_switches=to_switches, gb_per_s=min(speeds, default=0.0))
+        return found._replace(to_switches=to_switches, gb_per_s=min(speeds, default=0.0))
 
     def _peers(
         self, index: int, handles: Sequence[Any], gpus: Sequence[Gpu], lanes: Sequence[_Lanes]

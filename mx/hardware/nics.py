@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mx.core.topology import Nic
 from mx.hardware import sysfs
@@ -20,8 +20,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
 _GIDS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Port:
+class _Port(NamedTuple):
     """An RDMA port."""
 
     device: str
@@ -30,8 +29,7 @@ class _Port:
     mbit_per_s: int
 
 
-@dataclass(frozen=True, slots=True)
-class NicHardware:
+class NicHardware(NamedTuple):
     """Properties that never change while an interface exists; `physical`: it has a device."""
 
     physical: bool = False

@@ -244,7 +244,7 @@ def hold_checkpoint(
 
     def read_companion(path: str, companion: Checkpoint) -> Manifest:
         variant = companion_variant(key.variant, path)
-        companions.append(hold_opened(companion, replace(key, variant=variant)))
+        companions.append(hold_opened(companion, key._replace(variant=variant)))
         return companions[-1].manifest
 
     def hold_opened(checkpoint: Checkpoint, key: ModelKey) -> HeldModel:

@@ -143,7 +143,7 @@ class Registrar:
 
         if again:
             await self.end_settling(held)
-        before = replace(held.key, revision=replaces or held.key.revision)
+        before = held.key._replace(revision=replaces or held.key.revision)
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
                 try:
@@ -237,7 +237,7 @@ class Registrar:
             try:
                 if place.updates or last:
                     return await self.list(held, replaces=place.revision)
-                held.key = replace(asked, revision=place.revision)
+                held.key = asked._replace(revision=place.revision)
                 key = await self.list(held, publishes=True)
             except BindingError:
                 if place.updates or last:
@@ -260,7 +260,7 @@ class Registrar:
 
     async def _publish_again(self, held: HeldModel, replaces: str) -> None:
         """Register a model as an update: its name turns out to have meant others before."""
-        self._receipts.pop(replace(held.key, revision=replaces), None)  # it is not its own
+        self._receipts.pop(held.key._replace(revision=replaces), None)  # it is not its own
 
         def ended() -> bool:
             return held not in self._settling

@@ -194,6 +194,6 @@ def _manifest_of(
         manifest = read_companion(path, checkpoint.companion(path))
         nbytes, ref = manifest.layout.payload_nbytes, manifest.ref
         companions.append(Companion(path, nbytes, ref.identity, ref.packaging))
-    packaging = replace(checkpoint.packaging, companions=tuple(companions))
+    packaging = checkpoint.packaging._replace(companions=tuple(companions))
     manifest = manifests.encode(layout, packaging, filled.roots, checkpoint.side_documents)
     return replace(manifest, notes=checkpoint.notes)

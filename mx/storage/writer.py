@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 from mx.core.layout import TensorSpec, permuted_stride
@@ -76,7 +75,7 @@ class CheckpointWriter(StagedWriter):
         packaging = manifest.packaging
         if not packaging.files:  # the source served tensors, not a checkpoint
             packaging = default_packaging(manifest.layout)
-        tensor_files = replace(packaging, companions=manifest.packaging.companions).tensor_files
+        tensor_files = packaging._replace(companions=manifest.packaging.companions).tensor_files
         super().__init__(out, manifest.packaging.side_files, tensor_files)
         self.companions = companions
         self._manifest = manifest

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mx import codec
 from mx.core.answers import BundleStatus, ModelStatus
@@ -28,8 +27,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 __all__ = ["CoordinatorClient", "Registered", "Resolution"]
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(NamedTuple):
     """The manifest to pull, and its sources, origins first; a known model may have none now.
 
     `documents` are the verified documents that came with the answer: all of a small manifest, none

@@ -13,8 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -56,8 +55,7 @@ _GIVE_BACK_S = 1.0
 _MOVE_AGAIN_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """What a source grants: a ticket for each transport, and the size of each region."""
 
     grant_id: str

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from mx.codec import bundle_from_wire, source_from_wire
 from mx.core.answers import BundleStatus
@@ -26,8 +25,7 @@ _T = TypeVar("_T")
 _MAX_SAID = 64
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SourceStatus:
+class SourceStatus(NamedTuple):
     """A source as the coordinator lists it; `gb_per_s` is its recent rate."""
 
     record: SourceRecord
@@ -107,8 +105,7 @@ class WatchKind(enum.Enum):
     SNAPSHOT_END = pb.WatchEvent.KIND_SNAPSHOT_END
 
 
-@dataclass(frozen=True, slots=True)
-class WatchUpdate:
+class WatchUpdate(NamedTuple):
     """One update. `record` is None for SNAPSHOT_END and NAMED; `reason` says why a source is GONE.
 
     `named` is for NAMED: the name, the revision ("" if it means nothing any more) and the bundle,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.codec import (
     MAX_TOTAL_BYTES,
@@ -32,8 +32,7 @@ MAX_SOURCES = 16
 _MAX_HOST_CHARS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PullUpdates:
+class PullUpdates(NamedTuple):
     """What has changed of the pulls that report. With `snapshot_end` this and what came before was
     there when the watch began."""
 

@@ -7,7 +7,8 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -37,8 +38,7 @@ _REFUSED_BACKOFF_S = 10.0
 _NONCES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(NamedTuple):
     """The answer to `register`.
 
     `model` is the key that the source is listed under: for an update it has a new revision. With
@@ -390,7 +390,7 @@ def _proved(
     if name_key is None or not name_key.signs_for(key):
         return registration, b""
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
-    asked = replace(key, revision=replaces or key.revision)
+    asked = key._replace(revision=replaces or key.revision)
     known = [record.vouch, *vouches]
     # What was published before, and is now to have another number, is no newer for that.
     intent = registration.intent

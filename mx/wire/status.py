@@ -12,8 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -89,8 +88,7 @@ class Role(enum.Enum):
     CACHE = "cache"  # its errors are those of a source
 
 
-@dataclass(frozen=True, slots=True)
-class Remote:
+class Remote(NamedTuple):
     """A process that mx calls: its role decides which error is raised if it does not answer, its
     address names it in messages, and `tls` are the files used for the connection."""
 

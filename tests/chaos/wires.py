@@ -148,6 +148,6 @@ class Through:
             listed = ticket.fields["addresses"]
             assert isinstance(listed, list)
             by_path = [list(wires.by_path(grant.peer, (host, port))) for host, port in listed]
-            ticket = replace(ticket, fields={**ticket.fields, "addresses": by_path})
+            ticket = ticket._replace(fields={**ticket.fields, "addresses": by_path})
             grant = replace(grant, ticket=ticket.encode())
         return self._inner.open(grant)

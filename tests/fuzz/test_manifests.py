@@ -136,7 +136,7 @@ def changed_alias(draw: st.DrawFn, alias: Alias) -> Alias:
     }
     field = draw(st.sampled_from(sorted(strategies)))
     fields: dict[str, Any] = {field: draw(strategies[field])}
-    return replace(alias, **fields)
+    return alias._replace(**fields)
 
 
 @settings(max_examples=400)

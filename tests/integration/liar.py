@@ -42,7 +42,7 @@ def serve(coordinator: str, host: str, lies: Mapping[str, Any]) -> None:
     if "addresses" in lies:
         exposures = server._servicer.models[held.source_id].exposures
         tcp = cast(TcpExposure, exposures["tcp"])
-        tcp.listeners = replace(tcp.listeners, fields={"addresses": lies["addresses"]})
+        tcp.listeners = tcp.listeners._replace(fields={"addresses": lies["addresses"]})
     loop.run(server.register(coordinator))
     print(server.endpoint, flush=True)
     threading.Event().wait()

@@ -392,7 +392,7 @@ def test_no_other_process_answers_in_the_place_of_the_cache(caching: Caching) ->
             pull.wait(60)
     other = ProcessingKey(engine="test", dtype="bfloat16")
     assert ask_offered(MADE_FROM, other, settings) is None
-    assert ask_offered(replace(MADE_FROM, revision="v2"), KEY, settings) is None
+    assert ask_offered(MADE_FROM._replace(revision="v2"), KEY, settings) is None
 
 
 @contextmanager

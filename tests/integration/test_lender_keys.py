@@ -233,14 +233,14 @@ async def test_what_a_coordinator_and_readers_refuse(fleet: Fleet, stack: ExitSt
     record = next(each.record for each in listed if each.record.certificate)
     lender = LenderKey.read(fleet.folder / "lender.key")
     assert fleet.owner.vouched(record) and lender.vouched(record)
-    stolen = replace(record, model=replace(record.model, name="mine"))
+    stolen = replace(record, model=record.model._replace(name="mine"))
     for spoilt in (
         replace(record, certificate=record.certificate[:-1]),
         replace(record, certificate=bytes(64) + record.certificate[64:]),
         replace(record, statement=bytes(64)),
         replace(record, commitment=NameKey(b"o" * 32).commitment("m")),
-        replace(record, model=replace(record.model, variant="checkpoint")),
-        replace(record, model=replace(record.model, variant=f"{fleet.state},x=1")),
+        replace(record, model=record.model._replace(variant="checkpoint")),
+        replace(record, model=record.model._replace(variant=f"{fleet.state},x=1")),
         stolen,
     ):
         assert not fleet.owner.vouched(spoilt) and not lender.vouched(spoilt)

@@ -79,12 +79,12 @@ async def test_documents_are_given_to_those_who_may_pull_a_model_of_them(
 
     # What it does not have it can't register as its own model either, and pull then.
     made, record, secret = registrable()
-    record = replace(record, model=replace(record.model, name="other-1"))
+    record = replace(record, model=record.model._replace(name="other-1"))
     client, source = (
         CoordinatorClient(site.address, tls=site.files(name)) for name in ("stranger", "source")
     )
     try:
-        key = replace(record.model, name="llama-2")
+        key = record.model._replace(name="llama-2")
         first = replace(record, model=key, source_id=str(uuid.uuid4()))
         await source.register(Registration(first, secret), made)
         with pytest.raises(LocalError, match="is missing here"):

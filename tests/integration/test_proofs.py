@@ -59,7 +59,7 @@ def signed(record: SourceRecord, nonce: bytes, *, key: NameKey = KEY, **said: An
     replaces, secret = said.pop("replaces", ""), said.pop("secret", SECRET)
     what = replace(record, **said)
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
-    model = replace(what.model, revision=replaces or what.model.revision)
+    model = what.model._replace(revision=replaces or what.model.revision)
     text = proof(
         purpose, model, what.ref.identity, what.source_id, what.endpoint, blake3(secret).digest(),
         nonce,
@@ -159,7 +159,7 @@ def test_receipts_are_the_coordinators_own() -> None:
     bound = Receipt(make_record(OLD).model, b"i" * 32, b"c" * 32, "", 0)
     given = mine.receipt(bound)
     found = again.read(given)
-    assert found is not None and replace(found, issued_s=0.0) == bound and found.issued_s > 0
+    assert found is not None and found._replace(issued_s=0.0) == bound and found.issued_s > 0
     own = mine.read(given)
     assert own is not None and own.this_life and not found.this_life
     assert other.read(given) is None and mine.read(b"") is None

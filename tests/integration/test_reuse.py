@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -166,7 +165,7 @@ def test_layers_are_the_same_however_they_are_cut_and_named() -> None:
         held = reuse.HeldWeights(large.manifest, large.pages, host_view(large.arena.view))
         copies = reuse.same_chunks(small.manifest, small.pages, [held])
         assert copies.keys() == set(range(len(small.manifest.grid)))
-        unknown = replace(held, pages=Pages(large.manifest))
+        unknown = held._replace(pages=Pages(large.manifest))
         assert reuse.same_chunks(small.manifest, small.pages, [unknown]) == {}
         assert reuse.same_chunks(small.manifest, Pages(small.manifest), [held]) == {}
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,8 @@ del RULES[oldest()]
 """
 SPEAKS = {
     OLDER: "wire 1 (an older mx, which sends no versions)",
-    NEWER: str(replace(own(), wire=VersionRange(WIRE_VERSION + 2, WIRE_VERSION + 2))),
-    NEWER_LAYOUT: str(replace(own(), layout=VersionRange(newest() + 1, newest() + 1))),
+    NEWER: str(own()._replace(wire=VersionRange(WIRE_VERSION + 2, WIRE_VERSION + 2))),
+    NEWER_LAYOUT: str(own()._replace(layout=VersionRange(newest() + 1, newest() + 1))),
 }
 other = pytest.mark.parametrize("change", [OLDER, NEWER], ids=["older", "newer"])
 

@@ -95,7 +95,7 @@ async def test_no_answer_names_what_the_caller_does_not_see(site: Site) -> None:
     names = ("source", "stranger", "holder")
     ours, theirs, puller = (CoordinatorClient(site.address, tls=site.files(name)) for name in names)
     made, record, secret = registrable()
-    record = replace(record, model=replace(record.model, name=SECRET))
+    record = replace(record, model=record.model._replace(name=SECRET))
     source_id, endpoint = record.source_id, record.endpoint
     said: list[str] = []
 
@@ -145,7 +145,7 @@ async def test_no_answer_names_what_the_caller_does_not_see(site: Site) -> None:
                 pb.AdvertiseRequest(source_id=source_id, source_secret=secret, generation=1)
             )
         said.append(str(gone.value))
-        stolen = replace(record, model=replace(record.model, name="team-a/x"))
+        stolen = replace(record, model=record.model._replace(name="team-a/x"))
         await refused(NotAllowedError, ours.register(Registration(stolen, secret), made))
         await refused(NotAllowedError, _as(ours, source_id))
         for each in said:
@@ -250,7 +250,7 @@ def test_metrics_show_whom_a_policy_lets_observe_which_models(site: Site) -> Non
     metrics = f"127.0.0.1:{free_port()}"
     site.coordinator("--policy", str(site.policy), "--metrics", metrics, "--lease-s", "300")
     made, record, secret = registrable()
-    record = replace(record, model=replace(record.model, name=SECRET))
+    record = replace(record, model=record.model._replace(name=SECRET))
 
     async def register() -> None:
         client = CoordinatorClient(site.address, tls=site.files("stranger"))

@@ -160,7 +160,7 @@ class World:
         """Return what a receipt says that was kept."""
         if not kept:
             return None
-        return replace(kept[0], this_life=kept[1] == self.coordinator.store.epoch)
+        return kept[0]._replace(this_life=kept[1] == self.coordinator.store.epoch)
 
 
 class Client:
@@ -183,7 +183,7 @@ class Client:
             record = replace(record, commitment=name_key.commitment(record.model.name))
         world.coordinator.heed(self._mark)
         kept: Any = intent.receipt
-        asked = replace(asked, record=record, intent=replace(intent, receipt=b""))
+        asked = replace(asked, record=record, intent=intent._replace(receipt=b""))
         answer = world.coordinator.registry.register(
             now(), asked, receipt=world.read(kept), address="a", wall_s=now()
         )
@@ -274,7 +274,7 @@ class Process:
 
     def hold(self, weights: int, revision: str = "main") -> Any:
         record = self._world.record(weights, self._role)
-        self.held = _Held(record, replace(record.model, revision=revision))
+        self.held = _Held(record, record.model._replace(revision=revision))
         self._models[record.source_id] = SimpleNamespace(held=self.held, pin_only=False)
         return self.held
 

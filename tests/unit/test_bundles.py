@@ -304,8 +304,8 @@ def test_a_rank_away_for_long_is_still_its_owners() -> None:
 def test_ranks_have_one_number_also_if_a_reader_of_one_knows_of_updates() -> None:
     registry = machine()
     zero, one = two_ranks(registry)
-    seen = receipt_of(replace(zero, model=replace(zero.model, revision="main.2")), OWNER, newest=2)
-    registry.recall(1, replace(seen, base="main", completed=2))
+    seen = receipt_of(replace(zero, model=zero.model._replace(revision="main.2")), OWNER, newest=2)
+    registry.recall(1, seen._replace(base="main", completed=2))
     found = {update(registry, 1, each, "two").model.revision for each in (one, zero)}
     assert found == {"main.3"}
     assert revisions(registry) == ("main.3", "main.3")

@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
         self, process: Process, record: SourceRecord, replaces: str = "", **flags: Any
     ) -> SourceRecord | None:
         """Register, and keep the receipt. Returns None if it is refused."""
-        before = replace(record.model, revision=replaces or record.model.revision)
+        before = record.model._replace(revision=replaces or record.model.revision)
         try:
             answer = register_source(
                 self.registry,
@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
             return None
         assert answer.record is not None
         if answer.receipt is not None:
-            issued = replace(answer.receipt, issued_s=self.now + 1)
+            issued = answer.receipt._replace(issued_s=self.now + 1)
             process.receipts[answer.record.model] = issued
         return answer.record
 

@@ -81,7 +81,7 @@ def test_a_store_that_may_have_another_revision_is_skipped() -> None:
     said = {each.step: each.reason for each in found["skipped"]}
     assert set(said) == {"disk", "hub", "objects"} and all("r 2" in why for why in said.values())
     # The weights themselves say what they are; and what a user names is meant.
-    pinned = chain_of("auto", given, replace(asked, pin="ab" * 32), None, None)
+    pinned = chain_of("auto", given, asked._replace(pin="ab" * 32), None, None)
     assert len(pinned["stores"]) == 3
     named = settings(hub_id="org/{name}", object_url="s3://b/{name}/{revision}")
     found = chain_of("auto", named, asked, None, "/here")

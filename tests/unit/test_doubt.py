@@ -168,7 +168,7 @@ def test_what_an_owner_publishes_comes_after_all_that_readers_have_seen(first: b
     """The owner has lost its receipts, too: its number is below those that readers know."""
     registry = lifeless()
     new = owned(make_record(B), ALICE)
-    seen = replace(receipt_of(owned(make_record(A), ALICE), ALICE), newest=3)
+    seen = receipt_of(owned(make_record(A), ALICE), ALICE)._replace(newest=3)
     for note in (first, not first):
         if note:
             registry.recall(1, seen)
@@ -270,8 +270,8 @@ def test_a_number_that_two_lives_have_used_is_not_taken_for_the_same() -> None:
     relay = make_record(A, role=SourceRole.RELAY)
     register_source(registry, 0, old, ALICE)
     register_source(registry, 0, relay, BOB)
-    seen = replace(receipt_of(new, ALICE), newest_s=50.0)  # `main`, too
-    registry.recall(1, replace(receipt_of(old, ALICE), newest_s=40.0))
+    seen = receipt_of(new, ALICE)._replace(newest_s=50.0)  # `main`, too
+    registry.recall(1, receipt_of(old, ALICE)._replace(newest_s=40.0))
     assert registry.resolve("llama").ref == old.ref
     registry.recall(1, seen)
     with pytest.raises(UnknownModelError, match=r"means llama:main\.2"):

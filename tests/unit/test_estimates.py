@@ -207,7 +207,7 @@ def status(number: int, **more: object) -> PullStatus:
         gb_per_s=0.5,
         measured_host="h",
     )
-    return replace(found, **more)  # type: ignore[arg-type]
+    return found._replace(**more)  # type: ignore[arg-type]
 
 
 def test_a_board_measures_over_a_while_between_two_hosts_alone() -> None:

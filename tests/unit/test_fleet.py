@@ -49,7 +49,7 @@ def pull(pull_id: str, ready: int = 0, port: int = 0, **more: object) -> PullSta
         requests_port=port,
         requests_host="10.0.0.8" if port else "",
     )
-    return replace(status, **more)  # type: ignore[arg-type]
+    return status._replace(**more)  # type: ignore[arg-type]
 
 
 def kinds(events: list[FleetEvent]) -> list[str]:

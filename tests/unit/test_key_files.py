@@ -260,15 +260,15 @@ def test_only_the_same_key_vouches_and_only_for_what_it_signed() -> None:
     model = record.model
     for wrong in (
         replace(vouched, ref=other.ref),
-        replace(vouched, model=replace(model, variant="tp=1/2")),
-        replace(vouched, model=replace(model, name="other")),
+        replace(vouched, model=model._replace(variant="tp=1/2")),
+        replace(vouched, model=model._replace(name="other")),
         replace(vouched, commitment=commitment_of(b"other")),
         replace(vouched, statement=b""),
         record,
     ):
         assert not key.vouched(wrong)
     # Whatever the revision: an update may bring earlier weights back.
-    assert key.vouched(replace(vouched, model=replace(model, revision="main.2")))
+    assert key.vouched(replace(vouched, model=model._replace(revision="main.2")))
 
 
 def test_texts_that_are_signed_differ_wherever_anything_does() -> None:

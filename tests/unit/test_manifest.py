@@ -175,8 +175,8 @@ def test_layouts_are_tight_ordered_and_the_same_for_any_order(
 
 
 def test_a_tie_lies_in_the_earlier_of_its_layers() -> None:
-    specs = [replace(SPECS[0], name="lm_head.weight"), *SPECS[1:]]
-    tie = replace(TIE, name="model.embed_tokens.weight", target="lm_head.weight")
+    specs = [SPECS[0]._replace(name="lm_head.weight"), *SPECS[1:]]
+    tie = TIE._replace(name="model.embed_tokens.weight", target="lm_head.weight")
     layout = plan_layout(specs, (tie,))
     place = {t.name: t.layer for t in layout.tensors}
     assert layout.layers[place["lm_head.weight"]].name == "embed"
@@ -434,7 +434,7 @@ def test_a_name_may_be_long() -> None:
     manifest = manifest_of([longest], ())
     assert decode(manifest.ref, manifest.documents) == manifest
     with pytest.raises(ManifestError, match="too long"):
-        plan_layout([replace(longest, name="x" * (MAX_NAME_CHARS + 1))])
+        plan_layout([longest._replace(name="x" * (MAX_NAME_CHARS + 1))])
 
 
 def test_more_names_than_any_model_has_are_refused_before_they_are_text() -> None:
@@ -457,7 +457,7 @@ def test_a_few_bytes_cannot_ask_for_any_number_of_chunks() -> None:
     specs = [TensorSpec("a", "U8", (most,)), TensorSpec("b", "U8", (0,))]
     manifest = manifest_of(specs, ())
     assert decode(manifest.ref, manifest.documents) == manifest
-    specs[1] = replace(specs[1], shape=(1,))
+    specs[1] = specs[1]._replace(shape=(1,))
     with pytest.raises(ManifestError, match="more than any model has"):
         manifest_of(specs, ())
 
@@ -490,7 +490,7 @@ def test_documents_must_match_their_announced_digests_and_sizes() -> None:
         sizes[position] += 1
         wrong: Any = tuple(sizes)
         refusal(replace(manifest.ref, sizes=wrong), manifest.documents)
-    renamed = manifest_of([*SPECS[:-1], replace(SPECS[-1], name="model.norm.bias")])
+    renamed = manifest_of([*SPECS[:-1], SPECS[-1]._replace(name="model.norm.bias")])
     with pytest.raises(ManifestError):  # ... but not one of another layout's tensors
         decode(
             replace(
@@ -533,13 +533,13 @@ def test_flipped_bytes_never_escape_as_another_error(position: int, data: st.Dat
         ([TensorSpec("a", "F6_E2M3", (5,))], ()),
         ([TensorSpec("a", "F32", (1 << 46,)), TensorSpec("b", "F32", (1 << 46,))], ()),
         (SPECS[1:], (TIE,)),
-        (SPECS, (replace(TIE, name="model.norm.weight"),)),
+        (SPECS, (TIE._replace(name="model.norm.weight"),)),
         (SPECS, (TIE, TIE)),
         ([U8], (Alias("b", "a", "U8", (5,), 0, (1,)),)),
         ([U8], (Alias("b", "a", "U8", (4,), 1, (1,)),)),
         ([U8], (Alias("b", "a", "U8", (2,), 0, (4,)),)),
         ([U8], (Alias("b", "a", "U8", (0,), 5, (1,)),)),
-        (SPECS, (TIE, replace(TIE, name="x", target="lm_head.weight"))),
+        (SPECS, (TIE, TIE._replace(name="x", target="lm_head.weight"))),
     ],
 )
 def test_what_no_layout_can_hold(specs: list[TensorSpec], aliases: tuple[Alias, ...]) -> None:

@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
 
     def register(self, process: Process, record: SourceRecord, **flags: object) -> bool:
         replaces = str(flags.get("replaces", ""))
-        before = replace(record.model, revision=replaces or record.model.revision)
+        before = record.model._replace(revision=replaces or record.model.revision)
         made = owned(record, process.owner) if process.owner else record
         self.brought = process.receipts.get(before)
         try:
@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         process.listed = answer.record
         if answer.receipt is not None:
             self.number += 1
-            issued = replace(answer.receipt, issued_s=float(self.number), this_life=True)
+            issued = answer.receipt._replace(issued_s=float(self.number), this_life=True)
             process.receipts[answer.record.model] = issued
         return True
 
@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
             receipt = process.receipts.get(old.model)
             assert receipt is not None and self.may_restore(old.model), "only a receipt is stronger"
         elif newest not in ("", old.model.revision) and owner == mine:
-            same = self.bound.get(replace(old.model, revision=newest)) == record.ref.identity
+            same = self.bound.get(old.model._replace(revision=newest)) == record.ref.identity
             held = [p for p in self.processes if p is not process]
             ids = {p.listed.source_id for p in held}
             used = any(
@@ -196,7 +196,7 @@ class Machine(RuleBasedStateMachine):
         self.began_s = self.now
         self.left.clear()
         for process in self.processes:
-            earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
+            earlier = {k: r._replace(this_life=False) for k, r in process.receipts.items()}
             process.receipts = earlier
         for index in order:
             if index < len(self.processes):
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
         self.bound = self.stands_for()
         self.see()
         for process in self.processes:
-            earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
+            earlier = {k: r._replace(this_life=False) for k, r in process.receipts.items()}
             process.receipts = earlier
         for index in order[:early]:
             if index < len(self.processes):

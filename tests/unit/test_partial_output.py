@@ -108,7 +108,7 @@ def test_a_tensor_in_two_files_is_written_again(setting: Setting) -> None:
     """Of its two copies one would be read back over the other, and hide what is wrong with that."""
     copy = PackagedFile("copy.safetensors", None, ("model.layers.1.mlp.w",))
     packaging = setting.manifest.packaging
-    packaging = replace(packaging, files=(*packaging.files, copy))
+    packaging = packaging._replace(files=(*packaging.files, copy))
     setting.manifest = replace(setting.manifest, packaging=packaging)
     setting.leave(0, 1)
     with setting.weights.open("r+b") as file:

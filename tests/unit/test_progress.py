@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ STATUS = PullStatus(
 def test_a_pull_is_shown_while_its_reports_are_recent() -> None:
     board, reporter = ProgressBoard(), object()
     board.report(0.0, reporter, STATUS)
-    board.report(1.0, reporter, replace(STATUS, done_bytes=900))
+    board.report(1.0, reporter, STATUS._replace(done_bytes=900))
     assert [pull.done_bytes for pull in board.pulls(1.0)] == [900]
     assert board.pulls(EXPIRE_S + 0.9, "llama") and not board.pulls(EXPIRE_S + 0.9, "other")
     assert not board.pulls(EXPIRE_S + 1.0)
@@ -47,7 +46,7 @@ def test_a_pull_is_shown_while_its_reports_are_recent() -> None:
 def test_an_ended_pull_stays_a_moment_and_has_failed_unless_it_was_complete() -> None:
     board, one, two = ProgressBoard(), object(), object()
     board.report(0.0, one, STATUS)
-    board.report(0.0, two, replace(STATUS, pull_id=str(uuid.UUID(int=2)), phase=PullPhase.COMPLETE))
+    board.report(0.0, two, STATUS._replace(pull_id=str(uuid.UUID(int=2)), phase=PullPhase.COMPLETE))
     board.end(1.0, one)
     board.end(1.0, two)
     assert [pull.phase for pull in board.pulls(1.5)] == [PullPhase.FAILED, PullPhase.COMPLETE]
@@ -60,10 +59,10 @@ def test_a_pull_has_one_reporter_and_the_number_of_pulls_is_bounded() -> None:
     with pytest.raises(NotAllowedError):
         board.report(1.0, object(), STATUS)
     with pytest.raises(NotAllowedError, match="another pull"):
-        board.report(1.0, reporter, replace(STATUS, pull_id=str(uuid.UUID(int=2))))
-    board.report(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=2))))
+        board.report(1.0, reporter, STATUS._replace(pull_id=str(uuid.UUID(int=2))))
+    board.report(1.0, object(), STATUS._replace(pull_id=str(uuid.UUID(int=2))))
     with pytest.raises(CapacityError):
-        board.report(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=3))))
+        board.report(1.0, object(), STATUS._replace(pull_id=str(uuid.UUID(int=3))))
     board.report(EXPIRE_S, object(), STATUS)  # forgotten by then, so any reporter may
     assert len(board.pulls(EXPIRE_S)) == 2
 
@@ -80,8 +79,7 @@ def test_a_status_survives_the_wire(
 ) -> None:
     ready = data.draw(st.integers(0, (1 << layers) - 1))
     done = data.draw(st.integers(0, nbytes))
-    status = replace(
-        STATUS,
+    status = STATUS._replace(
         layers=layers,
         ready=ready,
         phase=phase,

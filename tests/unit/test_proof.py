@@ -106,7 +106,7 @@ def test_a_source_proves_its_address_as_long_as_the_grant_stands() -> None:
         grant = grant_of(data)
         assert len(dial.addresses(ticket, grant)) == 2
         # A sender without the secret proves nothing, whatever the key.
-        forged = replace(ticket, secret=bytes(framing.SECRET_BYTES))
+        forged = ticket._replace(secret=bytes(framing.SECRET_BYTES))
         hasty = replace(grant, stall_timeout_s=0.3)
         with pytest.raises(PeerTimeoutError, match="proved"):
             dial.addresses(forged, hasty)

@@ -143,7 +143,7 @@ def test_a_holder_that_was_away_updates_only_what_it_knows_of() -> None:
     other = listed(registry, 1, make_record(WEIGHTS["B"]), ALICE)
     relay = make_record(WEIGHTS["B"], role=SourceRole.RELAY)
     register_source(registry, 1, relay, BOB, keeps_pin=True)
-    was = replace(was, this_life=True)
+    was = was._replace(this_life=True)
     with pytest.raises(BindingError, match="another holder .* has bound"):
         register_source(registry, 2, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=was)
     # With the same weights it joins the other.
@@ -162,7 +162,7 @@ def test_a_receipt_that_has_displaced_an_owners_weights_does_not_keep_it_from_up
     registry = machine()
     fresh = make_record(WEIGHTS["B"])
     assert listed(registry, 0, fresh, ALICE) == fresh
-    now = replace(receipt_of(fresh, ALICE, issued_s=2.0), this_life=True)
+    now = receipt_of(fresh, ALICE, issued_s=2.0)._replace(this_life=True)
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
     register_source(registry, 0, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
     assert registry.source(fresh.source_id).record.pin_only
@@ -208,7 +208,7 @@ def test_after_a_restart_a_receipt_restores_the_name_and_its_owner() -> None:
     assert answer.record is not None and answer.record.by_owner
     assert answer.record.model.revision == "main.3"
     told = receipt_of(answer.record, ALICE, issued_s=0.0, base="main", newest=3)
-    assert answer.receipt == replace(told, newest_s=answer.published_s)
+    assert answer.receipt == told._replace(newest_s=answer.published_s)
 
 
 def test_what_was_listed_before_and_has_no_receipt_is_found_by_its_pin_only() -> None:
@@ -372,7 +372,7 @@ def test_one_layout_for_the_same_weights() -> None:
     first = make_record(WEIGHTS["A"])
     register_source(registry, 0, first, ALICE)
     assert registry.layout_version(first.model, 9) == first.ref.layout_version
-    assert registry.layout_version(replace(first.model, revision="other"), 9) == 9
+    assert registry.layout_version(first.model._replace(revision="other"), 9) == 9
     version = first.ref.layout_version + 1
     ref = replace(first.ref, layout=b"l" * 32, layout_version=version)
     other = replace(make_record(WEIGHTS["A"]), ref=ref)
@@ -694,7 +694,7 @@ def test_what_is_listed_by_its_pin_or_as_an_update_names_the_layout_of_the_next_
     was = receipt_of(record, ALICE, base="main")
     assert not listed(registry, 0, record, ALICE, keeps_pin=True, receipt=was).pin_only
     for revision, version in (("main", 2), ("main.2", 2), ("main.3", 2), ("other", 3)):
-        assert registry.layout_version(replace(record.model, revision=revision), 3) == version
+        assert registry.layout_version(record.model._replace(revision=revision), 3) == version
 
 
 def test_a_pin_of_two_revisions_means_the_layout_that_more_readers_plan() -> None:

@@ -235,11 +235,11 @@ class Model:
         theirs = self.owner_of(key.name)
         bound, refused = self.bound(key), False
         if flags.replaces:
-            replaced = replace(key, revision=flags.replaces)
+            replaced = key._replace(revision=flags.replaces)
             revision = self.update_of(replaced, ref.identity)
             refused = not owner or theirs not in (None, owner) or not revision
             if not refused:
-                key = replace(key, revision=revision)
+                key = key._replace(revision=revision)
                 bound = self.bound(key)
         elif bound is None:
             refused = flags.keeps_pin or self.taken(key, owner)
@@ -276,7 +276,7 @@ class Model:
     ) -> SourceRecord:
         ref, source_id = record.ref, record.source_id
         owner = b"" if record.role is SourceRole.RELAY else secret
-        key = replace(record.model, revision=revision)
+        key = record.model._replace(revision=revision)
         record = replace(record, model=key, pin_only=contests)
         was = self.place_of(source_id) if source_id in self.sources else None
         b = self.contests(key, ref.identity)
@@ -501,7 +501,7 @@ class Machine(RuleBasedStateMachine):
             for i, s in self.model.sources.items()
             if s.record.state is SourceState.SERVING
             and s.record.ref.identity == identity
-            and replace(key, revision=revision or s.record.model.revision) == s.record.model
+            and key._replace(revision=revision or s.record.model.revision) == s.record.model
         }
 
     def is_found(self, key: ModelKey) -> None:

@@ -221,7 +221,7 @@ async def test_a_receipt_of_an_earlier_epoch_does_not_count_after_a_restart(path
 
     alice, _ = await live()
     assert alice.receipt is not None
-    given, alices = await live(replace(alice.receipt, this_life=False))
+    given, alices = await live(alice.receipt._replace(this_life=False))
     assert given.record.pin_only and alices == [True]
 
 

@@ -67,8 +67,8 @@ def test_a_revision_is_of_a_family(revision: str, root: str) -> None:
 def test_a_vouch_is_of_one_name_variant_and_family() -> None:
     data = said()
     assert len(data) == max(SIZES) and len(said(BARE)) == min(SIZES)
-    assert read(data, replace(MODEL, revision="main.7")) == read(data)
-    for other in (ModelKey("n"), replace(MODEL, variant="q"), replace(MODEL, revision="v1")):
+    assert read(data, MODEL._replace(revision="main.7")) == read(data)
+    for other in (ModelKey("n"), MODEL._replace(variant="q"), MODEL._replace(revision="v1")):
         assert decode(data, other, is_signed) is None
     assert decode(b"", MODEL, is_signed) is None
     late = replace(read(data), issued_us=END_US, signature=b"")
@@ -100,7 +100,7 @@ def test_what_was_said_stands_until_an_update() -> None:
     assert read(said(BARE, 1, third)).issued_us == 100  # other files
     # What is not its own, or of another name, says nothing.
     others = OTHER.vouch(MODEL, A, (), 500, updates=False)
-    family_of_v1 = said(A, 500, key=replace(MODEL, revision="v1"))
+    family_of_v1 = said(A, 500, key=MODEL._replace(revision="v1"))
     assert read(said(A, 7, others, family_of_v1, b"junk")).issued_us == 7
 
 
@@ -175,16 +175,16 @@ def test_trust_files_name_owners(tmp_path: Path) -> None:
     ("asked", "key", "why"),
     [
         ({}, MODEL, ""),
-        ({}, replace(MODEL, revision="main.9"), ""),
+        ({}, MODEL._replace(revision="main.9"), ""),
         ({"variant": "checkpoint"}, MODEL, ""),
-        ({"revision": "main.2"}, replace(MODEL, revision="main.2"), ""),
+        ({"revision": "main.2"}, MODEL._replace(revision="main.2"), ""),
         ({}, ModelKey("n"), "no valid signature"),
-        ({}, replace(MODEL, revision="v1"), "no valid signature"),
-        ({"variant": "checkpoint"}, replace(MODEL, variant="q"), "no valid signature"),
+        ({}, MODEL._replace(revision="v1"), "no valid signature"),
+        ({"variant": "checkpoint"}, MODEL._replace(variant="q"), "no valid signature"),
         ({"revision": "v1"}, MODEL, "no valid signature"),
-        ({"revision": "v1.2"}, replace(MODEL, revision="v1"), ""),
-        ({"revision": "v1"}, replace(MODEL, revision="v2"), "no valid signature"),
-        ({"name": f"m@{A.identity.hex()}"}, replace(MODEL, revision="v1"), ""),
+        ({"revision": "v1.2"}, MODEL._replace(revision="v1"), ""),
+        ({"revision": "v1"}, MODEL._replace(revision="v2"), "no valid signature"),
+        ({"name": f"m@{A.identity.hex()}"}, MODEL._replace(revision="v1"), ""),
         ({"name": f"m@{A.identity.hex()}"}, ModelKey("n"), "no valid signature"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -38,7 +37,7 @@ def _status(**other: object) -> PullStatus:
         done_bytes=50,
         seconds=1.0,
     )
-    return replace(status, **other)  # type: ignore[arg-type]
+    return status._replace(**other)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 1000), st.integers(0))

@@ -394,8 +394,8 @@ def test_side_files_must_be_the_ones_that_were_named(source: Path, place: Path) 
         write_side_file(CheckpointWriter(place / "out", manifest), "../x.json", b"{}")
     pickled = b"\x80\x04."
     (side,) = manifest.packaging.side_files
-    side = replace(side, nbytes=len(pickled), digest=document_digest(pickled))
-    packaging = replace(manifest.packaging, side_files=(side,))
+    side = side._replace(nbytes=len(pickled), digest=document_digest(pickled))
+    packaging = manifest.packaging._replace(side_files=(side,))
     with pytest.raises(IntegrityError, match="pickle"):
         writer = CheckpointWriter(place / "out", replace(manifest, packaging=packaging))
         write_side_file(writer, "config.json", pickled)
@@ -407,8 +407,8 @@ def test_an_index_that_points_elsewhere_is_not_written(tmp_path: Path, place: Pa
     manifest, _ = manifest_of(source)
     (index,) = [s for s in manifest.packaging.side_files if s.path.endswith(".index.json")]
     data = b'{"weight_map": {"a": "other.safetensors"}}'
-    other = replace(index, nbytes=len(data), digest=document_digest(data))
-    packaging = replace(manifest.packaging, side_files=(other,))
+    other = index._replace(nbytes=len(data), digest=document_digest(data))
+    packaging = manifest.packaging._replace(side_files=(other,))
     with pytest.raises(IntegrityError, match=r"other\.safetensors"):
         writer = CheckpointWriter(place / "out", replace(manifest, packaging=packaging))
         write_side_file(writer, index.path, data)

@@ -29,11 +29,31 @@ _VALUES: tuple[type[Any], ...] = (
 _ENUMS: tuple[type[enum.Enum], ...] = (changes.ChangeKind, types.SourceRole, types.SourceState)
 _SCALARS = (str, int, float, bool, type(None))
 _CLASSES: Mapping[str, type[Any]] = {each.__name__: each for each in (*_VALUES, *_ENUMS)}
-_FIELDS: Mapping[type[Any], list[Field[Any]]] = {
-    each: [field for field in fields(each) if field.init] for each in _VALUES
-}
-_NAMES = {each: {field.name for field in found} for each, found in _FIELDS.items()}
 _NO_DEFAULT = object()
+
+
+def _defaults(kind: type[Any]) -> dict[str, object]:
+    """Return the names of a class's fields, and their defaults that are the same in every
+    release."""
+    if not is_dataclass(kind):
+        return {name: kind._field_defaults.get(name, _NO_DEFAULT) for name in kind._fields}
+    return {field.name: _default(field) for field in fields(kind) if field.init}
+
+
+def _default(field: Field[Any]) -> object:
+    if field.default_factory in (dict, list, set):
+        return field.default_factory()
+    return _NO_DEFAULT if field.default is MISSING else field.default
+
+
+#: The fields of each class, and their defaults.
+_FIELDS: Mapping[type[Any], Mapping[str, object]] = {each: _defaults(each) for each in _VALUES}
+#: Those whose objects change.
+_CHANGING = {
+    each
+    for each in _VALUES
+    if is_dataclass(each) and not each.__dataclass_params__.frozen  # type: ignore[attr-defined]
+}
 
 
 def encode(value: object) -> str:
@@ -68,16 +88,9 @@ def copied(value: Any) -> Any:
         return [copied(each) for each in value]
     if kind is set:
         return value.copy()
-    if kind in _FIELDS and not kind.__dataclass_params__.frozen:
-        return kind(*[copied(getattr(value, field.name)) for field in _FIELDS[kind]])
+    if kind in _CHANGING:
+        return kind(*[copied(getattr(value, name)) for name in _FIELDS[kind]])
     return value
-
-
-def _default(field: Field[Any]) -> object:
-    """Return the default of a field that is the same in every release."""
-    if field.default_factory in (dict, list, set):
-        return field.default_factory()
-    return _NO_DEFAULT if field.default is MISSING else field.default
 
 
 def _plain(value: Any) -> Any:
@@ -98,10 +111,10 @@ def _plain(value: Any) -> Any:
         return {"e": value.value, "c": kind.__name__}
     if kind in _FIELDS:
         said = {}
-        for field in _FIELDS[kind]:
-            each = getattr(value, field.name)
-            if each != _default(field):
-                said[field.name] = _plain(each)
+        for name, default in _FIELDS[kind].items():
+            each = getattr(value, name)
+            if each != default:
+                said[name] = _plain(each)
         return {"c": kind.__name__, "f": said}
     raise TypeError(f"a {kind.__name__} is not kept")
 
@@ -113,9 +126,7 @@ def _value(plain: Any) -> Any:
         return plain
     if "f" in plain:
         found = _CLASSES[plain["c"]]
-        if not is_dataclass(found):
-            raise ValueError(f"{plain['c']} has no fields")
-        known = _NAMES[found]
+        known = _FIELDS[found]
         return found(**{n: _value(each) for n, each in plain["f"].items() if n in known})
     if "e" in plain:
         return _CLASSES[plain["c"]](plain["e"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.errors import (
@@ -82,8 +82,7 @@ def refusal(status: int, peer: str) -> SourceError:
     return kind(f"{peer}: {STATUS_TEXT.get(status, f'refused ({status})')}", peer=peer)
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """What a source returns for a grant. `fields` are the transport's own; the secret is never
     logged."""
 

@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mx.errors import LocalError
 from mx.transport import ExposeOptions, TlsFiles
@@ -23,8 +23,7 @@ from mx_transports.toolkit import proof
 _PORT_TRIES = 16
 
 
-@dataclass(frozen=True)
-class Listeners:
+class Listeners(NamedTuple):
     """The sockets that the readers of an exposure connect to. The exposure closes them.
 
     Attributes:
