@@ -6,8 +6,8 @@ The pull is of four chunks over tcp from one named peer, in another process. Fro
 
 - the classes of which it constructs instances, without values;
 - the values: dataclasses, named tuples and errors;
-- the functions that it enters, and the files that they are in. What runs at the import of a module,
-  and generated protobuf code, do not count.
+- the functions that it enters, and the files that they are in, with their lines of code. What runs
+  at the import of a module, and generated protobuf code, do not count.
 
     python -m benchmarks.plain_pull [--json | --list]
 """
@@ -32,11 +32,12 @@ from mx import runtime
 from mx.swarm import sharing
 
 from .checkpoints import write_checkpoint
+from .code_lines import code_lines_of
 from .processes import Cluster
 
 MODEL, CHUNKS = "plain", 4
-#: The most classes and functions of a plain pull.
-MOST_CLASSES, MOST_FUNCTIONS = 45, 550
+#: The most classes and functions of a plain pull, and lines of code of the files that these are in.
+MOST_CLASSES, MOST_FUNCTIONS, MOST_LINES = 45, 550, 10_000
 
 _ROOTS = (mx.__path__[0], mx_transports.__path__[0])
 _PACKAGES = tuple(f"{package.__name__}." for package in (mx, mx_transports))
@@ -60,7 +61,8 @@ class Counts:
             self._importing.depth = depth + (1 if event == "call" else -1)
         elif event == "call" and not depth:
             self._codes.add(code)
-            if code.co_name in ("__init__", "__new__") and code.co_argcount:
+            named_tuple = code.co_varnames[:1] == ("_cls",)  # its `__new__` has no name
+            if (code.co_name in ("__init__", "__new__") and code.co_argcount) or named_tuple:
                 self._constructed(frame.f_locals[code.co_varnames[0]])
 
     @contextmanager
@@ -110,6 +112,16 @@ class Counts:
     def files(self) -> list[str]:
         return sorted({each.partition(":")[0] for each in self.functions})
 
+    @property
+    def lines(self) -> int:
+        """The lines of code of the files."""
+        return code_lines_of(Path(self._root(each)).parent / each for each in self.files)
+
+    @staticmethod
+    def _root(file: str) -> str:
+        package = file.partition("/")[0]
+        return next(root for root in _ROOTS if Path(root).name == package)
+
     @staticmethod
     def _file(code: CodeType) -> str:
         root = next(root for root in _ROOTS if code.co_filename.startswith(root))
@@ -127,7 +139,8 @@ class Counts:
             "schema": 1,
             "chunks": CHUNKS,
             **{what: len(each) for what, each in names.items()},
-            "most": {"classes": MOST_CLASSES, "functions": MOST_FUNCTIONS},
+            "lines": self.lines,
+            "most": {"classes": MOST_CLASSES, "functions": MOST_FUNCTIONS, "lines": MOST_LINES},
             "names": names,
         }
 
@@ -164,7 +177,8 @@ def table(found: dict[str, Any]) -> str:
     """Return a table of the counts and their bars."""
     bars = {what: f"<= {most}" for what, most in found["most"].items()}
     return "\n".join(
-        f"{what:<10}{found[what]:>6}  {bars.get(what, '')}".rstrip() for what in found["names"]
+        f"{what:<10}{found[what]:>6}  {bars.get(what, '')}".rstrip()
+        for what in (*found["names"], "lines")
     )
 
 

@@ -10,7 +10,7 @@ from benchmarks.plain_pull import MOST_CLASSES, count_in_a_process
 from benchmarks.processes import Cluster
 
 #: What was reached; the benchmark says what is reached for.
-MOST_VALUES, MOST_FUNCTIONS = 51, 745
+MOST_VALUES, MOST_FUNCTIONS = 54, 745
 
 
 def test_a_plain_pull_makes_and_enters_no_more_than_it_needs() -> None:

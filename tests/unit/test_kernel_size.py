@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.code_lines import code_lines, code_lines_of
+from benchmarks.code_lines import code_lines, code_lines_of
 from tests.support.kernel import kernel
 
 #: Lines of code. What is added to the kernel takes the place of something.
