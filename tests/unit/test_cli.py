@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ import mx.cli
 import mx.cli.app
 import mx.cli.coordinator
 from mx import config
-from mx.cli import show
+from mx.cli import outcome, show
 from mx.cli.stop import Stop
 
 VERBS = (
@@ -83,6 +84,10 @@ class Mx:
                 patch.setenv(name, value)
             # A process of its own would take these with it.
             patch.setattr(sys, "excepthook", sys.excepthook)
+            patch.setattr(outcome, "_quiet", False)
+            patch.setattr(outcome, "_as_lines", False)
+            loggers = [logging.getLogger(name) for name in ("", "grpc", "mx", "mx_transports")]
+            logged = [(each, each.level, list(each.handlers)) for each in loggers]
             handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
             try:
                 with pytest.raises(SystemExit) as ended:
@@ -90,6 +95,9 @@ class Mx:
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                for logger, level, those in logged:
+                    logger.setLevel(level)
+                    logger.handlers[:] = those
         assert isinstance(ended.value.code, int)
         return Result(ended.value.code, *self._capsys.readouterr())
 
