@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from mx.cli import options, outcome
 from mx.cli.commands import Command, VerbGroup
+from mx.cli.printing import Column, objects, show_rows
 from mx.config import Settings
 from mx.errors import ConfigError, LocalError
 from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from mx.artifacts.carry import ListedSet
     from mx.artifacts.trust import Signed
     from mx.artifacts.using import Obtained
 
@@ -37,6 +39,20 @@ Fields = Annotated[
         metavar="NAME=VALUE",
     ),
 ]
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+_SETS: Sequence[Column[ListedSet]] = (
+    Column("model", "model", lambda s: s.model),
+    Column("set", "set", lambda s: s.set_id),
+    Column("kind", "kind", lambda s: s.kind),
+    Column("signer", "signed by", lambda s: s.signer),
+    Column("bytes", "size", lambda s: s.nbytes, _size, right=True),
+    Column("sources", "sources", lambda s: s.sources, right=True),
+)
 
 
 @app.callback()
@@ -199,30 +215,13 @@ def artifacts_list(
 
     found = find(model, coordinator=options.coordinator_of(settings), settings=settings)
     if as_json:
-        sets = [
-            {
-                "model": each.model,
-                "set": each.set_id,
-                "kind": each.kind,
-                "signer": each.signer,
-                "bytes": each.nbytes,
-                "sources": each.sources,
-            }
-            for each in found
-        ]
-        outcome.emit({"coordinator": settings.coordinator, "sets": sets})
+        outcome.emit({"coordinator": settings.coordinator, "sets": objects(_SETS, found)})
         return
     if not found:
         what = f"sets for {model}" if model else "sets"
         outcome.say(f"the coordinator at {settings.coordinator} knows no {what}")
         return
-    table = Table("model", "set", "kind", "signed by", box=None, pad_edge=False)
-    for name in ("size", "sources"):
-        table.add_column(name, justify="right")
-    for each in found:
-        size = format_bytes(each.nbytes) if each.nbytes else "-"
-        table.add_row(each.model, each.set_id, each.kind, each.signer, size, str(each.sources))
-    outcome.show(table)
+    show_rows(_SETS, found, "ellipsis")
 
 
 @app.command("inspect", cls=Command)

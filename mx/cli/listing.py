@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import additions, options, outcome
-from mx.cli.printing import NAMES, Column, spaced, table_of
+from mx.cli.printing import NAMES, Column, objects, show_rows, spaced
 from mx.core.artifact_names import model_and_set
 from mx.core.notes import decode
 from mx.core.reference import parse_reference
@@ -18,9 +18,75 @@ from mx.errors import EXIT_NO_SOURCE, ConfigError, UnknownModelError
 from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from mx.api.tables import PlacedTensor
     from mx.config import Settings
+    from mx.core.answers import ModelStatus
     from mx.core.types import SourceRecord
     from mx.wire.listing import SourceStatus
+
+
+def layers_held(record: SourceRecord) -> int:
+    """Return how many layers a source holds."""
+    return sum(end - begin for begin, end in record.table.held)
+
+
+def _state(status: SourceStatus) -> str:
+    return status.record.state.value + (", by pin only" if status.record.pin_only else "")
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+# Without a source that holds all of a model nothing is known of its size.
+_MODELS: Sequence[Column[ModelStatus]] = (
+    Column("model", "model", lambda m: m.model.name, folds=NAMES),
+    Column("revision", "revision", lambda m: m.model.revision, folds=8),
+    Column("variant", "variant", lambda m: m.model.variant, spaced, folds=12),
+    Column("identity", "", lambda m: m.ref.identity.hex()),
+    Column("pin", "", lambda m: m.ref.pin.hex()),
+    Column("pin_covers_files", "", lambda m: bool(m.ref.packaging)),
+    Column("pin_only", "", lambda m: m.pin_only),
+    Column("layout_version", "", lambda m: m.ref.layout_version),
+    Column("bytes", "size", lambda m: m.nbytes if m.layers else None, _size, right=True),
+    Column("layers", "layers", lambda m: m.layers or None, lambda n: n or "-", right=True),
+    Column("sources", "sources", lambda m: m.sources, lambda n: n or "none", right=True),
+    Column("state", "", lambda m: "served" if m.sources else "no source"),
+    Column("", "found by", lambda m: "its pin only" if m.pin_only else "name or pin", folds=5),
+)
+SOURCES: Sequence[Column[SourceStatus]] = (
+    Column("", "model", lambda s: spaced(str(s.record.model)), folds=NAMES),
+    Column("model", "", lambda s: s.record.model.name),
+    Column("revision", "", lambda s: s.record.model.revision),
+    Column("variant", "", lambda s: s.record.model.variant),
+    Column("identity", "", lambda s: s.record.ref.identity.hex()),
+    Column("pin", "", lambda s: s.record.ref.pin.hex()),
+    Column("pin_only", "", lambda s: s.record.pin_only),
+    Column("source_id", "", lambda s: s.record.source_id),
+    Column("endpoint", "endpoint", lambda s: s.record.endpoint),
+    Column("host", "host", lambda s: s.record.place.hostname, spare=3),
+    Column("pid", "", lambda s: s.record.place.pid),
+    Column("role", "role", lambda s: s.record.role.value, spare=1),
+    Column("state", "", lambda s: s.record.state.value),
+    Column("", "state", _state, folds=8),
+    Column("generation", "", lambda s: s.record.generation),
+    Column("layers_held", "layers", lambda s: layers_held(s.record), right=True),
+    Column("", "readers", lambda s: s.readers, right=True),
+    Column("", "lease", lambda s: s.lease_left_s, format_seconds, right=True),
+    Column("transports", "transports", lambda s: s.record.transports, ", ".join, spare=2),
+    Column("lease_left_s", "", lambda s: s.lease_left_s),
+    Column("readers", "", lambda s: s.readers),
+    Column("gb_per_s", "", lambda s: s.gb_per_s),
+    Column("requests", "", lambda s: s.record.requests),
+)
+_TENSORS: Sequence[Column[PlacedTensor]] = (
+    Column("", "tensor", lambda t: t.name, folds=NAMES),
+    Column("", "layer", lambda t: t.layer, folds=NAMES, spare=1),
+    Column("", "device", lambda t: t.device),
+    Column("", "region", lambda t: t.region, right=True),
+    Column("", "address", lambda t: t.address, hex, right=True),
+    Column("", "bytes", lambda t: t.nbytes, right=True),
+)
 
 
 @options.takes_settings
@@ -64,25 +130,9 @@ def models(
     beside = [each.find(wanted.name, settings, lists_all=not model) for each in of_packs]
     said = _notes(wanted.name, settings) if found and model else {}
     if as_json:
-        listed = [
-            {
-                "model": entry.model.name,
-                "revision": entry.model.revision,
-                "variant": entry.model.variant,
-                "identity": entry.ref.identity.hex(),
-                "pin": entry.ref.pin.hex(),
-                "pin_covers_files": bool(entry.ref.packaging),
-                "pin_only": entry.pin_only,
-                "layout_version": entry.ref.layout_version,
-                # Known only of a model that a source holds whole.
-                "bytes": entry.nbytes if entry.layers else None,
-                "layers": entry.layers or None,
-                "sources": entry.sources,
-                "state": "served" if entry.sources else "no source",
-                **(decode(said.get(entry.ref.pin, b"")).to_json() if model else {}),
-            }
-            for entry in found
-        ]
+        listed = objects(_MODELS, found)
+        for entry, fields in zip(found, listed, strict=True):
+            fields |= decode(said.get(entry.ref.pin, b"")).to_json() if model else {}
         more = {each.key: each.object for each in beside}
         outcome.emit({"coordinator": settings.coordinator, "models": listed, **more})
         _end_unknown(model, listed)
@@ -91,20 +141,7 @@ def models(
         say_unknown(f"model {model}" if model else "models", model, settings)
         _say_sets(len(sets))
         return
-    page = outcome.page()
-    # Without a source that holds all of it nothing is known of its size.
-    sizes = [format_bytes(entry.nbytes) if entry.layers else "-" for entry in found]
-    ways = ["its pin only" if entry.pin_only else "name or pin" for entry in found]
-    columns = [
-        Column("model", [entry.model.name for entry in found], folds=NAMES),
-        Column("revision", [entry.model.revision for entry in found], folds=8),
-        Column("variant", [spaced(entry.model.variant) for entry in found], folds=12),
-        Column("size", sizes, right=True),
-        Column("layers", [str(entry.layers or "-") for entry in found], right=True),
-        Column("sources", [str(entry.sources or "none") for entry in found], right=True),
-        Column("found by", ways, folds=5),
-    ]
-    outcome.show(table_of(columns, page.width), page)
+    show_rows(_MODELS, found)
     if gone := sum(not entry.sources for entry in found):
         outcome.write(
             f"{count(gone, 'row')} without a source: none can be pulled until one is back"
@@ -165,41 +202,19 @@ def sources(
         return
     found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
     if as_json:
-        listed = [source_object(status) for status in found]
-        outcome.emit({"coordinator": settings.coordinator, "sources": listed})
+        outcome.emit({"coordinator": settings.coordinator, "sources": objects(SOURCES, found)})
         _end_unknown(model, found)
         return
     if not found:
         say_unknown(f"sources of {model}" if model else "sources", model, settings)
         return
-    records, page = [status.record for status in found], outcome.page()
-    columns = [
-        Column("model", [spaced(str(each.model)) for each in records], folds=NAMES),
-        Column("endpoint", [each.endpoint for each in records]),
-        Column("host", [each.place.hostname for each in records], spare=3),
-        Column("role", [each.role.value for each in records], spare=1),
-        Column("state", [_state(each) for each in records], folds=8),
-        Column("layers", [str(layers_held(each)) for each in records], right=True),
-        Column("readers", [str(each.readers) for each in found], right=True),
-        Column("lease", [format_seconds(each.lease_left_s) for each in found], right=True),
-        Column("transports", [", ".join(each.transports) for each in records], spare=2),
-    ]
-    outcome.show(table_of(columns, page.width), page)
+    show_rows(SOURCES, found)
 
 
 def _end_unknown(model: str, found: Sequence[object]) -> None:
     """End with the exit code for it if a model that was named is not known."""
     if model and not found:
         raise typer.Exit(EXIT_NO_SOURCE)
-
-
-def _state(record: SourceRecord) -> str:
-    return record.state.value + (", by pin only" if record.pin_only else "")
-
-
-def layers_held(record: SourceRecord) -> int:
-    """Return how many layers a source holds."""
-    return sum(end - begin for begin, end in record.table.held)
 
 
 def say_unknown(what: str, model: str, settings: Settings) -> None:
@@ -254,39 +269,4 @@ def _show_tables(model: str, settings: Settings, as_json: bool) -> None:
     for each in tables:
         what = "each tensor where its owner has it" if each.live else "one arena"
         outcome.write(f"{each.record.model} at {each.record.endpoint}: {each.error or what}")
-        tensors, page = each.tensors, outcome.page()
-        columns = [
-            Column("tensor", [tensor.name for tensor in tensors], folds=NAMES),
-            Column("layer", [tensor.layer for tensor in tensors], folds=NAMES, spare=1),
-            Column("device", [tensor.device for tensor in tensors]),
-            Column("region", [str(tensor.region) for tensor in tensors], right=True),
-            Column("address", [f"{tensor.address:#x}" for tensor in tensors], right=True),
-            Column("bytes", [str(tensor.nbytes) for tensor in tensors], right=True),
-        ]
-        outcome.show(table_of(columns, page.width), page)
-
-
-def source_object(status: SourceStatus) -> dict[str, object]:
-    """Return a source as `--json` prints it."""
-    record = status.record
-    return {
-        "model": record.model.name,
-        "revision": record.model.revision,
-        "variant": record.model.variant,
-        "identity": record.ref.identity.hex(),
-        "pin": record.ref.pin.hex(),
-        "pin_only": record.pin_only,
-        "source_id": record.source_id,
-        "endpoint": record.endpoint,
-        "host": record.place.hostname,
-        "pid": record.place.pid,
-        "role": record.role.value,
-        "state": record.state.value,
-        "generation": record.generation,
-        "layers_held": layers_held(record),
-        "transports": list(record.transports),
-        "lease_left_s": round(status.lease_left_s, 3),
-        "readers": status.readers,
-        "gb_per_s": round(status.gb_per_s, 3),
-        "requests": record.requests,
-    }
+        show_rows(_TENSORS, each.tensors)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from mx.cli import options, outcome
-from mx.cli.printing import Column, table_of
+from mx.cli.printing import Column, show_rows
 from mx.cli.words import in_flags
 from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
@@ -16,14 +18,38 @@ from mx.units import count, format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from mx.api.planning import PlannedPull
     from mx.api.tables import SourceMemory
-    from mx.core.planner import Rejected, SourcePath
-    from mx.core.reasons import PathReason
+    from mx.core.planner import SourcePath
     from mx.core.selection import Subset
+    from mx.core.types import SourceRecord
 
-#: The columns of the table of paths, and the widths to which they may be folded.
-_COLUMNS = (("source", 0), ("path", 8), ("use", 0), ("GB/s", 0), ("carries", 0), ("why", 20))
 
-#: Those of the table of memories, and the order in which a narrow terminal leaves them out.
+class _Way(NamedTuple):
+    """A path that was considered, or a transport over which there is none."""
+
+    source: SourceRecord
+    transport: str
+    path: SourcePath | None
+    use: str
+    nbytes: int
+    reason: str
+    why: str = ""
+
+    @property
+    def carries(self) -> str:
+        moves = self.use == "chosen" and self.path is not None and not self.path.attach
+        return format_bytes(self.nbytes) if moves else "-"
+
+
+_WAYS: Sequence[Column[_Way]] = (
+    Column("", "source", lambda way: way.source.endpoint),
+    Column("", "path", lambda way: way.path.label if way.path else way.transport, folds=8),
+    Column("", "use", lambda way: way.use),
+    Column("", "GB/s", lambda way: f"{way.path.gb_per_s:.3g}" if way.path else "-", right=True),
+    Column("", "carries", lambda way: way.carries, right=True),
+    Column("", "why", lambda way: way.reason, folds=20),
+)
+
+#: The columns of the table of memories, and the order in which a narrow terminal leaves them out.
 _MEMORY_COLUMNS = (
     ("source", 0), ("memory", 0), ("device", 0), ("regions", 1), ("rows", 2),
     ("bytes", 0), ("layers", 0), ("bytes per layer", 3),
@@ -95,30 +121,6 @@ def plan(
 
 
 def _json(planned: PlannedPull) -> dict[str, object]:
-    found = planned.plan
-    shares = found.shares(planned.nbytes)
-    paths: list[dict[str, object]] = [
-        _path_json(path) | {"use": "chosen", "bytes": nbytes, "reason": _chosen(path)}
-        for path, nbytes in zip(found.chosen, shares, strict=True)
-    ]
-    paths += [
-        _path_json(spare.path) | {"use": "spare", "bytes": 0} | _reason_json(spare.reason)
-        for spare in found.spare
-    ]
-    paths += [
-        {
-            "source": rejected.source.endpoint,
-            "transport": rejected.transport,
-            "use": _use(rejected),
-            "bytes": 0,
-        }
-        | _reason_json(rejected.reason)
-        for rejected in found.rejected
-    ]
-    tried = [path.source for path in found.chosen] + [spare.path.source for spare in found.spare]
-    tried += [rejected.source for rejected in found.rejected]
-    for path_json, source in zip(paths, tried, strict=True):
-        path_json["devices"] = planned.devices_of(source)
     estimate_s = planned.estimate_s
     return {
         "model": str(planned.model),
@@ -128,13 +130,39 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         "layers": planned.layers,
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),
         "coordinated": planned.coordinated,
-        "paths": paths,
+        "paths": [
+            _way_json(each) | {"devices": planned.devices_of(each.source)}
+            for each in _ways(planned)
+        ],
         "sources": [_memory_json(each) for each in planned.memories],
     } | ({} if planned.subset is None else {"subset": _subset_json(planned.subset)})
 
 
-def _reason_json(reason: PathReason) -> dict[str, object]:
-    return {"why": reason.code, "reason": in_flags(reason)}
+def _ways(planned: PlannedPull) -> list[_Way]:
+    plan = planned.plan
+    ways = [
+        _Way(path.source, path.transport, path, "chosen", nbytes, _chosen(path))
+        for path, nbytes in zip(plan.chosen, plan.shares(planned.nbytes), strict=True)
+    ]
+    for path, reason in ((each.path, each.reason) for each in plan.spare):
+        why = in_flags(reason), reason.code
+        ways.append(_Way(path.source, path.transport, path, "spare", 0, *why))
+    for each in plan.rejected:
+        use = "skipped" if each.unasked else "impossible"
+        why = in_flags(each.reason), each.reason.code
+        ways.append(_Way(each.source, each.transport, None, use, 0, *why))
+    return ways
+
+
+def _way_json(way: _Way) -> dict[str, object]:
+    path = way.path
+    found: dict[str, object] = {"source": way.source.endpoint, "transport": way.transport}
+    if path is not None:
+        rail = "" if path.rail is None else str(path.rail)
+        found |= {"rail": rail, "gb_per_s": round(path.gb_per_s, 3), "attach": path.attach}
+    found |= {"use": way.use, "bytes": way.nbytes}
+    found |= {"why": way.why} if way.why else {}
+    return found | {"reason": way.reason}
 
 
 def _memory_json(memory: SourceMemory) -> dict[str, object]:
@@ -155,20 +183,6 @@ def _subset_json(subset: Subset) -> dict[str, object]:
         "own_bytes": subset.own_nbytes,
         "moved_bytes": subset.moved_nbytes,
         "amplification": round(subset.amplification, 3),
-    }
-
-
-def _use(rejected: Rejected) -> str:
-    return "skipped" if rejected.unasked else "impossible"
-
-
-def _path_json(path: SourcePath) -> dict[str, object]:
-    return {
-        "source": path.source.endpoint,
-        "transport": path.transport,
-        "rail": "" if path.rail is None else str(path.rail),
-        "gb_per_s": round(path.gb_per_s, 3),
-        "attach": path.attach,
     }
 
 
@@ -199,24 +213,7 @@ def _show(planned: PlannedPull) -> None:
     else:
         summary += f", about {format_seconds(estimate_s)} at {format_rate(found.gb_per_s * 1e9)}"
     outcome.write(summary)
-    rows = []
-    for path, nbytes in zip(found.chosen, found.shares(planned.nbytes), strict=True):
-        carries = "-" if path.attach else format_bytes(nbytes)
-        rate = f"{path.gb_per_s:.3g}"
-        rows.append((path.source.endpoint, path.label, "chosen", rate, carries, _chosen(path)))
-    for spare in found.spare:
-        path, rate = spare.path, f"{spare.path.gb_per_s:.3g}"
-        why = in_flags(spare.reason)
-        rows.append((path.source.endpoint, path.label, "spare", rate, "-", why))
-    for rejected in found.rejected:
-        where, why = rejected.source.endpoint, in_flags(rejected.reason)
-        rows.append((where, rejected.transport, _use(rejected), "-", "-", why))
-    page = outcome.page()
-    columns = [
-        Column(name, [row[at] for row in rows], right=name in ("GB/s", "carries"), folds=folds)
-        for at, (name, folds) in enumerate(_COLUMNS)
-    ]
-    outcome.show(table_of(columns, page.width), page)
+    show_rows(_WAYS, _ways(planned))
     if planned.coordinated:
         outcome.write(
             "beside other pulls: they share the links, and chunks are exchanged with them"
@@ -241,12 +238,11 @@ def _show_memories(planned: PlannedPull) -> None:
             nbytes = format_bytes(sum(each.nbytes for each in regions))
             rows.append((*what, device, str(len(regions)), pieces, nbytes, *layers))
     if rows:
-        page = outcome.page()
-        columns = [
-            Column(name, [row[at] for row in rows], right=at > _DEVICE, spare=spare)
-            for at, (name, spare) in enumerate(_MEMORY_COLUMNS)
+        columns: list[Column[tuple[str, ...]]] = [
+            Column("", title, itemgetter(at), right=at > _DEVICE, spare=spare)
+            for at, (title, spare) in enumerate(_MEMORY_COLUMNS)
         ]
-        outcome.show(table_of(columns, page.width), page)
+        show_rows(columns, rows)
     for memory in planned.memories:
         if memory.error:
             devices = ", ".join(memory.devices)

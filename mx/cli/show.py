@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import typer
@@ -17,6 +18,13 @@ from mx.config_values import SettingDescription, format_value, without_password
 
 #: Wider lines are hard to read, in a file too.
 _MOST_COLUMNS = 120
+
+_COLUMNS: Sequence[Column[Sequence[Text]]] = (
+    Column("", "setting", itemgetter(0)),
+    Column("", "value", itemgetter(1), folds=16),
+    Column("", "from", itemgetter(2), folds=12),
+    Column("", "meaning", itemgetter(3), folds=24),
+)
 
 app = typer.Typer(
     name="config", cls=VerbGroup, help="Settings and where they come from.", no_args_is_help=True
@@ -57,25 +65,16 @@ def show(
         found = {n: {"value": shown(n), "origin": settings.origin(n)} for n in names}
         outcome.emit({"config_file": file, **found})
         return
-    styles = ["bold" if settings.is_set(name) else "" for name in names]
-
-    def styled(first: str, texts: Iterable[str]) -> list[Text]:
-        return [Text(first), *(Text(each, on) for each, on in zip(texts, styles, strict=True))]
-
-    page, values = outcome.page(), [format_value(shown(name)) for name in names]
-    meanings = [
-        _meaning(about, shows_default=bool(value) and not settings.is_set(name))
-        for (name, about), value in zip(names.items(), values, strict=True)
-    ]
     about_file = "It was read." if is_there else "There is none."
-    columns = [
-        Column("setting", styled("(file)", names)),
-        Column("value", styled(settings.file, values), folds=16),
-        Column("from", styled("", map(settings.origin, names)), folds=12),
-        Column("meaning", styled(about_file, meanings), folds=24),
-    ]
+    rows = [tuple(map(Text, ("(file)", settings.file, "", about_file)))]
+    for name, about in names.items():
+        value, is_set = format_value(shown(name)), settings.is_set(name)
+        meaning = _meaning(about, shows_default=bool(value) and not is_set)
+        texts = (name, value, settings.origin(name), meaning)
+        rows.append(tuple(Text(each, "bold" if is_set else "") for each in texts))
+    page = outcome.page()
     page.width = min(page.width, _MOST_COLUMNS)
-    outcome.show(table_of(columns, page.width), page)
+    outcome.show(table_of(_COLUMNS, rows, page.width), page)
 
 
 def _meaning(about: SettingDescription, *, shows_default: bool) -> str:

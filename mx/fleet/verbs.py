@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mx import packs
 from mx.cli import options, outcome
-from mx.cli.printing import spaced
+from mx.cli.printing import Column, objects, show_rows, spaced
 from mx.cli.stop import Stop
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError, NoSourceError, PeerLostError
@@ -20,10 +20,32 @@ from mx.wire.descriptors import raise_limit
 if TYPE_CHECKING:
     from mx.core.answers import BundleStatus
     from mx.fleet.caching import Cache
-    from mx.wire.cache import CacheStatus
+    from mx.wire.cache import CachedModel, CacheStatus
 
 #: The most missing ranks of a bundle that the table names.
 _MAX_SHOWN = 8
+
+
+def _ago(seconds: float) -> str:
+    return f"{format_seconds(seconds)} ago"
+
+
+def _giver(offered: bool) -> str:
+    return "a process here" if offered else "sources"
+
+
+_CACHED: Sequence[Column[CachedModel]] = (
+    Column("model", "model", lambda m: m.model.name),
+    Column("revision", "revision", lambda m: m.model.revision),
+    Column("variant", "variant", lambda m: m.model.variant, spaced),
+    Column("pin", "", lambda m: m.ref.pin.hex()),
+    Column("bytes", "size", lambda m: m.nbytes, format_bytes, right=True),
+    Column("idle_s", "last asked for", lambda m: m.idle_s, _ago, right=True),
+    Column("mapped_by", "attached by", lambda m: m.mapped_by, right=True),
+    Column("in_use", "", lambda m: m.in_use),
+    Column("offered", "from", lambda m: m.offered, _giver),
+    Column("endpoint", "", lambda m: m.endpoint),
+)
 
 
 def run_cache(context: typer.Context, *, as_json: bool) -> None:
@@ -145,22 +167,8 @@ def cache(
     )
     if not found.models:
         return
-    table = Table("model", "revision", "variant", box=None, pad_edge=False)
-    for name in ("size", "last asked for", "attached by"):
-        table.add_column(name, justify="right")
-    table.add_column("from")
-    for each in found.models:
-        table.add_row(
-            each.model.name,
-            each.model.revision,
-            each.model.variant.replace(",", ", "),  # so that a terminal may break it
-            format_bytes(each.nbytes),
-            f"{format_seconds(each.idle_s)} ago",
-            str(each.mapped_by),
-            "a process here" if each.offered else "sources",
-        )
     outcome.write("")
-    outcome.show(table)
+    show_rows(_CACHED, found.models, "ellipsis")
 
 
 def _object(where: str, status: CacheStatus) -> dict[str, object]:
@@ -170,19 +178,5 @@ def _object(where: str, status: CacheStatus) -> dict[str, object]:
         "held_bytes": status.held_bytes,
         "lingering_bytes": status.lingering_bytes,
         "evictions": status.evictions,
-        "models": [
-            {
-                "model": each.model.name,
-                "revision": each.model.revision,
-                "variant": each.model.variant,
-                "pin": each.ref.pin.hex(),
-                "bytes": each.nbytes,
-                "idle_s": round(each.idle_s, 3),
-                "mapped_by": each.mapped_by,
-                "in_use": each.in_use,
-                "offered": each.offered,
-                "endpoint": each.endpoint,
-            }
-            for each in status.models
-        ],
+        "models": objects(_CACHED, status.models),
     }

@@ -25,30 +25,34 @@ def lines_of(shown: object, width: int) -> list[str]:
     return lines
 
 
-def columns_of(endpoint: str) -> list[Column]:
-    return [
-        Column("model", ["meta-llama/Llama-3.3-70B-Instruct:a-revision"], folds=NAMES),
-        Column("endpoint", [endpoint]),
-        Column("host", ["a-long-name-of-a-host"], spare=2),
-        Column("readers", ["12"], right=True, spare=1),
-    ]
+MODEL = "meta-llama/Llama-3.3-70B-Instruct:a-revision"
+COLUMNS: list[Column[str]] = [
+    Column("", "model", lambda _: MODEL, folds=NAMES),
+    Column("", "endpoint", lambda endpoint: endpoint),
+    Column("", "host", lambda _: "a-long-name-of-a-host", spare=2),
+    Column("", "readers", lambda _: 12, right=True, spare=1),
+]
+
+
+def table(endpoint: str, width: int) -> list[str]:
+    return lines_of(table_of(COLUMNS, [endpoint], width), width)
 
 
 def test_columns_are_left_out_before_any_is_cut() -> None:
-    head, *_ = lines_of(table_of(columns_of(ENDPOINT), 250), 250)
+    head, *_ = table(ENDPOINT, 250)
     assert head.split() == ["model", "endpoint", "host", "readers"]
-    head, *rows = lines_of(table_of(columns_of(ENDPOINT), 60), 60)
+    head, *rows = table(ENDPOINT, 60)
     assert head.split() == ["model", "endpoint", "readers"]
     assert ENDPOINT in rows[0]
-    head, *rows = lines_of(table_of(columns_of(ENDPOINT), 50), 50)
+    head, *rows = table(ENDPOINT, 50)
     assert head.split() == ["model", "endpoint"]
     assert ENDPOINT in rows[0]
-    assert "".join(row[:27].strip() for row in rows) == columns_of("")[0].cells[0]
+    assert "".join(row[:27].strip() for row in rows) == MODEL
 
 
 def test_what_is_longer_than_the_terminal_is_folded() -> None:
     endpoint = "[2001:db8:1234:5678:9abc:def0:1234:5678]:41001"
-    _, *rows = lines_of(table_of(columns_of(endpoint), 40), 40)
+    _, *rows = table(endpoint, 40)
     found = "".join(row.replace(" ", "") for row in rows)
     assert all(part in found for part in ("2001:db8", "41001", "meta-llama"))
 

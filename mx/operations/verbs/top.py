@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.text import Text
 
 from mx.cli import options, outcome
-from mx.cli.listing import layers_held, nearest_name, say_unknown, source_object
-from mx.cli.printing import NAMES, Column, Plain, table_of
+from mx.cli.listing import SOURCES, layers_held, nearest_name, say_unknown
+from mx.cli.printing import NAMES, Column, Plain, objects, table_of
 from mx.errors import CoordinatorError, NotAllowedError
 from mx.units import format_bytes, format_rate, format_seconds
 
@@ -130,52 +130,70 @@ def render(overview: Overview, width: int, model: str = "", *, ascii_only: bool 
     """Return both tables, for a terminal of this width; `model`: the only one that is shown."""
     most, of = MARKS if width >= WIDE else NARROW_MARKS, f" of {model}" if model else ""
     return Group(
-        table_of(_pull_columns(overview.pulls, most, ascii_only=ascii_only), width)
+        table_of(_pulls(most, ascii_only=ascii_only), overview.pulls, width)
         if overview.pulls
         else Text(f"no pulls{of}"),
         Text(),
-        table_of(_source_columns(overview.sources), width)
+        table_of(_SOURCES, overview.sources, width)
         if overview.sources
         else Text(f"no sources{of}"),
     )
 
 
-def _pull_columns(pulls: Sequence[PullStatus], most: int, *, ascii_only: bool) -> list[Column]:
-    sizes = [f"{format_bytes(p.done_bytes)} of {format_bytes(p.nbytes)}" for p in pulls]
-    states = [Text(_note(pull), style=_STYLES.get(pull.phase.value, "")) for pull in pulls]
-    return [
-        Column("pull of", [str(pull.model) for pull in pulls], folds=NAMES),
-        Column("by", [f"{pull.host}:{pull.pid}" for pull in pulls], spare=1),
-        Column("layers", [marks(pull, most=most, ascii_only=ascii_only) for pull in pulls]),
-        Column("ready", [f"{p.layers_ready}/{p.layers}" for p in pulls], right=True, spare=2),
-        Column("bytes", sizes, right=True, spare=3),
-        Column("rate", [format_rate(pull.gb_per_s * 1e9) for pull in pulls], right=True),
-        Column("time", [format_seconds(pull.seconds) for pull in pulls], right=True, spare=4),
-        Column("sources", [str(len(pull.sources)) for pull in pulls], right=True, spare=5),
-        Column("retries", [str(pull.retries) for pull in pulls], right=True, spare=6),
-        Column("state", states, folds=8),
-    ]
-
-
-def _source_columns(sources: Sequence[SourceStatus]) -> list[Column]:
-    records = [status.record for status in sources]
-    return [
-        Column("source of", [str(record.model) for record in records], folds=NAMES),
-        Column("endpoint", [record.endpoint for record in records]),
-        Column("host", [record.place.hostname for record in records], spare=3),
-        Column("role", [record.role.value for record in records], spare=2),
-        Column("state", [record.state.value for record in records]),
-        Column("layers", [str(layers_held(each)) for each in records], right=True, spare=1),
-        Column("readers", [str(status.readers) for status in sources], right=True),
-        Column("rate", [format_rate(each.gb_per_s * 1e9) for each in sources], right=True),
-    ]
-
-
-def _note(pull: PullStatus) -> str:
+def _state(pull: PullStatus) -> Text:
     """Return the phase; a pull that reads from no source now, and gets nothing, is waiting."""
     waits = pull.phase.value == "running" and not pull.sources and not pull.gb_per_s
     asked = f", requests at {pull.requests}" if pull.requests else ""
-    return f"{'waiting' if waits else pull.phase.value}{asked}"
+    text = f"{'waiting' if waits else pull.phase.value}{asked}"
+    return Text(text, style=_STYLES.get(pull.phase.value, ""))
+
+
+def _size(pull: PullStatus) -> str:
+    return f"{format_bytes(pull.done_bytes)} of {format_bytes(pull.nbytes)}"
+
+
+def _rate(gb_per_s: float) -> str:
+    return format_rate(gb_per_s * 1e9)
+
+
+def _pulls(most: int = MARKS, *, ascii_only: bool = False) -> Sequence[Column[PullStatus]]:
+    return (
+        Column("pull_id", "", lambda p: p.pull_id),
+        Column("", "pull of", lambda p: p.model, folds=NAMES),
+        Column("model", "", lambda p: p.model.name),
+        Column("revision", "", lambda p: p.model.revision),
+        Column("variant", "", lambda p: p.model.variant),
+        Column("", "by", lambda p: f"{p.host}:{p.pid}", spare=1),
+        Column("host", "", lambda p: p.host),
+        Column("pid", "", lambda p: p.pid),
+        Column("phase", "", lambda p: p.phase.value),
+        Column("", "layers", lambda p: marks(p, most=most, ascii_only=ascii_only)),
+        Column("layers", "", lambda p: p.layers),
+        Column("layers_ready", "", lambda p: [n for n in range(p.layers) if p.ready >> n & 1]),
+        Column("", "ready", lambda p: f"{p.layers_ready}/{p.layers}", right=True, spare=2),
+        Column("bytes", "", lambda p: p.nbytes),
+        Column("bytes_done", "", lambda p: p.done_bytes),
+        Column("", "bytes", _size, right=True, spare=3),
+        Column("seconds", "", lambda p: p.seconds),
+        Column("gb_per_s", "rate", lambda p: p.gb_per_s, _rate, right=True),
+        Column("", "time", lambda p: p.seconds, format_seconds, right=True, spare=4),
+        Column("sources", "sources", lambda p: p.sources, len, right=True, spare=5),
+        Column("retries", "retries", lambda p: p.retries, right=True, spare=6),
+        Column("requests", "", lambda p: p.requests),
+        Column("", "state", _state, folds=8),
+    )
+
+
+_SOURCES: Sequence[Column[SourceStatus]] = (
+    Column("", "source of", lambda s: s.record.model, folds=NAMES),
+    Column("", "endpoint", lambda s: s.record.endpoint),
+    Column("", "host", lambda s: s.record.place.hostname, spare=3),
+    Column("", "role", lambda s: s.record.role.value, spare=2),
+    Column("", "state", lambda s: s.record.state.value),
+    Column("", "layers", lambda s: layers_held(s.record), right=True, spare=1),
+    Column("", "readers", lambda s: s.readers, right=True),
+    Column("", "rate", lambda s: s.gb_per_s, _rate, right=True),
+)
 
 
 def marks(pull: PullStatus, *, most: int = MARKS, ascii_only: bool = False) -> str:
@@ -194,29 +212,8 @@ def marks(pull: PullStatus, *, most: int = MARKS, ascii_only: bool = False) -> s
 def _object(address: str, overview: Overview) -> dict[str, object]:
     return {
         "coordinator": address,
-        "pulls": [_pull_object(pull) for pull in overview.pulls],
-        "sources": [source_object(status) for status in overview.sources],
-    }
-
-
-def _pull_object(pull: PullStatus) -> dict[str, object]:
-    return {
-        "pull_id": pull.pull_id,
-        "model": pull.model.name,
-        "revision": pull.model.revision,
-        "variant": pull.model.variant,
-        "host": pull.host,
-        "pid": pull.pid,
-        "phase": pull.phase.value,
-        "layers": pull.layers,
-        "layers_ready": [index for index in range(pull.layers) if pull.ready >> index & 1],
-        "bytes": pull.nbytes,
-        "bytes_done": pull.done_bytes,
-        "seconds": round(pull.seconds, 3),
-        "gb_per_s": round(pull.gb_per_s, 3),
-        "sources": list(pull.sources),
-        "retries": pull.retries,
-        "requests": pull.requests,
+        "pulls": objects(_pulls(), overview.pulls),
+        "sources": objects(SOURCES, overview.sources),
     }
 
 
