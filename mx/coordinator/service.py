@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from mx import codec
 from mx.coordinator.callers import check_places, own_port
 from mx.coordinator.decoding import Decoded
+from mx.coordinator.events import warn_of_unreached
 from mx.coordinator.listings import ListingServicer
 from mx.coordinator.marks import Marks
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.proofs import Proofs
-from mx.coordinator.reached import warn_of_unreached
 from mx.coordinator.state import CoordinatorState
 from mx.coordinator.uploads import Upload
 from mx.coordinator.view import View, Views

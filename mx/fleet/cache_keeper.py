@@ -7,8 +7,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mx import config
 from mx.api.arguments import PullArguments
@@ -33,7 +35,6 @@ from mx.fetching.paths import plan_paths, target_place
 from mx.fetching.resolver import describe
 from mx.log import event
 from mx.memory.huge import Collapser
-from mx.memory.mapped import mapped_elsewhere
 from mx.processes import process_start_ticks
 from mx.runtime import in_thread, uncut
 from mx.wire.address import each_address, is_local, split_address
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 MOST_PULLS = 4
 #: How long readers that copy a model have to finish when it is evicted.
 _DRAIN_S = 1.0
+#: How the kernel names the memory files of mx in the list of a process's maps.
+_MEMFD_NAME = b"/memfd:mx:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,3 +345,41 @@ def require_free_port(settings: config.Settings) -> None:
             f"each model of a cache listens on a port of its own, not all on {settings.listen}",
             hint="give `listen` with port 0",
         )
+
+
+def mapped_elsewhere(inodes: Collection[int], proc: Path = Path("/proc")) -> Counter[int]:
+    """Return which memory files processes other than this one and its children map, and how many.
+
+    Processes that this one may not look into, such as those of another container, are not seen.
+
+    Args:
+        inodes: The numbers of the files, as `os.fstat` has them.
+        proc: Where procfs is mounted.
+
+    Returns:
+        The number of processes that map a file, for each that any does.
+    """
+    own, found = os.getpid(), Counter[int]()
+    if not inodes:
+        return found
+    for entry in os.listdir(proc):
+        if not entry.isdigit() or int(entry) == own:
+            continue
+        try:
+            listed = _mapped(proc / entry / "maps", inodes)
+            if listed and _parent_of(proc / entry / "stat") != own:
+                found.update(listed)
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _mapped(maps: Path, inodes: Collection[int]) -> set[int]:
+    # The fields: addresses, permissions, offset, device, inode, name.
+    lines = [line for line in maps.read_bytes().splitlines() if _MEMFD_NAME in line]
+    return {inode for line in lines if (inode := int(line.split(maxsplit=5)[4])) in inodes}
+
+
+def _parent_of(stat: Path) -> int:
+    # The command's name is in brackets, and may itself contain spaces and brackets.
+    return int(stat.read_bytes().rpartition(b")")[2].split()[1])

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from mx.core.budget import BudgetShares
-from mx.operations.web.connections import MAX_CONNECTIONS, REQUEST_S
+from mx.operations.web.server import MAX_CONNECTIONS, REQUEST_S
 from mx.transport import TlsFiles
 from tests.support.certificates import Authority
 from tests.support.chromium import chromium, opened

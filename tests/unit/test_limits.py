@@ -18,8 +18,7 @@ from mx.core.limits import (
     grant_share,
     slice_nbytes,
 )
-from mx.core.meter import Meter
-from mx.source.limits import SourceLimits
+from mx.source.limits import Meter, SourceLimits
 from mx.units import GB, MIB
 from tests.support.clock import ManualClock
 

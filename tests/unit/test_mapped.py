@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mx.fleet.cache_keeper import mapped_elsewhere
 from mx.memory.arena import MemfdArena
-from mx.memory.mapped import mapped_elsewhere
 
 _OTHER = "7f00-7f10 rw-p 00000000 00:01 {} /memfd:other (deleted)"
 _OURS = "7f00-7f10 rw-p 00000000 00:01 {} /memfd:mx:a b (deleted)"
