@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mx import codec
 from mx.core.swarm.known import KnownPeers
@@ -18,9 +18,6 @@ from mx.swarm.stream import PeerStream, to_bytes
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
-if TYPE_CHECKING:
-    from mx.swarm.node import Node
-
 log = logging.getLogger(__name__)
 
 #: The most peers that one message may name; an origin names 64.
@@ -29,13 +26,40 @@ MOST_EXCHANGED = 256
 WELCOME_TIMEOUT_S = 3.0
 
 
+class PullNode(Protocol):
+    """What serves the streams of a pull: `mx.swarm.node.Node`."""
+
+    @property
+    def held(self) -> int:
+        """The chunks that others may have from here, as a bit set."""
+
+    @property
+    def crowded(self) -> bool:
+        """True if readers have to request chunks here before they read."""
+
+    def reaches(self, record: SourceRecord) -> bool:
+        """Return True if chunks can be read from the source."""
+
+    def coordinate(self) -> None:
+        """Request chunks before reading them, from now on."""
+
+    def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
+        """Add the peer at the other end of a stream, which holds `have`. Returns its number."""
+
+    def heard(self, number: int, message: SwarmMessage) -> None:
+        """Act on a message of the peer. Raises PeerProtocolError."""
+
+    def parted(self, number: int) -> None:
+        """Remove the peer: its stream has ended."""
+
+
 class Peers:
     """One pull's; on the loop."""
 
     def __init__(
         self,
         own_id: str,
-        node: Node,
+        node: PullNode,
         own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     ) -> None:
