@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from mx.units import MIB, align_up
-
-if TYPE_CHECKING:
-    from mx.core.types import Layout
 
 BLOCK_BYTES = MIB
 #: The chunk size is this part of the model, within the next two.
@@ -49,18 +47,35 @@ class Range(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
+    of its space.
+
+    `extents` are the (offset, nbytes) of its tensors in order, empty ones too; the bytes between
+    them are padding. `first_tensor` is the index of the first one in `Layout.tensors`.
+    """
+
+    index: int
+    name: str
+    nbytes: int
+    arena_offset: int
+    extents: tuple[tuple[int, int], ...]
+    first_tensor: int
+
+
 class ChunkGrid:
     """Chunk arithmetic of one layout and chunk size. Building it costs O(chunks + tensors)."""
 
-    def __init__(self, layout: Layout, chunk_nbytes: int) -> None:
+    def __init__(self, layers: Sequence[Layer], chunk_nbytes: int) -> None:
         """
         Args:
-            layout: The layout.
+            layers: Those of the layout.
             chunk_nbytes: The chunk size, a positive multiple of `BLOCK_BYTES`.
         """
         if chunk_nbytes <= 0 or chunk_nbytes % BLOCK_BYTES:
             raise ValueError(f"chunk size {chunk_nbytes} is not a multiple of {BLOCK_BYTES}")
-        self.layout = layout
+        self.layers = layers
         self.chunk_nbytes = chunk_nbytes
         #: first_chunk[i] is layer i's first chunk; the last entry is the number of chunks.
         self.first_chunk: list[int] = [0]
@@ -78,7 +93,7 @@ class ChunkGrid:
         self._ends: list[int] = []
         self._counts: list[int] = []  # of each chunk's blocks
         self._blocks: dict[int, tuple[tuple[int, int], ...]] = {}
-        for layer in layout.layers:
+        for layer in layers:
             self.layer_blocks.append(self._cut(layer.extents))
             self.layer_of += [layer.index] * (len(self.sizes) - len(self.layer_of))
             self.first_chunk.append(len(self.sizes))
@@ -164,7 +179,7 @@ class ChunkGrid:
 
     def _cut_blocks(self, index: int) -> list[tuple[int, int]]:
         begin, end = self._begins[index], self._ends[index]
-        extents = self.layout.layers[self.layer_of[index]].extents
+        extents = self.layers[self.layer_of[index]].extents
         found = []
         for at in range(bisect_right(extents, (begin, 1 << 62)) - 1, len(extents)):
             offset, nbytes = extents[at]

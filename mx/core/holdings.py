@@ -59,7 +59,7 @@ class Holdings:
         self._all = (1 << len(grid)) - 1 if wanted is None else wanted
         self._layers = [
             self._all & (((1 << len(chunks)) - 1) << chunks.start)
-            for chunks in map(grid.of_layer, range(len(grid.layout.layers)))
+            for chunks in map(grid.of_layer, range(len(grid.layers)))
         ]
         self._listeners: list[HoldingsListener] = []
         self.bits = 0

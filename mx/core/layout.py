@@ -10,6 +10,7 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
+from mx.core.grid import Layer
 from mx.core.layout_rules import RULES, newest
 from mx.core.packaging import MAX_NAME_CHARS, bad_tensor_name
 from mx.core.types import (
@@ -17,7 +18,6 @@ from mx.core.types import (
     LAYER_ALIGNMENT_BYTES,
     TENSOR_ALIGNMENT_BYTES,
     Alias,
-    Layer,
     Layout,
     Tensor,
 )

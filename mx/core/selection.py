@@ -16,14 +16,13 @@ from math import prod
 from typing import NamedTuple
 
 from mx.core.cuts import Cut, cut_of
-from mx.core.grid import ChunkGrid
+from mx.core.grid import ChunkGrid, Layer
 from mx.core.layout import contiguous_strides
 from mx.core.types import (
     DTYPE_BITS,
     LAYER_ALIGNMENT_BYTES,
     TENSOR_ALIGNMENT_BYTES,
     Alias,
-    Layer,
     Layout,
     Tensor,
 )

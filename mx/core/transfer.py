@@ -410,7 +410,7 @@ class TransferMachine:
 
     def _digest_error(self, part: Part, load: ConnectionLoad) -> DigestError:
         place = self._grid.part(part.chunk, part.begin, part.end)
-        layer = self._grid.layout.layers[place.layer].name
+        layer = self._grid.layers[place.layer].name
         return DigestError(
             f"blocks of layer {layer} (bytes {place.begin} to {place.end}) from {load.peer} do not "
             "match the model's identity",

@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
-from mx.core.grid import ChunkGrid
+from mx.core.grid import ChunkGrid, Layer
 from mx.core.layout_rules import RULES, newest
 from mx.core.topology import Place
 from mx.units import align_up, count, format_bytes
@@ -104,23 +104,6 @@ class Alias(NamedTuple):
     shape: tuple[int, ...]
     offset_bytes: int
     stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
-    of its space.
-
-    `extents` are the (offset, nbytes) of its tensors in order, empty ones too; the bytes between
-    them are padding. `first_tensor` is the index of the first one in `Layout.tensors`.
-    """
-
-    index: int
-    name: str
-    nbytes: int
-    arena_offset: int
-    extents: tuple[tuple[int, int], ...]
-    first_tensor: int
 
 
 #: The name of each tensor, the dtypes, shapes and strides that there are, and the index into these
@@ -342,7 +325,7 @@ class Manifest:
     def grid(self) -> ChunkGrid:
         """The chunks of the layout."""
         rules = RULES[self.layout.version]
-        return ChunkGrid(self.layout, rules.chunk_nbytes(self.layout.payload_nbytes))
+        return ChunkGrid(self.layout.layers, rules.chunk_nbytes(self.layout.payload_nbytes))
 
 
 @dataclass(frozen=True, slots=True)

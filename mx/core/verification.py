@@ -49,7 +49,7 @@ class Verification:
         """
         self.holdings = Holdings(grid, None if wanted is None else wanted.bits)
         #: The payload bytes of each layer that have landed, and were not found wrong.
-        self.landed_nbytes = [0] * len(grid.layout.layers)
+        self.landed_nbytes = [0] * len(grid.layers)
         self._grid = grid
         self._page_of = page_of
         self._wanted = wanted
@@ -69,7 +69,7 @@ class Verification:
 
     def start(self) -> list[Command]:
         """Return the commands for layers without bytes, which are ready at once."""
-        layers = range(len(self._grid.layout.layers))
+        layers = range(len(self._grid.layers))
         return [LayerReady(layer) for layer in layers if self.holdings.has_layer(layer)]
 
     def prefilled(self, chunk: int) -> list[Command]:

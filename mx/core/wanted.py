@@ -38,7 +38,7 @@ class Wanted:
         #: The chunks of which something is wanted, as a bit set.
         self.bits = sum(1 << chunk for chunk in ranges)
         #: The bytes of the wanted blocks, by layer.
-        self.layer_nbytes = [0] * len(grid.layout.layers)
+        self.layer_nbytes = [0] * len(grid.layers)
         for chunk, found in ranges.items():
             self.layer_nbytes[grid.layer_of[chunk]] += sum(
                 grid.part_nbytes(chunk, each.begin, each.end) for each in found
@@ -105,7 +105,7 @@ def wanted_of(
     """
     ranges: dict[int, list[BlockRange]] = {}
     for layer, tensors in layers.items():
-        extents = grid.layout.layers[layer].extents
+        extents = grid.layers[layer].extents
         before = list(accumulate((block_count(nbytes) for _, nbytes in extents), initial=0))
         chunks = grid.of_layer(layer)
         firsts = grid.first_block[chunks.start : chunks.stop]

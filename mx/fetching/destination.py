@@ -108,7 +108,7 @@ class Destination:
     def _places(self, part: Part) -> tuple[int, Sequence[tuple[int, int]]]:
         """Return where the part's layer begins in the arena, and its blocks in layer space."""
         chunk, begin, end = part
-        base = self._grid.layout.layers[self._grid.layer_of[chunk]].arena_offset
+        base = self._grid.layers[self._grid.layer_of[chunk]].arena_offset
         return base, self._grid.blocks(chunk)[begin:end]
 
     def _spans(self, base: int, places: Sequence[tuple[int, int]]) -> list[Span]:

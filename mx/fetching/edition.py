@@ -25,9 +25,10 @@ from mx.runtime import unexpected
 if TYPE_CHECKING:
     import torch
 
+    from mx.core.grid import Layer
     from mx.core.pages import Pages
     from mx.core.selection import Subset
-    from mx.core.types import Layer, Layout, Manifest
+    from mx.core.types import Layout, Manifest
     from mx.fetching.events import EditionReadiness, EventLog
     from mx.fetching.options import PullOptions
     from mx.memory.live import Memory

@@ -15,9 +15,10 @@ from mx.api.source import Source
 from mx.api.tensors import in_place
 from mx.codec import MAX_DOCUMENT_BYTES
 from mx.core.digest import DIGEST_BYTES
+from mx.core.grid import Layer
 from mx.core.manifest import decode
 from mx.core.pages import check_page
-from mx.core.types import Layer, Layout, Manifest, ManifestRef, ModelKey
+from mx.core.types import Layout, Manifest, ManifestRef, ModelKey
 from mx.errors import (
     ConfigError,
     ManifestError,

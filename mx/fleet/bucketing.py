@@ -8,8 +8,8 @@ from typing import Any
 
 from mx.core.buckets import BUCKET_BYTES, Bucket, BucketPart, cut_buckets
 from mx.core.digest import DIGEST_BYTES
-from mx.core.grid import BLOCK_BYTES, block_count
-from mx.core.types import Layer, Manifest
+from mx.core.grid import BLOCK_BYTES, Layer, block_count
+from mx.core.types import Manifest
 from mx.cuda.device import find_ordinal
 from mx.cuda.driver import load
 from mx.errors import DigestError, LocalError

@@ -41,7 +41,7 @@ def pass_on_others(how: str, truths: int) -> None:
 
         def add(chunk: int) -> bool:
             if holdings.bits.bit_count() >= truths:
-                base = grid.layout.layers[grid.layer_of[chunk]].arena_offset
+                base = grid.layers[grid.layer_of[chunk]].arena_offset
                 for offset, nbytes in grid.blocks(chunk):
                     block = self.arena[base + offset : base + offset + nbytes]
                     assert isinstance(block, memoryview)

@@ -50,7 +50,7 @@ def pages_of(model: naive.Model) -> list[bytes]:
 
 def in_chunks(manifest: Manifest, chunk_nbytes: int) -> Manifest:
     """Return the manifest, cut as those of larger models are: into chunks of several blocks."""
-    vars(manifest)["grid"] = ChunkGrid(manifest.layout, chunk_nbytes)
+    vars(manifest)["grid"] = ChunkGrid(manifest.layout.layers, chunk_nbytes)
     return manifest
 
 

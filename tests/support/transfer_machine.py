@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mx.core.grid import ChunkGrid
+from mx.core.grid import ChunkGrid, Layer
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
-from mx.core.types import Layer, Layout
 from mx.errors import MxError
 from mx.units import MIB, align_up
 
@@ -20,7 +19,7 @@ def grid_of(layer_mib: Sequence[int], chunk_mib: int = 1) -> ChunkGrid:
         nbytes = mib * MIB
         layers.append(Layer(index, f"layer.{index}", nbytes, base, ((0, nbytes),), index))
         base += align_up(nbytes, 4096)
-    return ChunkGrid(Layout(layers, []), chunk_mib * MIB)
+    return ChunkGrid(layers, chunk_mib * MIB)
 
 
 class Known:
@@ -28,7 +27,7 @@ class Known:
 
     def __init__(self, grid: ChunkGrid, *, at_once: bool = True) -> None:
         self.grid = grid
-        self.layers = set(range(len(grid.layout.layers))) if at_once else set[int]()
+        self.layers = set(range(len(grid.layers))) if at_once else set[int]()
 
     def get(self, layer: int) -> bytes | None:
         if layer not in self.layers:

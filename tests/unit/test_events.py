@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 
 from mx.core.digest import document_digest
+from mx.core.grid import Layer
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
-from mx.core.types import Layer, Manifest, Packaging
+from mx.core.types import Manifest, Packaging
 from mx.errors import (
     ClosedError,
     ConfigError,

@@ -43,7 +43,7 @@ def layout_of(layers: list[list[int]]) -> Layout:
 
 
 def grid_of(layers: list[list[int]], chunk_nbytes: int) -> ChunkGrid:
-    return ChunkGrid(layout_of(layers), chunk_nbytes)
+    return ChunkGrid(layout_of(layers).layers, chunk_nbytes)
 
 
 def joined(blocks: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -87,7 +87,7 @@ def test_chunks_are_whole_blocks_and_hold_every_byte_once(
 ) -> None:
     """The same by properties, in case the enumeration errs."""
     layout = layout_of(layers)
-    grid = ChunkGrid(layout, chunk_nbytes)
+    grid = ChunkGrid(layout.layers, chunk_nbytes)
     assert sum(grid.sizes) == layout.payload_nbytes
     for layer in layout.layers:
         blocks = [block for chunk in grid.of_layer(layer.index) for block in grid.blocks(chunk)]
@@ -106,7 +106,7 @@ def test_parts_and_segments(
     layers: list[list[int]], chunk_nbytes: int, data: st.DataObject
 ) -> None:
     layout = layout_of(layers)
-    grid = ChunkGrid(layout, chunk_nbytes)
+    grid = ChunkGrid(layout.layers, chunk_nbytes)
     if not len(grid):
         return
     index = data.draw(st.integers(0, len(grid) - 1))
@@ -126,7 +126,7 @@ def test_the_segments_of_all_chunks_are_the_tensors(
     layers: list[list[int]], chunk_nbytes: int
 ) -> None:
     layout = layout_of(layers)
-    grid = ChunkGrid(layout, chunk_nbytes)
+    grid = ChunkGrid(layout.layers, chunk_nbytes)
     segments = [
         (layout.layers[grid.layer_of[i]].arena_offset + offset, nbytes)
         for i in range(len(grid))
@@ -145,7 +145,7 @@ def test_the_chunks_that_bytes_touch(
     layers: list[list[int]], chunk_nbytes: int, data: st.DataObject
 ) -> None:
     layout = layout_of(layers)
-    grid = ChunkGrid(layout, chunk_nbytes)
+    grid = ChunkGrid(layout.layers, chunk_nbytes)
     layer = data.draw(st.sampled_from(layout.layers))
     places = {i: grid.chunk(i) for i in grid.of_layer(layer.index)}
     borders = sorted({0, layer.nbytes} | {at for p in places.values() for at in (p.begin, p.end)})
@@ -205,7 +205,7 @@ def test_a_grid_needs_no_tensor_objects() -> None:
     def refuse() -> list[Any]:
         raise AssertionError("the tensors were made")
 
-    grid = ChunkGrid(Layout(made.layers, refuse), MIB)
+    grid = ChunkGrid(Layout(made.layers, refuse).layers, MIB)
     for index in range(len(grid)):
         assert grid.part(index, 0, 1) and grid.blocks(index)
     assert grid.chunks_of(1, 0, 3) == range(2, 3)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mx.core.grid import BLOCK_BYTES
+from mx.core.grid import BLOCK_BYTES, Layer
 from mx.core.layout import TensorSpec
 from mx.core.pages import check_page
-from mx.core.types import Layer, ModelKey
+from mx.core.types import ModelKey
 from mx.errors import CapacityError
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors

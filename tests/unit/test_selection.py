@@ -163,7 +163,7 @@ def test_wanted_blocks_by_chunk_are_those_of_the_tensors(
         for number, nbytes in enumerate(sizes)
     ]
     layout = manifests.plan_layout(specs)
-    grid = ChunkGrid(layout, chunk_mib * MIB)
+    grid = ChunkGrid(layout.layers, chunk_mib * MIB)
     chosen = data.draw(st.lists(st.sampled_from(specs), min_size=1, unique=True))
     slices: dict[str, Any] = {}
     for spec in chosen:

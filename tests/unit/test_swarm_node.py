@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mx.core.grid import ChunkGrid
+from mx.core.grid import ChunkGrid, Layer
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.neighbours import MOST
-from mx.core.types import Layer, Layout, SourceRecord, SourceRole
+from mx.core.types import SourceRecord, SourceRole
 from mx.swarm.node import Node
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Uploads
@@ -35,7 +35,7 @@ class Reads:
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
         layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),), 0)
-        self.grid = ChunkGrid(Layout([layer], []), MIB)
+        self.grid = ChunkGrid([layer], MIB)
         self.holdings = Holdings(self.grid)
 
     def subscribe(self, listener: HoldingsListener) -> int:
@@ -180,7 +180,7 @@ def test_a_node_that_is_made_while_chunks_land_announces_every_one(step: int) ->
     async def run() -> int:
         reads, peer = Reads(["peer"]), FakeNeighbour("peer")
         layer = Layer(0, "layer", count * MIB, 0, ((0, count * MIB),), 0)
-        reads.grid = ChunkGrid(Layout([layer], []), MIB)
+        reads.grid = ChunkGrid([layer], MIB)
         reads.holdings, lock = Holdings(reads.grid), threading.Lock()
         begun = threading.Event()
 

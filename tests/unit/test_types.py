@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mx.core.digest import pin_of
+from mx.core.grid import Layer
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.types import (
-    Layer,
     Layout,
     Manifest,
     ManifestRef,
