@@ -62,8 +62,9 @@ class _Bundles(additions.ModelsAddition):
     )
 
     def find(self, name: str, settings: Settings, *, lists_all: bool) -> additions.FoundBeside:
+        from mx.cli.printing import objects
         from mx.fleet.bundles import list_bundles
-        from mx.fleet.verbs import bundle_object, show_bundles
+        from mx.fleet.verbs import BUNDLES, show_bundles
 
         bundles = [
             each
@@ -72,7 +73,7 @@ class _Bundles(additions.ModelsAddition):
         ]
         return additions.FoundBeside(
             "bundles",
-            [bundle_object(each) for each in bundles],
+            objects(BUNDLES, bundles),
             show=lambda: show_bundles([each for each in bundles if each.ranks > 1]),
         )
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
 
 from mx import packs
 from mx.cli import options, outcome
@@ -24,6 +23,40 @@ if TYPE_CHECKING:
 
 #: The most missing ranks of a bundle that the table names.
 _MAX_SHOWN = 8
+
+
+def _ranks_of(variant: str) -> str:
+    """Return the ranks in a processing key, such as "tp=1/2 pp=0/4"."""
+    return " ".join(f"{name}={rank}" for name, rank in ProcessingKey.parse(variant).ranks.items())
+
+
+def _missing(bundle: BundleStatus) -> str:
+    if bundle.complete:
+        return "complete"
+    shown = ", ".join(map(_ranks_of, bundle.missing[:_MAX_SHOWN]))
+    return f"missing {shown}" + (" …" if bundle.missing_count > _MAX_SHOWN else "")
+
+
+BUNDLES: Sequence[Column[BundleStatus]] = (
+    Column("model", "", lambda b: b.name),
+    Column("revision", "", lambda b: b.revision),
+    Column("variant", "", lambda b: b.variant),
+    Column("", "bundle", lambda b: spaced(f"{b.name}[{b.variant}]")),
+    Column("", "revision", lambda b: b.revision + ("" if b.named else ", by its revision only")),
+    Column("ranks", "", lambda b: b.ranks),
+    Column("", "ranks", lambda b: f"{b.ranks - b.missing_count} of {b.ranks}"),
+    Column("complete", "", lambda b: b.complete),
+    Column("missing", "", lambda b: b.missing),
+    Column("missing_count", "", lambda b: b.missing_count),
+    Column("named", "", lambda b: b.named),
+    Column("", "state", _missing),
+)
+
+
+def show_bundles(bundles: Sequence[BundleStatus]) -> None:
+    if bundles:
+        outcome.write("")
+        show_rows(BUNDLES, bundles, "ellipsis")
 
 
 def _ago(seconds: float) -> str:
@@ -80,44 +113,6 @@ def _announce(cache: Cache, *, as_json: bool) -> None:
         f"  at {cache.socket}, coordinator: {where} {cache.coordinator_address}\n"
         f"  stop with Ctrl-C"
     )
-
-
-def show_bundles(bundles: Sequence[BundleStatus]) -> None:
-    if not bundles:
-        return
-    table = Table("bundle", "revision", "ranks", "state", box=None, pad_edge=False)
-    for bundle in bundles:
-        state = "complete"
-        if not bundle.complete:
-            shown = ", ".join(map(_ranks_of, bundle.missing[:_MAX_SHOWN]))
-            state = f"missing {shown}" + (" …" if bundle.missing_count > _MAX_SHOWN else "")
-        table.add_row(
-            spaced(f"{bundle.name}[{bundle.variant}]"),
-            bundle.revision + ("" if bundle.named else ", by its revision only"),
-            f"{bundle.ranks - bundle.missing_count} of {bundle.ranks}",
-            state,
-        )
-    outcome.write("")
-    outcome.show(table)
-
-
-def _ranks_of(variant: str) -> str:
-    """Return the ranks in a processing key, such as "tp=1/2 pp=0/4"."""
-    return " ".join(f"{name}={rank}" for name, rank in ProcessingKey.parse(variant).ranks.items())
-
-
-def bundle_object(bundle: BundleStatus) -> dict[str, object]:
-    """Return a bundle as `--json` prints it."""
-    return {
-        "model": bundle.name,
-        "revision": bundle.revision,
-        "variant": bundle.variant,
-        "ranks": bundle.ranks,
-        "complete": bundle.complete,
-        "missing": list(bundle.missing),
-        "missing_count": bundle.missing_count,
-        "named": bundle.named,
-    }
 
 
 @options.takes_settings
