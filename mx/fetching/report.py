@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
     from mx.core.notes import Notes
+    from mx.fetching.edition import Edition
+    from mx.views import TensorView
 
 
 class VerifiedBy(enum.Enum):
@@ -43,12 +45,12 @@ class VerifiedBy(enum.Enum):
     RANK = "rank"
 
 
-def no_tensors(layer: int) -> dict[str, torch.Tensor]:
+def no_edition(layer: int) -> Edition:
     """Raise ClosedError: the event's pull is gone."""
     raise ClosedError(f"the pull of layer {layer} is gone, and its tensors with it")
 
 
-TensorsOf = Callable[[int], "dict[str, torch.Tensor]"]
+EditionOf = Callable[[int], "Edition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class LayerEvent:
     verified_by: str
     at_s: float
     revision: str = ""
-    tensors_of: TensorsOf = field(default=no_tensors, repr=False, compare=False)
+    edition_of: EditionOf = field(default=no_edition, repr=False, compare=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the layer's tensors by name, as `Pull.layer_state_dict` does.
@@ -78,7 +80,21 @@ class LayerEvent:
             MxError: The error that ended the pull.
             ConfigError: torch is not installed.
         """
-        return self.tensors_of(self.index)
+        return self.edition_of(self.index).tensors(self.index)
+
+    def views(self) -> dict[str, TensorView]:
+        """Return the layer's tensors by name, and those that are tied to them, without torch.
+
+        Returns:
+            Read-only views of the pull's memory, on the host or a GPU, with dtype, shape and
+            strides; no copy. They keep that memory and its bytes, as those of `tensors` do.
+
+        Raises:
+            RevisionChangedError: As `tensors`.
+            ClosedError: As `tensors`.
+            MxError: The error that ended the pull.
+        """
+        return self.edition_of(self.index).views(self.index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,8 @@ def test_a_router_that_is_dropped_with_its_watches_is_closed(served: str) -> Non
 def test_a_router_whose_drop_a_signal_interrupts_is_closed(
     served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand_over, interrupted = api.Router._hand_over, []
+    hand_over = api.Router._hand_over
+    interrupted: list[bool] = []
 
     def interrupt_once(self: api.Router) -> None:
         if not interrupted:
