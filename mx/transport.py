@@ -584,7 +584,8 @@ class Transport(Protocol):
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return the path between two places, None if there is none.
 
-        The same in both directions; no IO. It is called before `probe`.
+        The same in both directions; no IO. It is called before `probe`. What the transport says of
+        a place is `Place.fact`; as all of the other side's place it may be anything.
         """
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
