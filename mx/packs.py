@@ -190,7 +190,7 @@ def targets(group: str, built_in: dict[str, str]) -> Iterator[tuple[str, Callabl
             yield entry.name, entry.load
 
 
-def load(target: str) -> object:
+def load(target: str) -> Any:
     """Import and return what "module:attribute" names."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

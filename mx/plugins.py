@@ -138,18 +138,22 @@ class TransportContext:
     broken: Mapping[str, Transport] = field(default_factory=dict)
 
 
+NO_CONTEXT = TransportContext()
+
+
 def transport_context(settings: config.Settings) -> TransportContext:
     """Return what transports get of these settings, and what those of other distributions say of
     this process. One that fails to say it is not used, and says why."""
-    others = set(names()) - BUILT_IN.keys()
+    others = dict(targets(GROUP, {})).keys() - BUILT_IN.keys()
+    if not others:
+        return NO_CONTEXT  # those of mx have neither settings nor facts
     facts: tuple[Fact, ...] = ()
     broken: dict[str, Transport] = {}
-    for pack in packs.packs().values() if others else ():
+    for pack in packs.packs().values():
         for name in sorted(others.intersection(pack.facts)):
             others.remove(name)
             try:
-                state: Any = packs.load(pack.facts[name])
-                said = memoryview(state(settings.value)).hex()
+                said = memoryview(packs.load(pack.facts[name])(settings.value)).hex()
                 facts = Place(facts=(*facts, Fact(name, said))).facts
             except Exception as error:  # noqa: BLE001 - another's code: only it is left out
                 why = f"its facts: {type(error).__name__}: {error}"

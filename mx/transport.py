@@ -73,7 +73,6 @@ __all__ = [
 MAX_CONTENT_BYTES = 64
 #: The size of a digest of `ExposeOptions.block_digests`: xxh3_128.
 BLOCK_DIGEST_BYTES = 16
-_NO_SETTINGS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +197,7 @@ class ExposeOptions:
     content: bytes = b""
     background: bool = False
     block_digests: bytes | memoryview | None = field(default=None, repr=False)
-    setting: Callable[[str], Any] = field(default=_NO_SETTINGS.__getitem__, repr=False)
+    setting: Callable[[str], Any] = field(default=dict[str, Any]().__getitem__, repr=False)
     on_lost: Callable[[MxError], None] = field(default=lambda _: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -356,7 +355,7 @@ class Grant:
     trusted_fabric: bool = False
     peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
     content: bytes = b""
-    setting: Callable[[str], Any] = field(default=_NO_SETTINGS.__getitem__, repr=False)
+    setting: Callable[[str], Any] = field(default=dict[str, Any]().__getitem__, repr=False)
     cancelled: Cancellation = field(default_factory=Cancellation, compare=False, repr=False)
 
     def __post_init__(self) -> None:

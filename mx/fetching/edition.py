@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mx.errors import ClosedError, MxError, another
 from mx.fetching.files import SideFiles
@@ -23,8 +23,6 @@ from mx.fetching.report import EditionOf, LayerEvent, VerifiedBy
 from mx.runtime import unexpected
 
 if TYPE_CHECKING:
-    import torch
-
     from mx.core.pages import Pages
     from mx.core.selection import Subset
     from mx.core.types import Layer, Layout, Manifest
@@ -223,8 +221,8 @@ class Edition:
                 self._view = arena.private_view()
             return layout, self._view
 
-    def tensors(self, layer: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer, and those that are tied to them; None: all.
+    def tensors(self, layer: int | None = None) -> dict[str, Any]:
+        """Return the torch tensors of a layer, and those that are tied to them; None: all.
 
         Raises:
             ConfigError: torch is not installed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mx.core.reasons import PathReason
 from mx.core.types import Layout, ModelKey
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from mx.core.notes import Notes
-    from mx.fetching.edition import Edition
     from mx.views import TensorView
 
 
@@ -45,12 +44,13 @@ class VerifiedBy(enum.Enum):
     RANK = "rank"
 
 
-def no_edition(layer: int) -> Edition:
+def no_edition(layer: int) -> Any:
     """Raise ClosedError: the event's pull is gone."""
     raise ClosedError(f"the pull of layer {layer} is gone, and its tensors with it")
 
 
-EditionOf = Callable[[int], "Edition"]
+#: Returns the `mx.fetching.edition.Edition` of a ready layer, which this module does not import.
+EditionOf = Callable[[int], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class LayerEvent:
             MxError: The error that ended the pull.
             ConfigError: torch is not installed.
         """
-        return self.edition_of(self.index).tensors(self.index)
+        found: dict[str, torch.Tensor] = self.edition_of(self.index).tensors(self.index)
+        return found
 
     def views(self) -> dict[str, TensorView]:
         """Return the layer's tensors by name, and those that are tied to them, without torch.
@@ -94,7 +95,8 @@ class LayerEvent:
             ClosedError: As `tensors`.
             MxError: The error that ended the pull.
         """
-        return self.edition_of(self.index).views(self.index)
+        found: dict[str, TensorView] = self.edition_of(self.index).views(self.index)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

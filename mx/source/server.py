@@ -21,7 +21,7 @@ from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, LocalError, MxError, PeerUntrustedError
 from mx.log import event
 from mx.namekey import NameKey
-from mx.plugins import TransportContext
+from mx.plugins import NO_CONTEXT, TransportContext
 from mx.runtime import in_thread, uncut
 from mx.source.doubts import Doubts
 from mx.source.endpoint import dialled_host, require_dialable
@@ -81,7 +81,7 @@ class SourceOptions:
     limits: Limits = field(default_factory=Limits)
     #: What this process owns names with; None: it owns none.
     name_key: NameKey | None = None
-    transport_context: TransportContext = field(default_factory=TransportContext)
+    transport_context: TransportContext = NO_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
