@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from benchmarks.checkpoints import write_checkpoint
 from tests.support.commands import Command, Run, start_coordinator
+from tests.support.daemon import ROOT
 from tests.support.distributions import PackCommand, install
 from tests.support.documented import documented_package
 
@@ -180,3 +184,44 @@ print([name for name in sys.modules if name.startswith("my_package.")])
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout == "['my_package.pack']\n"
+
+
+PACKED_PULL = """
+import json, sys
+import mx
+from mx import counters
+
+at = sys.argv[2]
+with mx.serve(sys.argv[1], model="m", coordinator=at):
+    with mx.pull("m", coordinator=at, transport="packed", attach=False) as pull:
+        (path,) = pull.wait().paths
+        digests = [bytes(t.view) for layer in pull.layers() for t in layer.views().values()]
+right = open(sys.argv[1], "rb").read()
+print(json.dumps({
+    "transport": path.transport, "bytes": path.bytes,
+    "given": counters.totals(counters.GIVEN_BYTES)["packed"],
+    "right": all(each in right for each in digests),
+}))
+"""
+
+
+def test_a_pull_over_a_transport_that_compresses_says_what_it_got(
+    coordinator: str, tmp_path: Path
+) -> None:
+    path, nbytes = tmp_path / "model.safetensors", 16 << 20
+    save_file({f"layers.{i}.w": np.zeros(nbytes // 16, np.float32) for i in range(4)}, path)
+    entries = "[mx.transports]\npacked = tests.support.compressing:PackedTransport\n"
+    env = install(tmp_path / "site", {}, entries)
+    env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-c", PACKED_PULL, str(path), coordinator],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["transport"], found["bytes"], found["right"]) == ("packed", nbytes, True)
+    assert found["given"] == nbytes

@@ -22,7 +22,7 @@ def install(there: Path, modules: dict[str, str], entries: str) -> dict[str, str
         (there / path).parent.mkdir(parents=True, exist_ok=True)
         (there / path).write_text(text)
     metadata = there / "extra-1.0.dist-info"
-    metadata.mkdir()
+    metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(entries)
     clean = environment()
