@@ -292,7 +292,7 @@ class Settings:
 
     def value(self, name: str) -> Any:
         """Return the value of any setting, also of one that a pack adds."""
-        if name in self.__dataclass_fields__:
+        if name in _OWN:
             return getattr(self, name)
         return self.added[name] if name in self.added else descriptions()[name].default
 
@@ -315,9 +315,11 @@ def descriptions() -> Mapping[str, SettingDescription]:
     from mx import packs  # for a command's settings, or a name that is not the kernel's
 
     found = dict(_OWN)
-    for pack in packs.packs().values():
+    for owner, pack in packs.packs().items():
         for name, about in pack.settings.items():
-            found.setdefault(name, _with_flag(name, about))
+            mine = _with_flag(name, about)
+            if found.setdefault(name, mine) is not mine:
+                packs.warn(f"the setting {name} of the pack {owner}", "there is one of this name")
     for pack in packs.packs().values():
         for verb, names in pack.takes.items():
             for name in names:

@@ -77,6 +77,11 @@ class Pack:
     #: manager, each with the names of its settings. Commands that serve are in it while they do;
     #: one that ends by itself refuses the flags of these.
     contexts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: By the name of a transport of another distribution than mx, a function that returns what that
+    #: transport says of this process in its `Place`: bytes, at most MAX_FACT_BYTES, or b"". It gets
+    #: what returns the value of a setting by its name. It is called once for each pull and source,
+    #: also where the transport is not used, and does not block.
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -101,10 +106,15 @@ def _pack(name: str, imported: Any) -> Pack | None:
         pack, why = None, f"{type(error).__name__}: {error}"
     if isinstance(pack, Pack):
         return pack
+    warn(f"the pack {name}", why)
+    return None
+
+
+def warn(what: str, why: str) -> None:
+    """Log that something of another distribution is left out, and why."""
     import logging
 
-    logging.getLogger(__name__).warning("the pack %s is left out: %s", name, why)
-    return None
+    logging.getLogger(__name__).warning("%s is left out: %s", what, why)
 
 
 def find(kind: str, name: str) -> Any:
@@ -180,7 +190,7 @@ def targets(group: str, built_in: dict[str, str]) -> Iterator[tuple[str, Callabl
             yield entry.name, entry.load
 
 
-def load(target: str) -> object:
+def load(target: str) -> Any:
     """Import and return what "module:attribute" names."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

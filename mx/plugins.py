@@ -8,10 +8,12 @@ imported is still listed, as a transport that is unavailable and says why.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from mx import forks
-from mx.core.topology import Place
+from mx import config, forks, packs
+from mx.core.topology import Fact, Place
 from mx.errors import LocalError
 from mx.packs import LOAD_FAILURES, targets
 from mx.transport import (
@@ -121,6 +123,42 @@ def transports() -> dict[str, Transport]:
 def names() -> list[str]:
     """Return the names of all transports, built-in ones first, without importing any."""
     return list(dict.fromkeys(name for name, _ in targets(GROUP, BUILT_IN)))
+
+
+@dataclass(frozen=True, slots=True)
+class TransportContext:
+    """What transports get of a pull's or a source's settings, and add to its place.
+
+    `setting` returns the value of a setting by its name. `facts` are for the `Place`. `broken` has
+    a stand-in, which says why, for each transport whose facts could not be had.
+    """
+
+    setting: Callable[[str], Any] = field(default=config.Settings().value, repr=False)
+    facts: tuple[Fact, ...] = ()
+    broken: Mapping[str, Transport] = field(default_factory=dict)
+
+
+NO_CONTEXT = TransportContext()
+
+
+def transport_context(settings: config.Settings) -> TransportContext:
+    """Return what transports get of these settings, and what those of other distributions say of
+    this process. One that fails to say it is not used, and says why."""
+    others = dict(targets(GROUP, {})).keys() - BUILT_IN.keys()
+    if not others:
+        return NO_CONTEXT  # those of mx have neither settings nor facts
+    facts: tuple[Fact, ...] = ()
+    broken: dict[str, Transport] = {}
+    for pack in packs.packs().values():
+        for name in sorted(others.intersection(pack.facts)):
+            others.remove(name)
+            try:
+                said = memoryview(packs.load(pack.facts[name])(settings.value)).hex()
+                facts = Place(facts=(*facts, Fact(name, said))).facts
+            except Exception as error:  # noqa: BLE001 - another's code: only it is left out
+                why = f"its facts: {type(error).__name__}: {error}"
+                broken[name] = BrokenTransport(name, why)
+    return TransportContext(settings.value, facts, broken)
 
 
 def _make(name: str, load: Callable[[], object]) -> Transport:

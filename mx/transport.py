@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from mx.core.paths import Medium, Path, Rail
 from mx.core.topology import Place
@@ -37,6 +37,7 @@ __all__ = [
     "MAX_CONTENT_BYTES",
     "Authenticating",
     "Cancellation",
+    "Compressing",
     "DeviceView",
     "ExposeOptions",
     "ExposedRegion",
@@ -176,6 +177,7 @@ class ExposeOptions:
             never be read any more, as on a lost GPU; it does not block.
         block_digests: The xxh3_128 of each of the weights' blocks in their order, which this
             process computed or checked itself; None or empty for none. See `Vouching`.
+        setting: Returns the value of a setting by its name, also of one that a pack adds.
 
     Label and digests are of the first generation that the exposure is given. Once it is given
     another, no reader gets them any more.
@@ -195,6 +197,7 @@ class ExposeOptions:
     content: bytes = b""
     background: bool = False
     block_digests: bytes | memoryview | None = field(default=None, repr=False)
+    setting: Callable[[str], Any] = field(default=dict[str, Any]().__getitem__, repr=False)
     on_lost: Callable[[MxError], None] = field(default=lambda _: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -265,6 +268,16 @@ class Sending(Protocol):
 
 
 @runtime_checkable
+class Compressing(Protocol):
+    """A `Sending` exposure that may send fewer bytes than its readers get. `sent_bytes`, `sent_to`
+    and what it takes from the limiter count those that it sends."""
+
+    def delivered_to(self, grant_id: str) -> int:
+        """Return the bytes of regions that were sent on this grant so far, as many as readers get;
+        0 once it was revoked. Thread-safe."""
+
+
+@runtime_checkable
 class Witness(Protocol):
     """An exposure that knows which grants are used. A reader's reported bytes count only on grants
     that it has connected with."""
@@ -321,6 +334,7 @@ class Grant:
             user, that process itself must state this label for this generation: the ticket may have
             come from another process, which lies about whose it is. Transports whose bytes are
             always verified ignore the label.
+        setting: As `ExposeOptions.setting`.
         cancelled: Is set when nothing waits for `open` any more. A transport that waits for a peer
             lets it cover its sockets, as the toolkit's `dial` does, and raises any SourceError.
 
@@ -341,6 +355,7 @@ class Grant:
     trusted_fabric: bool = False
     peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
     content: bytes = b""
+    setting: Callable[[str], Any] = field(default=dict[str, Any]().__getitem__, repr=False)
     cancelled: Cancellation = field(default_factory=Cancellation, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -568,7 +583,8 @@ class Transport(Protocol):
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return the path between two places, None if there is none.
 
-        The same in both directions; no IO. It is called before `probe`.
+        The same in both directions; no IO. It is called before `probe`. What the transport says of
+        a place is `Place.fact`; as all of the other side's place it may be anything.
         """
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:

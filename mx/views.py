@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import add, gt, sub
-from typing import overload
+from typing import NamedTuple, overload
 
 from mx.errors import LocalError
 
@@ -45,6 +45,19 @@ class DeviceView:
 
 #: Contiguous bytes, wherever they are.
 Span = memoryview | DeviceView
+
+
+class TensorView(NamedTuple):
+    """A tensor as it lies in memory: its form, and its bytes in the order in which they are stored.
+
+    `dtype` is as safetensors spells it, `stride` in elements. `view` is a memoryview that can't be
+    written through, or a `DeviceView`, whose memory must not be written to. It keeps the memory.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    view: Span
 
 
 class Window(Sequence[memoryview]):

@@ -16,6 +16,7 @@ from mx.core.reference import ModelReference, parse_reference
 from mx.core.variant import companion_path, main_variant
 from mx.errors import ConfigError, NotAllowedError
 from mx.fetching.options import PullOptions
+from mx.plugins import transport_context
 from mx.wire.address import is_local, tls_of
 from mx.wire.private import socket_in_use
 
@@ -125,6 +126,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         attach=asked.get("attach", True),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
+        transport_context=transport_context(settings),
         trusted_fabric=settings.trusted_fabric,
         insecure=settings.insecure,
         streams=settings.streams,

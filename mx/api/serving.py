@@ -37,6 +37,7 @@ from mx.errors import (
     NotAllowedError,
 )
 from mx.namekey import NameKey
+from mx.plugins import transport_context
 from mx.runtime import uncut
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
@@ -86,6 +87,7 @@ def source_options(
         data_ports=parse_ports(settings.data_ports),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
+        transport_context=transport_context(settings),
         policy=settings.policy,
         insecure=settings.insecure,
         trusted_fabric=settings.trusted_fabric,

@@ -14,6 +14,7 @@ from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.discovery import Topology
 from mx.fetching.paths import path_between, path_or_reason
+from mx.plugins import transport_context
 from mx.transport import Path, Transport, Unavailable
 from mx.units import count
 
@@ -85,8 +86,10 @@ def topology(
         CoordinatorError: With `sources`, the coordinator does not answer.
     """
     settings = settings or config.load()
-    known = transports()
+    context = transport_context(settings)
+    known = {**transports(), **context.broken}
     found = discovery.topology(known, nics=settings.nics)
+    found = replace(found, place=replace(found.place, facts=context.facts))
     viable = {
         name: each
         for name, each in known.items()

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The longest fact of one transport, and the most bytes of all facts of a place with the names.
+MAX_FACT_BYTES, MAX_FACTS_BYTES = 256, 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Nic:
@@ -79,13 +82,28 @@ class NumaNode:
 
 
 @dataclass(frozen=True, slots=True)
+class Fact:
+    """What a transport of another distribution says of a process or its host, such as the id of a
+    fabric. `data` is in hexadecimal digits (0 to f): only that transport reads it, by
+    `Place.fact`."""
+
+    transport: str = ""
+    data: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """The place of one process, which transports' `reach` compares with another.
 
     `boot_id` identifies the running kernel; namespaces are inode numbers; `pid` and
     `pid_start_ticks` (field 22 of /proc/PID/stat) identify the process even if its pid is reused.
     `addresses` are the IP addresses that its data endpoints listen on. `device` is "cpu" or
-    "cuda:UUID". `driver` is the NVIDIA driver's version, "" without one.
+    "cuda:UUID". `driver` is the NVIDIA driver's version, "" without one. `facts` are those of
+    transports, at most one each.
+
+    Raises:
+        ValueError: A transport has two facts, or one of more than MAX_FACT_BYTES, or with anything
+            but digits; or all facts and their names have more than MAX_FACTS_BYTES.
     """
 
     boot_id: str = ""
@@ -103,6 +121,21 @@ class Place:
     nics: tuple[Nic, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     numa_nodes: tuple[NumaNode, ...] = ()
+    facts: tuple[Fact, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.facts:  # few places have any
+            spelt = [each for each in self.facts if bytes.fromhex(each.data).hex() == each.data]
+            sizes = {each.transport: len(each.data) // 2 for each in spelt}
+            wrong = len(sizes) < len(self.facts) or max(sizes.values()) > MAX_FACT_BYTES
+            if wrong or sum(sizes.values()) + sum(map(len, sizes)) > MAX_FACTS_BYTES:
+                most = f"{MAX_FACT_BYTES} bytes at most, with names {MAX_FACTS_BYTES} in all"
+                raise ValueError(f"a transport has one fact, in hexadecimal digits, of {most}")
+
+    def fact(self, transport: str) -> bytes:
+        """Return what the transport of this name says of this place; b"" if it says nothing, or is
+        not installed there. Another machine sent it: it may be anything."""
+        return next((bytes.fromhex(e.data) for e in self.facts if e.transport == transport), b"")
 
     @property
     def same_host_key(self) -> tuple[str, int, int]:

@@ -230,6 +230,7 @@ class Connector:
             place=replace(self._place(), device="cpu") if path.staged else self._place(),
             trusted_fabric=self._options.trusted_fabric,
             content=path.source.content,
+            setting=self._options.transport_context.setting,
         )
 
     async def give_back(self, connection: Connection, *, lost: bool = False) -> None:

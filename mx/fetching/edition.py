@@ -15,16 +15,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mx.errors import ClosedError, MxError, another
 from mx.fetching.files import SideFiles
-from mx.fetching.report import LayerEvent, TensorsOf, VerifiedBy
+from mx.fetching.report import EditionOf, LayerEvent, VerifiedBy
 from mx.runtime import unexpected
 
 if TYPE_CHECKING:
-    import torch
-
     from mx.core.grid import Layer
     from mx.core.pages import Pages
     from mx.core.selection import Subset
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from mx.fetching.options import PullOptions
     from mx.memory.live import Memory
     from mx.swarm.sharing import Sharing
-    from mx.views import View
+    from mx.views import TensorView, View
 
 
 class EditionLog:
@@ -41,16 +39,16 @@ class EditionLog:
     Reported on any thread; `changed`, `lost`, `ended`, `failure` and `causes` change on the loop on
     which it was made."""
 
-    def __init__(self, pull: EventLog, ready: EditionReadiness, tensors_of: TensorsOf) -> None:
+    def __init__(self, pull: EventLog, ready: EditionReadiness, edition_of: EditionOf) -> None:
         """
         Args:
             pull: The pull's log.
             ready: The edition's, which the log has begun.
-            tensors_of: Returns a ready layer's tensors, and is passed on by events.
+            edition_of: Returns the edition of a ready layer, and is passed on by events.
         """
         self.pull = pull
         self._ready = ready
-        self._tensors_of = tensors_of
+        self._edition_of = edition_of
         self._loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         self.lost: dict[int, MxError] = {}  # connections that the transfer gave up
@@ -76,7 +74,7 @@ class EditionLog:
         last one. Raises what a callback raises."""
         at_s = time.monotonic() - self.pull.started_s
         event = LayerEvent(
-            layer.index, layer.name, layer.nbytes, by.value, at_s, revision, self._tensors_of
+            layer.index, layer.name, layer.nbytes, by.value, at_s, revision, self._edition_of
         )
         return self.pull.layer_ready(self._ready, event, self.raised)
 
@@ -143,18 +141,18 @@ class EditionLog:
             self._loop.call_soon_threadsafe(run)
 
 
-class _TensorLookup:
-    """Gives the tensors of a layer's event. It does not keep the edition, nor its memory."""
+class _EditionLookup:
+    """Gives the edition of a layer's event. It does not keep the edition, nor its memory."""
 
     def __init__(self, edition: Edition) -> None:
         self.over: MxError | None = None  # why there are none any more
         self._edition = weakref.ref(edition)
 
-    def __call__(self, layer: int) -> dict[str, torch.Tensor]:
+    def __call__(self, layer: int) -> Edition:
         edition = self._edition()
         if edition is None:
             raise another(self.over or ClosedError(f"the pull of layer {layer} is gone"))
-        return edition.tensors(layer)
+        return edition
 
 
 class Edition:
@@ -184,7 +182,7 @@ class Edition:
         #: (bytes so far, bytes in total) that were read, shown while no layout is known.
         self.counted = (0, 0)
         self.lock = threading.Lock()
-        self._access = _TensorLookup(self)
+        self._access = _EditionLookup(self)
         self.log = EditionLog(log, ready, self._access)
         self.files = SideFiles(options, ready)
         self._into = options.into
@@ -224,8 +222,8 @@ class Edition:
                 self._view = arena.private_view()
             return layout, self._view
 
-    def tensors(self, layer: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer, and those that are tied to them; None: all.
+    def tensors(self, layer: int | None = None) -> dict[str, Any]:
+        """Return the torch tensors of a layer, and those that are tied to them; None: all.
 
         Raises:
             ConfigError: torch is not installed.
@@ -240,6 +238,16 @@ class Edition:
         from mx.memory.tensors import state_dict
 
         return state_dict(view, layout, names)
+
+    def views(self, layer: int) -> dict[str, TensorView]:
+        """Return the tensors of a layer, and those that are tied to them, as views of the memory.
+
+        Raises:
+            MxError: As `view`.
+        """
+        from mx.memory.arrays import layer_views
+
+        return layer_views(layer, *self.view())
 
     def unseen(self, work: Callable[[], None]) -> None:
         """Do something to the memory while no view of it is made. Blocks."""

@@ -11,6 +11,7 @@ from mx.core.revisions import MAIN
 from mx.core.types import CHECKPOINT, Layout, ModelKey, Packaging
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
+from mx.plugins import NO_CONTEXT, TransportContext
 from mx.wire.locate import LocateRequest
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class PullOptions(LocateRequest):
     coordinate_always: bool = False
     alone_because: str = ""
     cache: str = ""
+    transport_context: TransportContext = field(default=NO_CONTEXT, compare=False)
 
     @property
     def key(self) -> ModelKey:

@@ -61,6 +61,7 @@ def plan_paths(
 ) -> Plan:
     """Return the plan over all transports' paths to these sources. Places that sources declare
     count as far as they are verified."""
+    transports = {**transports, **options.transport_context.broken}
 
     def reach(name: str, there: Place) -> Path | str:
         trusted = options.trusted_fabric
@@ -87,4 +88,5 @@ def plan_paths(
 def target_place(options: PullOptions) -> Place:
     """Return the place where the pull runs, with its interfaces' addresses (a place without any
     looks unreachable). Raises ConfigError for an interface that does not exist."""
-    return discovery.here(options.device, nics=options.nics)
+    place = discovery.here(options.device, nics=options.nics)
+    return replace(place, facts=options.transport_context.facts)

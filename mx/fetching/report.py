@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mx.core.reasons import PathReason
 from mx.core.types import Layout, ModelKey
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from mx.core.notes import Notes
+    from mx.views import TensorView
 
 
 class VerifiedBy(enum.Enum):
@@ -43,12 +44,13 @@ class VerifiedBy(enum.Enum):
     RANK = "rank"
 
 
-def no_tensors(layer: int) -> dict[str, torch.Tensor]:
+def no_edition(layer: int) -> Any:
     """Raise ClosedError: the event's pull is gone."""
     raise ClosedError(f"the pull of layer {layer} is gone, and its tensors with it")
 
 
-TensorsOf = Callable[[int], "dict[str, torch.Tensor]"]
+#: Returns the `mx.fetching.edition.Edition` of a ready layer, which this module does not import.
+EditionOf = Callable[[int], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class LayerEvent:
     verified_by: str
     at_s: float
     revision: str = ""
-    tensors_of: TensorsOf = field(default=no_tensors, repr=False, compare=False)
+    edition_of: EditionOf = field(default=no_edition, repr=False, compare=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the layer's tensors by name, as `Pull.layer_state_dict` does.
@@ -78,7 +80,23 @@ class LayerEvent:
             MxError: The error that ended the pull.
             ConfigError: torch is not installed.
         """
-        return self.tensors_of(self.index)
+        found: dict[str, torch.Tensor] = self.edition_of(self.index).tensors(self.index)
+        return found
+
+    def views(self) -> dict[str, TensorView]:
+        """Return the layer's tensors by name, and those that are tied to them, without torch.
+
+        Returns:
+            Read-only views of the pull's memory, on the host or a GPU, with dtype, shape and
+            strides; no copy. They keep that memory and its bytes, as those of `tensors` do.
+
+        Raises:
+            RevisionChangedError: As `tensors`.
+            ClosedError: As `tensors`.
+            MxError: The error that ended the pull.
+        """
+        found: dict[str, TensorView] = self.edition_of(self.index).views(self.index)
+        return found
 
 
 class PathReport(NamedTuple):

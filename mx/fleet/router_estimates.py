@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mx import config, discovery
 from mx.api.common import check_type, transports
@@ -19,6 +19,7 @@ from mx.core.types import Layout, ModelKey, SourceRecord
 from mx.errors import ConfigError
 from mx.fetching.paths import path_or_reason
 from mx.fetching.resolver import describe
+from mx.plugins import transport_context
 from mx.runtime import in_thread
 from mx.transport import Path, Unavailable
 from mx.wire.address import tls_of
@@ -74,7 +75,7 @@ async def estimates(
         MxError: As `Router.estimate`.
     """
     facts = await _facts(client, coordinator, settings, wanted, allow)
-    places = await _places(client, hosts, settings.nics, allow)
+    places = await _places(client, hosts, settings, allow)
     trusted = settings.trusted_fabric
     # A thousand places take a while: off the loop, which has leases to renew.
     return await in_thread(
@@ -129,10 +130,11 @@ async def _facts(
 async def _places(
     client: CoordinatorClient,
     hosts: Sequence[str | Place],
-    nics: Sequence[str],
+    settings: config.Settings,
     allow: AllowedHosts | None,
 ) -> list[_At]:
-    here = await in_thread(discovery.here, nics=nics)
+    here = await in_thread(discovery.here, nics=settings.nics)
+    here = replace(here, facts=transport_context(settings).facts)
     listed: list[SourceRecord] = []
     if any(isinstance(host, str) and host for host in hosts):
         listed = [status.record for status in await client.list_sources()]

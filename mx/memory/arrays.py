@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from mx.buffers import memory_at
 from mx.core.layout import contiguous_strides, permuted_stride
-from mx.core.types import DTYPE_BITS
+from mx.core.types import DTYPE_BITS, Layout
 from mx.errors import ConfigError
 from mx.memory.allocations import LEGACY_STREAM, Allocations, device_of_ordinal, wait_for_owner
 from mx.memory.collector import paused
-from mx.views import DeviceView, Span
+from mx.views import DeviceView, Span, TensorView, View, contiguous
 
 #: What numpy's array interface calls the dtypes of safetensors.
 TYPESTRS = {
@@ -137,6 +137,24 @@ def span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> 
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     return (last + 1) * DTYPE_BITS[dtype] // 8
+
+
+def layer_views(layer: int, layout: Layout, arena: View) -> dict[str, TensorView]:
+    """Return a layer's tensors by name, and those that are tied to them, as views of an arena that
+    is laid out so. They keep it."""
+    memory, found = arena if isinstance(arena, DeviceView) else arena.toreadonly(), {}
+    where = layout.layers[layer]
+    for each in layout.tensors[where.first_tensor :][: len(where.extents)]:
+        begin = where.arena_offset + each.offset
+        view = contiguous(memory[begin : begin + each.nbytes])
+        stride = each.stride or contiguous_strides(each.shape)
+        found[each.name] = TensorView(each.dtype, each.shape, stride, view)
+    for tied in layout.aliases:
+        if tied.target in found:
+            end = tied.offset_bytes + span_nbytes(tied.dtype, tied.shape, tied.stride)
+            view = found[tied.target].view[tied.offset_bytes : end]
+            found[tied.name] = TensorView(tied.dtype, tied.shape, tied.stride, view)
+    return found
 
 
 def array_of(name: str, tensor: object, places: Allocations | None = None) -> Array:

@@ -53,8 +53,9 @@ class ReaderGrant:
         self.reader = reader
         self.events: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
         self.free = False  # its reader reads without requesting each chunk
-        #: Its exposures that send; none if the reader fetches for itself.
-        self.sending: list[Sending] = []
+        #: Of each of its exposures that send, what returns the bytes that its reader has got, see
+        #: `Compressing`; none if the reader fetches for itself.
+        self.sending: list[Callable[[str], int]] = []
         self._grants = grants
         self._exposures: list[Exposure] = []  # those that were asked for a ticket
         self._transports: list[str] = []  # theirs
@@ -63,8 +64,8 @@ class ReaderGrant:
         self._began_s = 0.0
 
     def sent(self) -> int:
-        """Return the bytes that were sent on it so far."""
-        return sum(exposure.sent_to(self.id) for exposure in self.sending)
+        """Return the bytes of weights that were sent on it so far, in whatever form."""
+        return sum(count(self.id) for count in self.sending)
 
     @property
     def transport(self) -> str:
@@ -188,7 +189,8 @@ class ReaderGrant:
                 if self.principal.name and isinstance(exposure, Authenticating):
                     exposure.bind(self.id, self.principal.name)
                 tickets.append(peer_pb2.Ticket(transport=name, ticket=ticket))
-        self.sending = [each for each in self._exposures if isinstance(each, Sending)]
+        sending = [each for each in self._exposures if isinstance(each, Sending)]
+        self.sending = [getattr(each, "delivered_to", each.sent_to) for each in sending]
         self._grants.add(self)
         held, reader_id = self.served.held, self.principal.reader_id
         coordinated = bool(reader_id) and self.served.participant.opened(reader_id)

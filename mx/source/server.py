@@ -21,6 +21,7 @@ from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, LocalError, MxError, PeerUntrustedError
 from mx.log import event
 from mx.namekey import NameKey
+from mx.plugins import NO_CONTEXT, TransportContext
 from mx.runtime import in_thread, uncut
 from mx.source.doubts import Doubts
 from mx.source.endpoint import dialled_host, require_dialable
@@ -80,6 +81,7 @@ class SourceOptions:
     limits: Limits = field(default_factory=Limits)
     #: What this process owns names with; None: it owns none.
     name_key: NameKey | None = None
+    transport_context: TransportContext = NO_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class SourceServer:
 
     def __init__(self, options: SourceOptions, transports: Mapping[str, Transport]) -> None:
         self.options = options
-        self._transports = transports
+        self._transports = {**transports, **options.transport_context.broken}
         self._limits = SourceLimits(options.bounds, report_s=options.reader_lease_s / 4)
         self._doubts = Doubts(self._is_right)
         self._grants = Grants(options.reader_lease_s, self._limits)
@@ -181,7 +183,8 @@ class SourceServer:
             hosts = await in_thread(self._secure, hosts)
         await uncut(self._listen())  # to its end, so that `close` knows what listens
         running.add(self)
-        self._place = self._expose_place = discovery.here(addresses=hosts)
+        facts = self.options.transport_context.facts
+        self._place = self._expose_place = replace(discovery.here(addresses=hosts), facts=facts)
         if self._at_host:
             # Its own addresses and interfaces are of no use to readers.
             self._place = replace(self._place, addresses=(self._host,), nics=())
@@ -315,6 +318,7 @@ class SourceServer:
             background=held.live,
             block_digests=held.shortcuts or None,
             on_lost=on_lost,
+            setting=self.options.transport_context.setting,
         )
         return await in_thread(expose, held, self._transports, options)
 

@@ -172,13 +172,14 @@ class Bench:
         block_digests: bytes | None = None,
         places: Places | None = None,
         tls: TlsFiles | None = None,
+        alike: bool = False,
     ) -> BenchSource:
         """Expose memory of these sizes, one region each; scattered ones in `places`. `tls`: with
-        these files in place of the harness's."""
+        these files in place of the harness's. `alike`: all bytes are the same."""
         self._seed += 10
         kind, device = kind or self.harness.kind, self.harness.there.device
         memories = [
-            Memory(nbytes, self._seed + index, kind, device, places)
+            Memory(nbytes, self._seed + index, kind, device, places, alike=alike)
             for index, nbytes in enumerate(sizes)
         ]
         options = ExposeOptions(
@@ -189,6 +190,7 @@ class Bench:
             trusted_fabric=trusted_fabric,
             content=content,
             block_digests=block_digests,
+            setting=self.harness.setting,
         )
         try:
             exposure = self.transport.expose(
@@ -275,6 +277,7 @@ class Bench:
                 rail=rail,
                 trusted_fabric=trusted_fabric,
                 content=content,
+                setting=self.harness.setting,
             )
         )
         self._sessions.append(session)

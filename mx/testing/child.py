@@ -12,8 +12,11 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from mx.config import Settings
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Transport
 
@@ -52,6 +55,7 @@ class ChildSource:
         device: str = "cpu",
         content: bytes = b"",
         block_digests: bytes = b"",
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         arguments = {
             "target": target,
@@ -63,6 +67,7 @@ class ChildSource:
             "device": device,
             "content": content.hex(),
             "block_digests": block_digests.hex(),
+            "settings": dict(settings),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(arguments)],
@@ -114,6 +119,7 @@ def main() -> None:
             stall_timeout_s=arguments["stall_timeout_s"],
             content=bytes.fromhex(arguments["content"]),
             block_digests=bytes.fromhex(arguments["block_digests"]),
+            setting=Settings(added=arguments["settings"]).value,
         ),
     )
     exposure.set_generation(arguments["generation"])

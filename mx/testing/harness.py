@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from mx.config import Settings
 from mx.core.topology import Place
 from mx.testing.child import ChildSource, load_transport
 from mx.testing.faultproxy import FaultProxy
@@ -56,6 +57,11 @@ class Harness:
     #: The reader's place and the source's: what paths are between, and where memory is made.
     here: Place = HERE
     there: Place = HERE
+    #: The values of settings that transports ask for, as JSON has them; others have their defaults.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def setting(self, name: str) -> Any:
+        return Settings(added=self.settings).value(name)
 
     def transport(self) -> Transport:
         return load_transport(self.target)
@@ -70,6 +76,7 @@ class Harness:
             generation=GENERATION,
             stall_timeout_s=self.stall_timeout_s,
             device=self.there.device,
+            settings=self.settings,
         )
 
     def uses(self, rail: Rail, session: Session) -> bool:

@@ -64,6 +64,7 @@ class Memory:
 
     Memory on a GPU is on `device`, and so is scattered memory; other kinds are the host's whatever
     that says. Scattered memory is in `places`, which lie in another order in memory, with gaps.
+    `alike`: all bytes are the same, in place of the pattern.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Memory:
         kind: Kind = Kind.SEALED,
         device: str = "cpu",
         places: Places | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self.nbytes = nbytes
-        self.expected = pattern(nbytes, seed)
+        self.expected = bytes([seed % 256]) * nbytes if alike else pattern(nbytes, seed)
         self.memfd: int | None = None
         self._gpu: _GpuMemory | None = None
         self._places: Places = ()

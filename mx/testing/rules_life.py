@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import replace
 
-from mx.core.topology import Gpu, GpuPeer, Place
+from mx.core.topology import MAX_FACT_BYTES, Fact, Gpu, GpuPeer, Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
 from mx.testing.bench import Bench, RuleBroken, SinkError, require
 from mx.testing.holdings import HeldResources
@@ -74,6 +74,10 @@ def reaches_both_ways(bench: Bench) -> None:
     # Many that differ in everything, and some that differ in their devices and GPUs alone.
     near = [p for p in places if (p.boot_id, p.uid, p.pid_namespace) == ("boot-1", 0, 1)]
     sample = bench.random.sample(places, 60) + bench.random.sample(near, 60)
+    # What a transport says of itself comes from other machines: it may be anything.
+    name, nbytes = bench.transport.name, (0, 1, 16, MAX_FACT_BYTES)
+    said = [Fact(name, bench.random.randbytes(n).hex()) for n in nbytes]
+    sample += [replace(place, facts=(bench.random.choice(said),)) for place in sample[::4]]
     for here, there in itertools.combinations_with_replacement(sample, 2):
         path, back = bench.transport.reach(here, there), bench.transport.reach(there, here)
         if path != back:  # texts of places take longer than all else here

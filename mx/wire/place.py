@@ -9,16 +9,16 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from mx.core.json_bounds import check_json
-from mx.core.topology import Gpu, GpuPeer, Nic, NumaNode, Place
+from mx.core.topology import Fact, Gpu, GpuPeer, Nic, NumaNode, Place
 from mx.errors import PeerProtocolError
 from mx.wire.v1 import common_pb2 as pb
 
 # Eight GPUs with all their peers and eight interfaces take 5,300 bytes; a registered place, with at
-# most one GPU, takes at most 5,700.
+# most one GPU, takes at most 5,700, and at most 3,100 more for the facts of transports.
 _MAX_PLACE_BYTES = 16_384
 _MAX_ITEMS = 1024
 _MAX_QUANTITY = 1e9
-_PARTS = {"nics": Nic, "gpus": Gpu, "peers": GpuPeer, "numa_nodes": NumaNode}
+_PARTS = {"nics": Nic, "gpus": Gpu, "peers": GpuPeer, "numa_nodes": NumaNode, "facts": Fact}
 
 _T = TypeVar("_T")
 

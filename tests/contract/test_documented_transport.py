@@ -1,9 +1,7 @@
-"""The transports that docs/transports.md builds keep the rules, and are as short as it says."""
+"""The transports that docs/transports.md builds keep the rules, and two are as short as it says."""
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,22 +9,10 @@ from pathlib import Path
 import pytest
 
 from mx.testing.conformance import Harness, TransportSuite
+from tests.support.documented import TRANSPORTS, documented, documented_package
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "transports.md"
 MODULE = "documented_piece_transport"
 MOST_LINES = 80
-TRANSPORTS = {"PieceTransport", "UnixPieceTransport"}
-
-
-def documented(transport: str) -> str:
-    """The page's Python, in its order, without the other transport's class."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    page = "\n\n".join(blocks)
-    lines = page.splitlines()
-    for node in reversed(ast.parse(page).body):
-        if isinstance(node, ast.ClassDef) and node.name in TRANSPORTS - {transport}:
-            lines[node.lineno - 1 : node.end_lineno] = []
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
@@ -45,3 +31,18 @@ class TestDocumented(TransportSuite):
         monkeypatch.syspath_prepend(tmp_path)
         yield Harness(f"{MODULE}:{transport}")
         sys.modules.pop(MODULE, None)
+
+
+class TestWithAFact(TransportSuite):
+    """The one with a fact and settings, of which the pack is not installed here."""
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
+        modules, _ = documented_package()
+        for path, text in modules.items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        yield Harness("my_package.fabric:FabricPieceTransport", settings={"piece_streams": 2})
+        for name in [name for name in sys.modules if name.startswith("my_package")]:
+            del sys.modules[name]

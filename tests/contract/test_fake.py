@@ -16,6 +16,12 @@ class TestFake(TransportSuite):
         return FakeHarness()
 
 
+class TestPacking(TransportSuite):
+    @pytest.fixture
+    def harness(self) -> Harness:
+        return FakeHarness(broken.paths.PackingFake)
+
+
 @pytest.mark.parametrize("name", broken.BROKEN)
 def test_broken_fake_breaks_its_rule_alone(name: str) -> None:
     made: list[broken.BrokenFake] = []

@@ -27,7 +27,7 @@ from mx.errors import (
 )
 from mx.fetching.edition import EditionLog
 from mx.fetching.events import EditionReadiness, EventLog
-from mx.fetching.report import LayerEvent, PullReport, VerifiedBy, no_tensors
+from mx.fetching.report import LayerEvent, PullReport, VerifiedBy, no_edition
 from mx.tasks import require_other_thread
 
 
@@ -38,7 +38,7 @@ def landed(index: int) -> tuple[Layer, VerifiedBy]:
 
 def edition(state: EventLog, ready: EditionReadiness | None = None) -> EditionLog:
     """Return what an edition records in: of a new one, or of this one."""
-    return EditionLog(state, ready or state.begin_anew(), no_tensors)
+    return EditionLog(state, ready or state.begin_anew(), no_edition)
 
 
 def report() -> PullReport:

@@ -23,6 +23,7 @@ from mx.source.model import HeldModel, hold_tensors
 from mx.source.served import Served
 from mx.source.service import PeerServicer
 from mx.swarm.stream import PeerStream
+from mx.transport import Compressing
 from mx.wire.place import place_to_wire
 from mx.wire.v1 import peer_pb2
 from tests.support.clock import ManualClock
@@ -69,6 +70,14 @@ class Exposed:
 
     def used(self) -> dict[str, int]:
         return self.sent
+
+
+@dataclass
+class Packing(Exposed):
+    """An exposure that sends a quarter of what its readers get."""
+
+    def delivered_to(self, grant_id: str) -> int:
+        return 4 * self.sent_to(grant_id)
 
 
 class Swarm:
@@ -185,6 +194,26 @@ def held() -> Iterator[HeldModel]:
     )
     yield held
     held.release()
+
+
+async def test_a_reader_is_said_to_have_what_it_got_and_a_limit_holds_what_is_sent(
+    held: HeldModel,
+) -> None:
+    source, context, over = Source(held), Context(), asyncio.Event()
+    packing = Packing()
+    assert isinstance(packing, Compressing)
+    source.served.exposures["a"] = packing
+    call = source.open(source.held_open(over), context)
+    await settle()
+    (grant_id,) = packing.granted
+    packing.sent[grant_id], source.exposures[1].sent[grant_id] = 100, 7
+    # Swarms compare it with the sizes of chunks, and metrics show it.
+    assert source.grants.counts.nbytes(held.source_id, READER) == 407
+    assert source.grants.given_nbytes() == {"several": 407}
+    assert source.served.sent_bytes() == 107  # the rate that is shown
+    over.set()
+    await asyncio.gather(call, return_exceptions=True)
+    assert source.grants.counts.nbytes(held.source_id, READER) == 407
 
 
 @pytest.mark.parametrize("times", [1, 2])

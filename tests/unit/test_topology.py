@@ -25,7 +25,16 @@ from mx.api.survey import Reach, SourceReach, TopologyReport, paths
 from mx.cli import topo_tables
 from mx.core.paths import Path, rails
 from mx.core.planner import plan
-from mx.core.topology import Gpu, GpuPeer, Nic, NumaNode, Place
+from mx.core.topology import (
+    MAX_FACT_BYTES,
+    MAX_FACTS_BYTES,
+    Fact,
+    Gpu,
+    GpuPeer,
+    Nic,
+    NumaNode,
+    Place,
+)
 from mx.discovery import Topology
 from mx.errors import ConfigError, PeerProtocolError
 from mx.fetching.paths import path_between
@@ -66,11 +75,14 @@ _PEERS = _of(GpuPeer, uuid=_TEXT, nvlinks=_INT, p2p_read=st.booleans(), p2p_writ
 _GPUS = _of(Gpu, uuid=_TEXT, index=_INT, name=_TEXT, compute_capability=_TEXT, memory_nbytes=_INT,
             pci_address=_TEXT, numa_node=_INT, pcie_generation=_INT, pcie_width=_INT, nvlinks=_INT,
             nvlink_gb_per_s=_FLOAT, peers=_some(_PEERS))  # fmt: skip
+_FACTS = st.dictionaries(_TEXT, st.binary(max_size=256), max_size=3).map(
+    lambda found: tuple(Fact(name, data.hex()) for name, data in found.items())
+)
 _NODES = _of(NumaNode, index=_INT, cpus=_TEXT, memory_nbytes=_INT, distances=_some(_INT))
 PLACES = _of(Place, boot_id=_TEXT, hostname=_TEXT, uid=_INT, pid=_INT, pid_start_ticks=_INT,
              pid_namespace=_INT, net_namespace=_INT, user_namespace=_INT, ipc_namespace=_INT,
              device=_TEXT, addresses=_some(_TEXT), driver=_TEXT, nics=_some(_NICS),
-             gpus=_some(_GPUS), numa_nodes=_some(_NODES))  # fmt: skip
+             gpus=_some(_GPUS), numa_nodes=_some(_NODES), facts=_FACTS)  # fmt: skip
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -92,7 +104,7 @@ def test_what_is_unknown_takes_no_room() -> None:
 
 
 def test_messages_have_the_fields_of_the_classes() -> None:
-    for kind in (Place, Nic, Gpu, GpuPeer, NumaNode):
+    for kind in (Place, Nic, Gpu, GpuPeer, NumaNode, Fact):
         message = getattr(pb, kind.__name__).DESCRIPTOR
         assert [each.name for each in message.fields] == [each.name for each in fields(kind)]
 
@@ -107,7 +119,7 @@ def _spots(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | i
         yield from _spots(each, (*at, key))
 
 
-_HOST = nvlink_host(gpus=2, nics=1)
+_HOST = replace(nvlink_host(gpus=2, nics=1), facts=(Fact("piece", "00ff"), Fact("other", "")))
 
 
 @given(st.sampled_from(list(_spots(json.loads(json.dumps(asdict(_HOST)))))), _JSON)
@@ -166,6 +178,11 @@ def test_anything_else_is_read_or_refused(text: str) -> None:
         '{"nics": [{"name": "a\\nb"}]}',
         '{"nics": {}}',
         '{"addresses": [["10.0.0.1"]]}',
+        '{"facts": [{"transport": "piece", "data": "AP8="}]}',
+        '{"facts": [{"transport": "piece", "data": "00FF"}]}',
+        '{"facts": [{"transport": "piece", "data": "00f"}]}',
+        '{"facts": [{"transport": "piece", "data": "00", "data": "\\u0660\\u0661"}]}',
+        '{"facts": {"piece": "00"}}',
     ],
 )
 def test_what_no_machine_has_is_refused(text: str) -> None:
@@ -190,11 +207,34 @@ def test_what_no_machine_has_is_refused(text: str) -> None:
         pb.Place(addresses=[""] * 1025),
         pb.Place(nics=[pb.Nic()] * 1025),
         pb.Place(driver="x" * 16_384),
+        pb.Place(facts=[pb.Fact(transport="a", data="00" * (MAX_FACT_BYTES + 1))]),
+        pb.Place(facts=[pb.Fact(transport=str(i), data="00" * 250) for i in range(5)]),
+        pb.Place(facts=[pb.Fact(transport="a" * 500 + str(i)) for i in range(3)]),
+        pb.Place(facts=[pb.Fact(transport=str(i)) for i in range(1025)]),
+        pb.Place(facts=[pb.Fact(transport="a", data="00"), pb.Fact(transport="a", data="01")]),
+        pb.Place(facts=[pb.Fact(), pb.Fact()]),
+        pb.Place(facts=[pb.Fact(transport="a", data="0")]),
+        pb.Place(facts=[pb.Fact(transport="a", data="xy")]),
+        pb.Place(facts=[pb.Fact(transport="a", data=" " * 8_000)]),
+        pb.Place(facts=[pb.Fact(transport="a", data="00 ff")]),
+        pb.Place(facts=[pb.Fact(transport="a", data="AB")]),
+        pb.Place(facts=[pb.Fact(transport="\x1b[2J", data="00")]),
     ],
 )
 def test_what_no_machine_sends_is_refused(place: pb.Place) -> None:
     with pytest.raises(PeerProtocolError, match="place"):
         place_from_wire(place)
+
+
+def test_a_fact_is_given_back_to_its_transport_and_no_other() -> None:
+    widest = tuple(Fact(f"t{i}", bytes([i] * MAX_FACT_BYTES).hex()) for i in range(3))
+    left = MAX_FACTS_BYTES - sum(2 + MAX_FACT_BYTES for _ in widest)
+    place = Place(facts=(*widest, Fact("t3", "33" * (left - 2))))
+    assert sent(place) == place
+    assert place.fact("t1") == b"\1" * MAX_FACT_BYTES and place.fact("t9") == b""
+    assert discovery.at_device(place, "cpu").facts == place.facts
+    with pytest.raises(ValueError, match=f"{MAX_FACTS_BYTES} in all"):
+        replace(place, facts=(*place.facts, Fact("x")))
 
 
 def test_what_a_newer_machine_sends_besides_is_ignored_but_counted() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mx import config, discovery
 from mx.api.common import transports
 from mx.discovery import Topology
+from mx.plugins import transport_context
 from mx.transport import TlsFiles
 from mx.wire.address import is_local, tls_of
 
@@ -92,7 +93,8 @@ class ExaminedHost:
         Raises:
             ConfigError: The settings name an interface that is not there.
         """
-        return discovery.topology(transports(), nics=self.settings.nics)
+        known = {**transports(), **transport_context(self.settings).broken}
+        return discovery.topology(known, nics=self.settings.nics)
 
     def text(self, path: str) -> str:
         """Return the content of a small file, without outer spaces; "" if it can't be read."""

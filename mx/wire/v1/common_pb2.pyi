@@ -96,7 +96,7 @@ class Range(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("boot_id", "hostname", "uid", "pid", "pid_start_ticks", "pid_namespace", "net_namespace", "user_namespace", "ipc_namespace", "device", "addresses", "driver", "nics", "gpus", "numa_nodes")
+    __slots__ = ("boot_id", "hostname", "uid", "pid", "pid_start_ticks", "pid_namespace", "net_namespace", "user_namespace", "ipc_namespace", "device", "addresses", "driver", "nics", "gpus", "numa_nodes", "facts")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class Place(_message.Message):
     NICS_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     hostname: str
     uid: int
@@ -127,7 +128,16 @@ class Place(_message.Message):
     nics: _containers.RepeatedCompositeFieldContainer[Nic]
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     numa_nodes: _containers.RepeatedCompositeFieldContainer[NumaNode]
-    def __init__(self, boot_id: _Optional[str] = ..., hostname: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., pid_namespace: _Optional[int] = ..., net_namespace: _Optional[int] = ..., user_namespace: _Optional[int] = ..., ipc_namespace: _Optional[int] = ..., device: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., driver: _Optional[str] = ..., nics: _Optional[_Iterable[_Union[Nic, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., numa_nodes: _Optional[_Iterable[_Union[NumaNode, _Mapping]]] = ...) -> None: ...
+    facts: _containers.RepeatedCompositeFieldContainer[Fact]
+    def __init__(self, boot_id: _Optional[str] = ..., hostname: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., pid_namespace: _Optional[int] = ..., net_namespace: _Optional[int] = ..., user_namespace: _Optional[int] = ..., ipc_namespace: _Optional[int] = ..., device: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., driver: _Optional[str] = ..., nics: _Optional[_Iterable[_Union[Nic, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., numa_nodes: _Optional[_Iterable[_Union[NumaNode, _Mapping]]] = ..., facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
+
+class Fact(_message.Message):
+    __slots__ = ("transport", "data")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    data: str
+    def __init__(self, transport: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
 
 class Nic(_message.Message):
     __slots__ = ("name", "state", "addresses", "speed_mbit_per_s", "mtu", "numa_node", "pci_address", "rdma_device", "rdma_port", "link_layer")

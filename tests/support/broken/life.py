@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mx.core.topology import Place
 from mx.errors import (
@@ -38,6 +39,16 @@ class RaisesWhenProbed(BrokenFake):
 class ReachesUpwardsOnly(BrokenFake):
     def reach(self, here: Place, there: Place) -> Path | None:
         return super().reach(here, there) if here.pid <= there.pid else None
+
+
+@transport("reaches_both_ways")
+class BelievesFacts(BrokenFake):
+    """Takes what the other side says of itself for a number that it can compare."""
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        path = super().reach(here, there)
+        rate = 1.0 + sum(there.fact(self.name)[:1])
+        return path and replace(path, gb_per_s=rate)
 
 
 @session("close_cancels")

@@ -49,8 +49,9 @@ def _most_connections() -> int:
 @dataclass
 class GrantState:
     """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
-    sent on it; `connected` is True once a connection has shown its secret. Over TLS the connections
-    are those of `principal`; "" for any."""
+    sent on it, `saved_nbytes` how much more than that its reader got, as it was sent compressed;
+    `connected` is True once a connection has shown its secret. Over TLS the connections are those
+    of `principal`; "" for any."""
 
     grant_id: str
     key: bytes
@@ -61,6 +62,7 @@ class GrantState:
     revoked: bool = False
     connected: bool = False
     sent_nbytes: int = 0
+    saved_nbytes: int = 0
 
 
 class SocketExposure(ABC):

@@ -150,3 +150,18 @@ class SendingExposure(SocketExposure):
         with self.lock:
             self._sent_nbytes += nbytes
             grant.sent_nbytes += nbytes
+
+
+class CompressingExposure(SendingExposure):
+    """A `SendingExposure` that may send fewer bytes than its readers get: see
+    `mx.transport.Compressing`. `serve` sends what it has packed, and says what that saved."""
+
+    def delivered_to(self, grant_id: str) -> int:
+        with self.lock:
+            standing = self.grants.values()
+            return sum(e.sent_nbytes + e.saved_nbytes for e in standing if e.grant_id == grant_id)
+
+    def saved(self, grant: GrantState, nbytes: int) -> None:
+        """Count how many bytes fewer were sent than the reader gets; negative for more."""
+        with self.lock:
+            grant.saved_nbytes += nbytes
