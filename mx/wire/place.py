@@ -14,7 +14,7 @@ from mx.errors import PeerProtocolError
 from mx.wire.v1 import common_pb2 as pb
 
 # Eight GPUs with all their peers and eight interfaces take 5,300 bytes; a registered place, with at
-# most one GPU, takes at most 5,700, and at most 3,100 more for the facts of transports.
+# most one GPU, takes at most 5,700, and some 2,200 more for the facts of a few transports.
 _MAX_PLACE_BYTES = 16_384
 _MAX_ITEMS = 1024
 _MAX_QUANTITY = 1e9
