@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
@@ -35,7 +36,15 @@ from mx.storage.shards import (
 )
 from mx.storage.side_files import SideFiles, read_side_file, take_side_files, walk
 
+if TYPE_CHECKING:
+    from mx.stores import WeightStore
+
 log = logging.getLogger(__name__)
+
+L = TypeVar("L")
+
+#: How many threads read from a disk.
+DISK_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Checkpoint:
     `side_documents` are the side files' bytes by digest. `left_out` has, by name, the files that
     are not transferred, with the reason. `oddities` are what is odd about it, and was logged.
     `companions` are further tensor files by path; the packaging gets them once they are hashed
-    (`mx.storage.load`).
+    (`mx.storage.load`). `store` is where it is read, if it is not on a disk of this machine.
     """
 
     root: Path | str
@@ -56,6 +65,17 @@ class Checkpoint:
     left_out: dict[str, str] = field(repr=False)
     oddities: tuple[Oddity, ...] = ()
     companions: tuple[tuple[str, StoredFile], ...] = ()
+    store: WeightStore | None = field(default=None, repr=False)
+
+    @property
+    def threads(self) -> int:
+        """How many reads at a time are worth while."""
+        return DISK_THREADS if self.store is None else self.store.threads
+
+    def close(self) -> None:
+        """Close its store, when nothing reads there any more. Idempotent; blocks."""
+        if self.store is not None:
+            self.store.close()
 
     def companion(self, path: str) -> Checkpoint:
         """Return a companion as a checkpoint of its own.
@@ -67,7 +87,8 @@ class Checkpoint:
             if each == path:
                 folder = path.rpartition("/")[0]
                 root = f"{self.root}/{folder}" if isinstance(self.root, str) else self.root / folder
-                return assembled(root, (file,), None, None, ((), {}, {}))
+                found = assembled(root, (file,), None, None, ((), {}, {}))
+                return replace(found, store=self.store)
         raise CheckpointError(
             f"{self.root} has no companion {path}", hint="the folder has changed: serve it again"
         )
@@ -146,11 +167,8 @@ def open_checkpoint(
     def open_file(name: str, location: Path) -> StoredFile:
         return read_tensor_file(location, name)
 
-    companions = take_companions(listed, open_file, files, weights, left_out)
-    taken = [*shards, *(each for each, _ in companions)]
-    side = take_side_files(listed, read_side_file, taken, left_out)
-    checkpoint = assembled(root, files, index_path, shard_of, side)
-    return replace(checkpoint, companions=companions)
+    index = index_path, shard_of
+    return gathered(root, files, index, listed, open_file, read_side_file, weights, left_out)
 
 
 def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:
@@ -183,6 +201,35 @@ def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:
     root = path if path.is_dir() else path.parent
     check_paths(shards, str(root))
     return tuple(read_tensor_file(root / shard, shard) for shard in shards), index_path
+
+
+def gathered(
+    root: Path | str,
+    files: Sequence[StoredFile],
+    index: tuple[str | None, dict[str, str] | None],
+    listed: Sequence[tuple[str, L]],
+    open_file: Callable[[str, L], StoredFile],
+    read_side: Callable[[L], bytes],
+    weights: Collection[str],
+    left_out: dict[str, str],
+) -> Checkpoint:
+    """Return the checkpoint of these files, with companions and side files.
+
+    Args:
+        root: Where it is.
+        files: Its main tensor files, whose headers were checked.
+        index: The index that names them, if any, and its content.
+        listed: All files, as `take_companions` and `take_side_files` want them.
+        open_file: As for `take_companions`, and so are `weights` and `left_out`.
+        read_side: As `read` for `take_side_files`.
+
+    Raises:
+        MxError: As `take_companions`, `take_side_files` and `assembled`.
+    """
+    companions = take_companions(listed, open_file, files, weights, left_out)
+    taken = [*(file.path for file in files), *(each for each, _ in companions)]
+    side = take_side_files(listed, read_side, taken, left_out)
+    return replace(assembled(root, files, *index, side), companions=companions)
 
 
 def assembled(
