@@ -6,9 +6,9 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+from mx.core.packaging import TENSOR_SUFFIX
 from mx.storage.disk_file import DiskBytes, DiskFile, FileStamp
 from mx.storage.osfile import read_error
-from mx.storage.safetensors import tensor_files
 from mx.storage.side_files import walk
 from mx.stores import ListedFile
 
@@ -17,13 +17,13 @@ def listed_files(path: Path) -> list[ListedFile]:
     """Return the files at a path; their versions are their stamps.
 
     Raises:
-        ConfigError, CheckpointError, LocalError: As `open_checkpoint`.
+        CheckpointError, ConfigError, LocalError: As `read_error` says.
     """
     found = [(path.name, path)]
-    files, _ = tensor_files(path)
     try:
         if path.is_dir():
-            found = walk(path, [file.path for file in files], (), {})
+            weights = [each.name for each in path.glob(f"*{TENSOR_SUFFIX}")]
+            found = walk(path, weights, (), {})
         stamps = [(name, FileStamp.of(os.stat(location))) for name, location in found]
     except OSError as error:
         raise read_error(error, path) from error
@@ -34,7 +34,7 @@ def listed_files(path: Path) -> list[ListedFile]:
 
 def read_listed(path: Path, file: ListedFile, offset: int, view: memoryview) -> int:
     """Fill a view with bytes of a file at a path. Raises as `mx.stores.WeightStore.read`."""
-    location = path / file.path if path.is_dir() else path
+    location = (path if path.is_dir() else path.parent) / file.path
     stamp = FileStamp(*map(int, file.version.split()))
     nbytes = max(0, min(len(view), stamp.nbytes - offset))
     with closing(DiskBytes(DiskFile(file.path, location, stamp, None, ()))) as data:

@@ -145,9 +145,9 @@ class GuardedStore:
 
     def _translated(self, error: BaseException, where: str) -> MxError:
         match error:
+            case ClosedError() if not (self._closed or self._opening.cancelled()):
+                pass  # it would end the pull as if its caller had closed it
             case CheckpointError() | ConfigError() | LocalError() | StoreError():
-                return error
-            case ClosedError() if self._closed or self._opening.cancelled():
                 return error
             case FileNotFoundError():
                 hint = "a file is missing: put the checkpoint there again"
@@ -156,9 +156,8 @@ class GuardedStore:
                 return ConfigError(
                     f"{where} may not be read: {error_line(error)}", hint="check the credentials"
                 )
-            case _:
-                said = f"{type(error).__name__}: {error_line(error)}"
-                return StoreError(f"{where} could not be read: {said}", peer=self.place)
+        said = f"{type(error).__name__}: {error_line(error)}"
+        return StoreError(f"{where} could not be read: {said}", peer=self.place)
 
 
 def _begin(work: Callable[[], T]) -> tuple[list[T], threading.Event, list[BaseException]]:

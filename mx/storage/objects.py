@@ -62,7 +62,7 @@ class ObjectStore:
             raise ConfigError(f"{self.place} is not there, or no folder", hint=FOLDER_HINT)
         try:
             # Client options given here would replace those in the environment (AWS_ALLOW_HTTP).
-            self._client: Client = from_url(
+            self._client: Client | None = from_url(
                 url, retry_config={"max_retries": _RETRIES, "retry_timeout": limit}
             )
         except (exceptions.BaseError, ValueError) as error:
@@ -74,7 +74,7 @@ class ObjectStore:
 
         async def work() -> Sequence[ObjectMeta]:
             found: list[ObjectMeta] = []
-            async for batch in obstore.list(self._client, chunk_size=1000):
+            async for batch in obstore.list(self._open(), chunk_size=1000):
                 found += batch
                 if len(found) >= MAX_ENTRIES:
                     break
@@ -95,7 +95,7 @@ class ObjectStore:
                 options["if_match"] = tag
             if version:
                 options["version"] = version
-            answer = await obstore.get_async(self._client, path, options=options)
+            answer = await obstore.get_async(self._open(), path, options=options)
             # Not all stores honour the condition.
             if answer.meta["size"] != file.nbytes or (answer.meta["e_tag"] or "") != tag:
                 raise _changed(f"{self.place}/{path}")
@@ -110,7 +110,13 @@ class ObjectStore:
         return len(data)
 
     def close(self) -> None:
-        """Do nothing: no request is left, and the client goes with its last user."""
+        """Let go of the client, which closes its connections."""
+        self._client = None
+
+    def _open(self) -> Client:
+        if self._client is None:
+            raise ClosedError(f"{self.place} was closed")
+        return self._client
 
     def _run(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a request to its end.

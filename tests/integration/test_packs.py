@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,30 +13,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoints import write_checkpoint
-from tests.support.commands import Command, environment, free_port
+from tests.support.commands import Command, free_port
 from tests.support.daemon import ROOT
+from tests.support.distributions import having, installed_commands, put
 
 pytestmark = pytest.mark.integration
 
 
-class PackCommand(Command):
-    """One of our commands in an interpreter of its own, which finds the pack."""
-
-    def command(self, entry: str) -> list[str]:
-        return [sys.executable, "-c", f"from mx.cli import {entry}; {entry}()"]
-
-
 def install(there: Path, modules: dict[str, str], entries: str) -> dict[str, str]:
     """Put a distribution into a folder; return an environment that has it."""
-    for path, text in modules.items():
-        (there / path).parent.mkdir(parents=True, exist_ok=True)
-        (there / path).write_text(text)
-    metadata = there / "extra-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(entries)
-    clean = environment()
-    return clean | {"PYTHONPATH": f"{there}{os.pathsep}{clean['PYTHONPATH']}"}
+    put(there, modules, entries)
+    return having(there)
 
 
 @pytest.fixture
@@ -57,15 +43,8 @@ def documented(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def run() -> Iterator[Callable[..., Command]]:
-    started: list[Command] = []
-
-    def start(*arguments: str, env: dict[str, str]) -> Command:
-        started.append(PackCommand(*arguments, env=env))
-        return started[-1]
-
-    yield start
-    for command in reversed(started):
-        command.end()
+    with installed_commands() as start:
+        yield start
 
 
 def test_the_pack_of_the_page(
