@@ -20,15 +20,15 @@ from urllib.parse import urlsplit
 from mx.errors import ConfigError
 from mx.packs import LOAD_FAILURES, targets
 from mx.text import plain
-from mx.views import DeviceView, Span
+from mx.views import DeviceView
 
-__all__ = ["DeviceView", "ListedFile", "Opening", "Span", "WeightStore", "schemes", "shown_url"]
+__all__ = ["DeviceView", "ListedFile", "Opening", "WeightStore", "schemes", "shown_url"]
 
 GROUP = "mx.stores"
 #: "module:callable" by scheme. Other distributions can't take these over.
 BUILT_IN = dict.fromkeys(
     ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file"),
-    "mx.storage.objects:ObjectStore",
+    "mx.remote.objects:ObjectStore",
 )
 
 
@@ -62,7 +62,8 @@ class WeightStore(Protocol):
     """A place that holds the files of one model. Methods block, and `read` is thread-safe.
 
     `place` names it for people, without credentials. `threads` is how many reads at a time are
-    worth while.
+    worth while. A store that can write to a GPU's memory by itself has `reads_devices`, which is
+    True; for others the bytes go through host memory.
 
     mx calls a store of another distribution on threads that it can do without: a call that takes
     longer than `Opening.timeout_s`, or is still running when the pull is closed, is given up, and
@@ -89,7 +90,9 @@ class WeightStore(Protocol):
         Args:
             file: The file as it was listed.
             offset: The first byte's.
-            view: Writable, of bytes, not empty, and not to be used after this returns.
+            view: Writable, of bytes, not empty, and not to be used after this returns. Where the
+                store `reads_devices` it may be a `DeviceView`, too; mx waits for the end of such a
+                read, which has to come soon once `cancelled` returns True.
 
         Returns:
             How many bytes were written, in the view's first ones. If the file ends before, that is

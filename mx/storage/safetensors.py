@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-L = TypeVar("L")
-
 #: How many threads read from a disk.
 DISK_THREADS = 2
 
@@ -71,6 +69,11 @@ class Checkpoint:
     def threads(self) -> int:
         """How many reads at a time are worth while."""
         return DISK_THREADS if self.store is None else self.store.threads
+
+    @property
+    def reads_devices(self) -> bool:
+        """True if its files' `read_exactly` takes views of a GPU's memory, too."""
+        return getattr(self.store, "reads_devices", False) is True
 
     def close(self) -> None:
         """Close its store, when nothing reads there any more. Idempotent; blocks."""
@@ -167,8 +170,11 @@ def open_checkpoint(
     def open_file(name: str, location: Path) -> StoredFile:
         return read_tensor_file(location, name)
 
-    index = index_path, shard_of
-    return gathered(root, files, index, listed, open_file, read_side_file, weights, left_out)
+    companions = take_companions(listed, open_file, files, weights, left_out)
+    taken = [*shards, *(each for each, _ in companions)]
+    side = take_side_files(listed, read_side_file, taken, left_out)
+    checkpoint = assembled(root, files, index_path, shard_of, side)
+    return replace(checkpoint, companions=companions)
 
 
 def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:
@@ -201,35 +207,6 @@ def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:
     root = path if path.is_dir() else path.parent
     check_paths(shards, str(root))
     return tuple(read_tensor_file(root / shard, shard) for shard in shards), index_path
-
-
-def gathered(
-    root: Path | str,
-    files: Sequence[StoredFile],
-    index: tuple[str | None, dict[str, str] | None],
-    listed: Sequence[tuple[str, L]],
-    open_file: Callable[[str, L], StoredFile],
-    read_side: Callable[[L], bytes],
-    weights: Collection[str],
-    left_out: dict[str, str],
-) -> Checkpoint:
-    """Return the checkpoint of these files, with companions and side files.
-
-    Args:
-        root: Where it is.
-        files: Its main tensor files, whose headers were checked.
-        index: The index that names them, if any, and its content.
-        listed: All files, as `take_companions` and `take_side_files` want them.
-        open_file: As for `take_companions`, and so are `weights` and `left_out`.
-        read_side: As `read` for `take_side_files`.
-
-    Raises:
-        MxError: As `take_companions`, `take_side_files` and `assembled`.
-    """
-    companions = take_companions(listed, open_file, files, weights, left_out)
-    taken = [*(file.path for file in files), *(each for each, _ in companions)]
-    side = take_side_files(listed, read_side, taken, left_out)
-    return replace(assembled(root, files, *index, side), companions=companions)
 
 
 def assembled(

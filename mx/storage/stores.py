@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mx import packs
+from mx.errors import ConfigError
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
@@ -90,10 +93,15 @@ class UrlStore:
 
     def open(self, opening: Opening) -> Checkpoint:
         """List it, and read its files' headers. Raises as `CheckpointStore.open`."""
-        from mx.storage.guarded import open_url
-        from mx.storage.ranged import open_listed
-
-        return open_listed(open_url(self.url, opening))
+        try:
+            opener: Any = packs.load("mx.remote:open_checkpoint")
+        except ModuleNotFoundError as error:
+            if error.name != "mx.remote":
+                raise
+            why = "`object_url` needs the pack mx.remote, which is not there"
+            raise ConfigError(why, hint="install mx as a whole") from error
+        opened: Checkpoint = opener(self.url, opening)
+        return opened
 
 
 @dataclass(frozen=True, slots=True)

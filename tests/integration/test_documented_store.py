@@ -264,7 +264,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("none", "TypeError", EXIT_NO_SOURCE),
         ("strings", "no mx.stores.ListedFile", EXIT_NO_SOURCE),
         ("twice", "twice", EXIT_NO_SOURCE),
-        ("negative", "with '-9' bytes", EXIT_NO_SOURCE),
+        ("negative", "no mx.stores.ListedFile", EXIT_NO_SOURCE),
         ("outside", "holds no .safetensors file", EXIT_NO_SOURCE),
         ("endless", "holds no .safetensors file", EXIT_NO_SOURCE),
         ("exit", "SystemExit", EXIT_NO_SOURCE),
@@ -272,8 +272,8 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("closed", "ClosedError", EXIT_NO_SOURCE),
         ("recursion", "RecursionError", EXIT_NO_SOURCE),
         ("unprintable", "RuntimeError", EXIT_NO_SOURCE),
-        ("more", "says that it has read", EXIT_NO_SOURCE),
-        ("nothing", "says that it has read None", EXIT_NO_SOURCE),
+        ("more", "came", EXIT_NO_SOURCE),
+        ("nothing", "None came", EXIT_NO_SOURCE),
     ],
 )
 def test_a_store_that_does_wrong(

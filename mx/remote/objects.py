@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 from mx import runtime
 from mx.buffers import copy_bytes
 from mx.errors import CheckpointError, ClosedError, ConfigError, MxError, StoreError, install_hint
-from mx.storage.guarded import LOOK_S, error_line
-from mx.storage.ranged import FOLDER_HINT
+from mx.remote.guarded import LOOK_S, error_line
+from mx.remote.ranged import FOLDER_HINT
 from mx.storage.side_files import MAX_ENTRIES
 from mx.stores import ListedFile, Opening, shown_url
 from mx.units import format_seconds

@@ -1,4 +1,4 @@
-"""Opens stores by URL, and holds those of other distributions to the contract of `mx.stores`."""
+"""Holds stores of other distributions to the contract of `mx.stores`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from mx.buffers import copy_bytes
 from mx.errors import CheckpointError, ClosedError, ConfigError, LocalError, MxError, StoreError
 from mx.storage.side_files import MAX_ENTRIES
-from mx.stores import BUILT_IN, ListedFile, Opening, WeightStore, load_factory, shown_url
+from mx.stores import ListedFile, Opening, WeightStore
 from mx.text import plain, shown
 from mx.units import format_seconds
+from mx.views import DeviceView
 
 log = logging.getLogger(__name__)
 
@@ -26,19 +27,6 @@ LOOK_S = 0.2
 _CLOSE_S = 2.0
 _MOST_THREADS = 64
 _MOST_BYTES = 1 << 62
-
-
-def open_url(url: str, opening: Opening) -> WeightStore:
-    """Open the store of a URL. Blocks.
-
-    Raises:
-        ConfigError: There is none for its scheme, or it can't be used.
-        MxError: As `GuardedStore`.
-    """
-    factory = load_factory(url)
-    if url.partition(":")[0].lower() in BUILT_IN:
-        return factory(url, opening)
-    return GuardedStore(lambda: factory(url, opening), shown_url(url), opening)
 
 
 def error_line(error: BaseException) -> str:
@@ -64,17 +52,19 @@ class GuardedStore:
         self.place, self._opening = where, opening
         self._closed = False
 
-        def made() -> tuple[WeightStore, str, int]:
+        def made() -> tuple[WeightStore, str, int, bool]:
             store = make()
             if self._closed:  # it came too late
                 store.close()
-            return store, plain(str(store.place)), int(store.threads)
+            devices = getattr(store, "reads_devices", False) is True
+            return store, plain(str(store.place)), int(store.threads), devices
 
         try:
-            self._store, self.place, threads = self._call("", made)
+            store, self.place, threads, self.reads_devices = self._call("", made)
         except BaseException:
             self._closed = True
             raise
+        self._store: Any = store
         self.threads = max(1, min(threads, _MOST_THREADS))
 
     def list(self) -> Sequence[ListedFile]:
@@ -87,10 +77,9 @@ class GuardedStore:
         found: Sequence[Any] = self._call("", lambda: list(islice(self._store.list(), MAX_ENTRIES)))
         paths = set()
         for file in found:
-            if not isinstance(file, ListedFile) or not isinstance(file.path, str):
-                what = f"{shown(str(file))}, which is no mx.stores.ListedFile"
-            elif not isinstance(file.nbytes, int) or not 0 <= file.nbytes < _MOST_BYTES:
-                what = f"{shown(file.path)} with {shown(str(file.nbytes))} bytes"
+            sound = isinstance(file, ListedFile) and isinstance(file.path, str)
+            if not sound or not isinstance(file.nbytes, int) or not 0 <= file.nbytes < _MOST_BYTES:
+                what = f"{shown(str(file))}, which is no mx.stores.ListedFile with a size"
             elif file.path in paths:
                 what = f"{shown(file.path)} twice"
             else:
@@ -99,19 +88,17 @@ class GuardedStore:
             raise StoreError(f"{self.place} lists {what}", peer=self.place)
         return found
 
-    def read(self, file: ListedFile, offset: int, view: memoryview) -> int:
+    def read(self, file: ListedFile, offset: int, view: memoryview | DeviceView) -> int:
         """Read as `WeightStore.read` does."""
-        landed = bytearray(len(view))
-        with memoryview(landed) as data:
-            nbytes = self._call(file.path, lambda: self._store.read(file, offset, data))
-            if not isinstance(nbytes, int) or not 0 <= nbytes <= len(view):
-                raise StoreError(
-                    f"{self.place}/{file.path}: the store says that it has read {nbytes!r} bytes, "
-                    f"and {len(view)} were asked for",
-                    peer=self.place,
-                )
-            with view[:nbytes] as here, data[:nbytes] as came:
-                copy_bytes(here, came)
+        if isinstance(view, DeviceView):  # what writes to it is waited for
+            try:
+                return int(self._store.read(file, offset, view))
+            except BaseException as error:
+                raise self._translated(error, f"{self.place}/{file.path}") from error
+        with memoryview(bytearray(len(view))) as data:
+            nbytes: int = self._call(file.path, lambda: self._store.read(file, offset, data))
+            if nbytes == len(view):
+                copy_bytes(view, data)
         return nbytes
 
     def close(self) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from mx.core.naming import natural_key
 from mx.core.packaging import MAX_SIDE_FILE_BYTES
 from mx.errors import CheckpointError, ConfigError
+from mx.storage.companions import take_companions
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
-from mx.storage.safetensors import Checkpoint, gathered
+from mx.storage.safetensors import Checkpoint, assembled
 from mx.storage.shards import check_paths, chosen_files, shards_of, weight_map
-from mx.storage.side_files import MAX_DEPTH, MAX_ENTRIES
+from mx.storage.side_files import MAX_DEPTH, MAX_ENTRIES, take_side_files
 from mx.stores import ListedFile, WeightStore
 from mx.threads import Threads
 from mx.units import KIB
@@ -49,10 +51,14 @@ class RangedBytes:
     def __init__(self, file: RangedFile) -> None:
         self._file = file
 
-    def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
+    def read_exactly(self, view: Any, position: int, nbytes: int) -> None:
         """Read as `StoredBytes.read_exactly` does. Raises also as `WeightStore.read`."""
-        with view[:nbytes] as here:
+        here = view[:nbytes]
+        try:
             _read(self._file.store, self._file.listed, position, here)
+        finally:
+            if isinstance(here, memoryview):
+                here.release()
 
     def window(self, begin: int, end: int, buffer: memoryview) -> memoryview:
         """Read into the buffer. Raises as `read_exactly`."""
@@ -120,8 +126,11 @@ def _open(store: WeightStore) -> Checkpoint:
         return replace(_file(store, file), path=name)
 
     walked = sorted(listed.items(), key=lambda item: _walked(item[0]))
-    found = gathered(where, files, (index, shard_of), walked, open_file, read, (), left_out)
-    return replace(found, store=store)
+    companions = take_companions(walked, open_file, files, (), left_out)
+    taken = [*shards, *(each for each, _ in companions)]
+    side = take_side_files(walked, read, taken, left_out)
+    checkpoint = assembled(where, files, index, shard_of, side)
+    return replace(checkpoint, companions=companions, store=store)
 
 
 def _is_near(path: str) -> bool:
@@ -170,7 +179,7 @@ def _bytes(store: WeightStore, file: ListedFile, begin: int, end: int) -> bytear
     return data
 
 
-def _read(store: WeightStore, file: ListedFile, begin: int, view: memoryview) -> None:
+def _read(store: WeightStore, file: ListedFile, begin: int, view: Any) -> None:
     nbytes = store.read(file, begin, view)
     if nbytes != len(view):
         raise CheckpointError(
