@@ -112,7 +112,14 @@ class WeightStore(Protocol):
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without what may be a credential: user, password and query."""
+    """Return a URL as it may be shown.
+
+    Args:
+        url: The URL.
+
+    Returns:
+        It without what may be a credential: user, password and query.
+    """
     parts = urlsplit(url)
     shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
     return plain(shown.geturl())

@@ -95,10 +95,10 @@ class GuardedStore:
                 return int(self._store.read(file, offset, view))
             except BaseException as error:
                 raise self._translated(error, f"{self.place}/{file.path}") from error
-        with memoryview(bytearray(len(view))) as data:
-            nbytes: int = self._call(file.path, lambda: self._store.read(file, offset, data))
-            if nbytes == len(view):
-                copy_bytes(view, data)
+        data = memoryview(bytearray(len(view)))  # not released: a read may be left behind in it
+        nbytes: int = self._call(file.path, lambda: self._store.read(file, offset, data))
+        if nbytes == len(view):
+            copy_bytes(view, data)
         return nbytes
 
     def close(self) -> None:
