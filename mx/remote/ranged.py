@@ -46,7 +46,7 @@ class RangedFile:
 class RangedBytes:
     """The `StoredBytes` of a `RangedFile`."""
 
-    direct = False
+    alignment_bytes = 1
 
     def __init__(self, file: RangedFile) -> None:
         self._file = file
