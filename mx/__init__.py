@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 #: Modules that are attributes of `mx`, too.
-_MODULES = ("artifacts", "config", "engines", "errors", "graphs", "metrics")
+_MODULES = ("artifacts", "config", "engines", "errors", "graphs", "metrics", "stores")
 
 __all__ = [
     "BroadcastReport",

@@ -216,7 +216,8 @@ class Settings:
     )
     object_url: str = _setting(
         "", values.text,
-        "Its folder in an object store: s3://BUCKET/{name}, gs://, az:// or file://.",
+        "Its folder in an object store: s3://BUCKET/{name}, gs://, az://, file://, or a URL of "
+        "another store that is installed.",
         "pull", "URL", group=STORES,
     )
     store_timeout_s: float = _setting(

@@ -12,7 +12,7 @@ from mx.core.reference import ModelReference
 from mx.core.revisions import MAIN
 from mx.errors import ConfigError
 from mx.fetching.report import SKIPPED, StepReport
-from mx.storage.stores import DISK, HUB, OBJECTS, CheckpointStore, DiskStore
+from mx.storage.stores import DISK, HUB, OBJECTS, CheckpointStore, DiskStore, UrlStore
 
 #: What `source` may be.
 PEERS, AUTO = "peers", "auto"
@@ -119,7 +119,7 @@ def _objects(settings: config.Settings, model: ModelReference) -> CheckpointStor
         return _of_any_revision("object_url", "put {revision} into it", model)
     url = settings.object_url.replace("{name}", quote(model.name))
     url = url.replace("{revision}", quote(model.revision or MAIN, safe=""))
-    from mx.storage.objects import ObjectStore, check_url
+    from mx.stores import check_url
 
     check_url(url)
-    return ObjectStore(url)
+    return UrlStore(url)

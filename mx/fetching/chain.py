@@ -288,21 +288,22 @@ class Chain:
 
         over = threading.Event()  # set once nothing is to be read any more
         checkpoint = await open_store(store, self.options, over)
-        model = StoredModel(checkpoint, manifest.layout, store.place)
+        model: StoredModel | None = None
         session: StoreSession | None = None
         try:
+            model = opened = StoredModel(checkpoint, manifest.layout, store.place)
             await stoppable(
                 lambda cancelled: find_pages(
-                    model,
+                    opened,
                     manifest,
                     pages,
                     transfer.put_page,
-                    threads=store.threads,
+                    threads=checkpoint.threads,
                     cancelled=cancelled,
                 ),
                 over,
             )
-            session = StoreSession(model, store.threads, idle)
+            session = StoreSession(model, checkpoint.threads, idle)
             source = StoreSource(f"{store.step} {store.place}", store.place)
             connection = Connection(StorePath(source, store.step), _NoLease(), session)
             connection.opened_at_s = loop.time()
@@ -318,7 +319,9 @@ class Chain:
             if session is not None:
                 session.close()
                 await uncut(in_thread(session.join))
-            model.close()
+            if model is not None:
+                model.close()
+            await uncut(in_thread(checkpoint.close))
 
 
 _NEAR = (ATTACH, HOST)

@@ -115,6 +115,7 @@ class FilesJob:
     async def _from_store(self, store: CheckpointStore) -> PullReport:
         phase = self._log.phase = f"reading {store.step}"
         checkpoint = await open_store(store, self.options)
+        await uncut(in_thread(checkpoint.close))  # its small files were read
         packaging = self.options.wanted_files(checkpoint.packaging)
         self.edition.files.opened(checkpoint)
         if not packaging.side_files and self.options.files is None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 from mx.core.types import Packaging
 from mx.errors import MxError
 from mx.fetching.options import PullOptions
-from mx.runtime import in_thread
-from mx.storage.stores import CheckpointStore, Opening
+from mx.runtime import in_thread, uncut
+from mx.storage.stores import CheckpointStore
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
@@ -45,12 +45,22 @@ async def open_store(
 ) -> Checkpoint:
     """Open a store. Once `over` is set, reads of what was opened end soon. Raises as
     `CheckpointStore.open`."""
+    from mx.stores import Opening
+
     loop = asyncio.get_running_loop()
 
-    def work(cancelled: Callable[[], bool]) -> Checkpoint:
-        return store.open(Opening(cancelled, loop, options.store_timeout_s))
+    opened: list[Checkpoint] = []
 
-    return await stoppable(work, over)
+    def work(cancelled: Callable[[], bool]) -> Checkpoint:
+        opened.append(store.open(Opening(cancelled, loop, options.store_timeout_s)))
+        return opened[0]
+
+    try:
+        return await stoppable(work, over)
+    except asyncio.CancelledError:
+        for each in opened:
+            await uncut(in_thread(each.close))
+        raise
 
 
 async def stored_files(
@@ -60,9 +70,11 @@ async def stored_files(
     None if none has."""
     for store in options.stores if options.from_sources else ():
         try:
-            documents = (await open_store(store, options)).side_documents
+            checkpoint = await open_store(store, options)
         except MxError:  # the sources' error says more
             continue
+        await uncut(in_thread(checkpoint.close))
+        documents = checkpoint.side_documents
         if all(side.digest in documents for side in packaging.side_files):
             return store.place, documents
     return None

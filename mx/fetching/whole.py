@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import closing
 from dataclasses import replace
 
 from mx.core.layout_rules import oldest
@@ -19,7 +20,8 @@ from mx.memory.verify import check_overlapping
 from mx.runtime import in_thread, uncut
 from mx.storage.load import LoadedCheckpoint, load_opened
 from mx.storage.staging import Staging
-from mx.storage.stores import OBJECTS, CheckpointStore, Opening
+from mx.storage.stores import OBJECTS, CheckpointStore
+from mx.stores import Opening
 from mx.wire.locate import Locator, write_side_files
 
 log = logging.getLogger(__name__)
@@ -109,19 +111,20 @@ class FromStore(Attempt):
         options, store, closed = self._options, self._store, self._context.closed
         if options.out is not None:
             Staging(options.out).leave()
-        checkpoint = store.open(Opening(closed.is_set, loop, options.store_timeout_s))
-        # Until its weights are read, a pin proves nothing of it.
-        loop.call_soon_threadsafe(self.edition.files.opened, checkpoint)
-        loaded: LoadedCheckpoint[Memory | SubsetMemory] = load_opened(
-            checkpoint,
-            self._allocate,
-            layout_version=layout_version,
-            threads=store.threads,
-            in_layer_order=store.step == OBJECTS,
-            on_layer=self._landed,
-            progress=self.edition.count,
-            cancelled=closed.is_set,
-        )
+        opening = Opening(closed.is_set, loop, options.store_timeout_s)
+        with closing(store.open(opening)) as checkpoint:
+            # Until its weights are read, a pin proves nothing of it.
+            loop.call_soon_threadsafe(self.edition.files.opened, checkpoint)
+            loaded: LoadedCheckpoint[Memory | SubsetMemory] = load_opened(
+                checkpoint,
+                self._allocate,
+                layout_version=layout_version,
+                threads=checkpoint.threads,
+                in_layer_order=store.step == OBJECTS,
+                on_layer=self._landed,
+                progress=self.edition.count,
+                cancelled=closed.is_set,
+            )
         ref, expected = loaded.manifest.ref, self._expected
         held = f"{store.place} holds {ref.identity.hex()} ({ref.pin.hex()} with its files)"
         if not ref.pinned_by(options.pin):

@@ -147,8 +147,8 @@ class DiskBytes:
             raise
 
     @property
-    def direct(self) -> bool:
-        return self._direct_fd >= 0
+    def alignment_bytes(self) -> int:
+        return DIRECT_ALIGNMENT_BYTES if self._direct_fd >= 0 else 0
 
     def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
         """Read as `StoredBytes.read_exactly` does."""

@@ -39,8 +39,9 @@ class StoredBytes(Protocol):
     """The bytes of one open file of a checkpoint. Methods are thread-safe."""
 
     @property
-    def direct(self) -> bool:
-        """True if `read_exactly` moves aligned pieces without a copy."""
+    def alignment_bytes(self) -> int:
+        """What offset, length and address of a piece are multiples of, so that `read_exactly` moves
+        it with one copy less than `window`; 0 if it never does."""
 
     def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
         """Fill the first `nbytes` of `view` with what begins at `position`. What follows in `view`

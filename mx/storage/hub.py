@@ -17,8 +17,9 @@ from pathlib import Path
 
 from mx.core.packaging import TENSOR_SUFFIX, TEXT_NAMES, TEXT_SUFFIXES
 from mx.errors import ClosedError, ConfigError, LocalError, StoreError, install_hint
-from mx.storage.safetensors import Checkpoint, open_checkpoint
-from mx.storage.stores import HUB, Opening
+from mx.storage.safetensors import Checkpoint
+from mx.storage.stores import HUB, DiskStore
+from mx.stores import Opening
 from mx.text import plain
 from mx.units import format_seconds
 
@@ -52,7 +53,6 @@ class HubStore:
     repository: str
     revision: str
     step: str = HUB
-    threads: int = 2
 
     @property
     def place(self) -> str:
@@ -60,18 +60,22 @@ class HubStore:
 
     def open(self, opening: Opening) -> Checkpoint:
         """Find or download the snapshot, and open it. Raises as `CheckpointStore.open`."""
+        folder = self.folder(opening)
+        try:
+            return folder.open(opening)
+        except ConfigError as error:
+            # Offline, what the cache has may be a tokenizer's files alone.
+            raise StoreError(
+                f"{self.place} has no safetensors checkpoint: {error.message}", peer=self.place
+            ) from error
+
+    def folder(self, opening: Opening) -> DiskStore:
+        """Find or download the snapshot: its folder in the cache. Raises as `open`."""
         if find_spec("huggingface_hub") is None:
             raise _no_extra()
         found = self._run(opening)
         if "path" in found:
-            path = Path(found["path"])
-            try:
-                return open_checkpoint(path)
-            except ConfigError as error:
-                # Offline, what the cache has may be a tokenizer's files alone.
-                raise StoreError(
-                    f"{self.place} has no safetensors checkpoint: {error.message}", peer=self.place
-                ) from error
+            return DiskStore(Path(found["path"]))
         said = plain(found.get("error", "it said nothing"))
         match found.get("kind"):
             case "extra":

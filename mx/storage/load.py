@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.types import Companion, Layout, Manifest
+from mx.errors import ClosedError
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.storage.disk_file import Stamp
 from mx.storage.landing import Filled
-from mx.storage.reader import fill
+from mx.storage.reader import fill, hash_in_place
 from mx.storage.safetensors import Checkpoint
+from mx.threads import Threads
+from mx.units import MIB
 from mx.views import DeviceView, HostView, ScatteredView
+
+#: The longest read into a GPU's memory.
+_DEVICE_READ_BYTES = 64 * MIB
 
 A = TypeVar("A", bound="Memory | SubsetMemory")
 
@@ -119,20 +125,24 @@ def load_opened(
     total = layout.payload_nbytes
     arena = arena_of(layout)
     try:
-        with destination(arena, layout) as there:
-            filled = fill(
-                checkpoint,
-                layout,
-                there.view,
-                memfd=there.memfd,
-                copy=there.copy,
-                shortcuts=shortcuts,
-                threads=threads,
-                in_layer_order=in_layer_order,
-                progress=None if progress is None else (lambda done: progress(done, total)),
-                cancelled=cancelled,
-                on_layer=there.on_layer or on_layer,
-            )
+        count = None if progress is None else (lambda done: progress(done, total))
+        if isinstance(arena, DeviceArena) and checkpoint.reads_devices:
+            filled = _fill_device(checkpoint, layout, arena, threads, count, cancelled)
+        else:
+            with destination(arena, layout) as there:
+                filled = fill(
+                    checkpoint,
+                    layout,
+                    there.view,
+                    memfd=there.memfd,
+                    copy=there.copy,
+                    shortcuts=shortcuts,
+                    threads=threads,
+                    in_layer_order=in_layer_order,
+                    progress=count,
+                    cancelled=cancelled,
+                    on_layer=there.on_layer or on_layer,
+                )
         manifest = _manifest_of(
             checkpoint, layout, filled, read_companion or _hashing(threads, cancelled)
         )
@@ -141,6 +151,44 @@ def load_opened(
         raise
     pages = Pages.whole(manifest, filled.pages)
     return LoadedCheckpoint(manifest, pages, filled.shortcuts, arena, filled.stamps)
+
+
+def _fill_device(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    arena: DeviceArena,
+    threads: int,
+    progress: Callable[[int], None] | None,
+    cancelled: Callable[[], bool],
+) -> Filled:
+    """Have a store write to a GPU's memory by itself, and hash there."""
+    left = {tensor.name: tensor for tensor in layout.tensors}
+    reads: list[tuple[Any, int, DeviceView]] = []
+    for file in checkpoint.files:
+        opened = file.open()
+        for tensor in file.tensors:
+            there = left.pop(tensor.spec.name, None)
+            if there is not None:  # else an earlier file holds it, too
+                place = layout.layers[there.layer].arena_offset + there.offset
+                view = arena.view[place : place + there.nbytes]
+                reads += [
+                    (opened, tensor.begin + at, view[at : at + _DEVICE_READ_BYTES])
+                    for at in range(0, there.nbytes, _DEVICE_READ_BYTES)
+                ]
+
+    def read(opened: Any, position: int, view: DeviceView) -> int:
+        if cancelled():
+            raise ClosedError("reading was cancelled")
+        opened.read_exactly(view, position, len(view))
+        return len(view)
+
+    done_nbytes = 0
+    with Threads(threads, "mx-read") as pool:
+        for nbytes in pool.map(read, *zip(*reads, strict=True)):
+            done_nbytes += nbytes
+            if progress is not None:
+                progress(done_nbytes)
+    return hash_in_place(layout, arena.view, arena.hasher, cancelled=cancelled)
 
 
 def hash_opened(

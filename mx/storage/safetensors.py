@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
@@ -35,7 +36,13 @@ from mx.storage.shards import (
 )
 from mx.storage.side_files import SideFiles, read_side_file, take_side_files, walk
 
+if TYPE_CHECKING:
+    from mx.stores import WeightStore
+
 log = logging.getLogger(__name__)
+
+#: How many threads read from a disk.
+DISK_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Checkpoint:
     `side_documents` are the side files' bytes by digest. `left_out` has, by name, the files that
     are not transferred, with the reason. `oddities` are what is odd about it, and was logged.
     `companions` are further tensor files by path; the packaging gets them once they are hashed
-    (`mx.storage.load`).
+    (`mx.storage.load`). `store` is where it is read, if it is not on a disk of this machine.
     """
 
     root: Path | str
@@ -56,6 +63,22 @@ class Checkpoint:
     left_out: dict[str, str] = field(repr=False)
     oddities: tuple[Oddity, ...] = ()
     companions: tuple[tuple[str, StoredFile], ...] = ()
+    store: WeightStore | None = field(default=None, repr=False)
+
+    @property
+    def threads(self) -> int:
+        """How many reads at a time are worth while."""
+        return DISK_THREADS if self.store is None else self.store.threads
+
+    @property
+    def reads_devices(self) -> bool:
+        """True if its files' `read_exactly` takes views of a GPU's memory, too."""
+        return getattr(self.store, "reads_devices", False) is True
+
+    def close(self) -> None:
+        """Close its store, when nothing reads there any more. Idempotent; blocks."""
+        if self.store is not None:
+            self.store.close()
 
     def companion(self, path: str) -> Checkpoint:
         """Return a companion as a checkpoint of its own.
@@ -67,7 +90,8 @@ class Checkpoint:
             if each == path:
                 folder = path.rpartition("/")[0]
                 root = f"{self.root}/{folder}" if isinstance(self.root, str) else self.root / folder
-                return assembled(root, (file,), None, None, ((), {}, {}))
+                found = assembled(root, (file,), None, None, ((), {}, {}))
+                return replace(found, store=self.store)
         raise CheckpointError(
             f"{self.root} has no companion {path}", hint="the folder has changed: serve it again"
         )

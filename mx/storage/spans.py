@@ -12,7 +12,6 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import CapacityError
 from mx.memory.huge import HugePages
-from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import StoredFile
 from mx.views import HostView, ScatteredView, host_view
 
@@ -210,8 +209,9 @@ class SpanReader:
             yield SpanPiece(index, offset, high - low, low, place + offset)
 
     def _fits(self, piece: SpanPiece) -> bool:
-        """Return True if O_DIRECT can read this piece into place, as both are aligned."""
-        if not self._bytes.direct or self._arena.memfd is not None or self._address is None:
+        """Return True if this piece can be read into place, as file and arena are aligned."""
+        alignment = self._bytes.alignment_bytes
+        if not alignment or self._arena.memfd is not None or self._address is None:
             return False
         address = self._address + piece.place
-        return not (piece.position | piece.nbytes | address) % DIRECT_ALIGNMENT_BYTES
+        return not (piece.position | piece.nbytes | address) % alignment

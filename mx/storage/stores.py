@@ -3,44 +3,33 @@ that come after its peers."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mx import packs
+from mx.errors import ConfigError
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
+    from mx.stores import ListedFile, Opening
 
 DISK, HUB, OBJECTS = "disk", "hub", "objects"
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What opening a store may need.
-
-    `cancelled` returns True once the pull is closed; `loop` runs requests; `timeout_s` is how long
-    one request may take, or may make no progress.
-    """
-
-    cancelled: Callable[[], bool]
-    loop: asyncio.AbstractEventLoop
-    timeout_s: float
-
-
 class CheckpointStore(Protocol):
     """A checkpoint's place. `step` is the name of its step in the chain, `place` names it for
-    people, and `threads` is how many reads at a time are worth while."""
+    people."""
 
     @property
     def step(self) -> str: ...
     @property
     def place(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
 
     def open(self, opening: Opening) -> Checkpoint:
-        """Find the checkpoint, and read and check its headers and side files. Blocks.
+        """Find the checkpoint, and read and check its headers and side files. Blocks. The caller
+        closes it.
 
         Raises:
             ConfigError: There is none, this user may not read it, or an extra is missing.
@@ -53,7 +42,11 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DiskStore:
-    """A checkpoint on this machine's disk: a safetensors file, or a folder."""
+    """A checkpoint on this machine's disk: a safetensors file, or a folder.
+
+    It is a `mx.stores.WeightStore` too. `open` does not go by `list` and `read`: files of this
+    machine are read into place by O_DIRECT, and which links are followed goes by the weights.
+    """
 
     path: Path
     step: str = DISK
@@ -68,6 +61,47 @@ class DiskStore:
         from mx.storage.safetensors import open_checkpoint
 
         return open_checkpoint(self.path)
+
+    def list(self) -> Iterable[ListedFile]:
+        """List as `WeightStore.list` does."""
+        from mx.storage.disk_listing import listed_files
+
+        return listed_files(self.path)
+
+    def read(self, file: ListedFile, offset: int, view: memoryview) -> int:
+        """Read as `WeightStore.read` does."""
+        from mx.storage.disk_listing import read_listed
+
+        return read_listed(self.path, file, offset, view)
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class UrlStore:
+    """A checkpoint in a store that a URL names: see `mx.stores`."""
+
+    url: str = field(repr=False)
+    step: str = OBJECTS
+
+    @property
+    def place(self) -> str:
+        from mx.stores import shown_url
+
+        return shown_url(self.url)
+
+    def open(self, opening: Opening) -> Checkpoint:
+        """List it, and read its files' headers. Raises as `CheckpointStore.open`."""
+        try:
+            opener: Any = packs.load("mx.remote:open_checkpoint")
+        except ModuleNotFoundError as error:
+            if error.name != "mx.remote":
+                raise
+            why = "`object_url` needs the pack mx.remote, which is not there"
+            raise ConfigError(why, hint="install mx as a whole") from error
+        opened: Checkpoint = opener(self.url, opening)
+        return opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +119,11 @@ class CompanionStore:
     def place(self) -> str:
         return f"{self.store.place}/{self.path}"
 
-    @property
-    def threads(self) -> int:
-        return self.store.threads
-
     def open(self, opening: Opening) -> Checkpoint:
         """Open it. Raises as `CheckpointStore.open`."""
-        return self.store.open(opening).companion(self.path)
+        checkpoint = self.store.open(opening)
+        try:
+            return checkpoint.companion(self.path)
+        except BaseException:
+            checkpoint.close()
+            raise

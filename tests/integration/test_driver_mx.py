@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mx.storage.load import hash_opened
+from mx.storage.safetensors import open_checkpoint
+from tests.support.commands import free_port
+from tests.support.distributions import put
 from tests.support.driver.logs import calls, kept
 from tests.support.driver.programs import each_major, passes
 
@@ -67,3 +71,77 @@ def test_serve_and_pull(major: int, tmp_path: Path, settings: dict[str, object])
     count = Counter(name for name, _ in found)
     assert count["cuLaunchKernel"]  # what came to GPU 1 was hashed there
     assert count["cuIpcOpenMemHandle" if settings.get("NO_VMM") else "cuMemCreate"]
+
+
+#: Pulls from a store that writes to the GPU by itself, and from one that writes other bytes there.
+_FROM_A_STORE = """
+import os, sys
+sys.path.insert(0, {site!r})
+from pathlib import Path
+from mx import api, config
+from mx.errors import MxError
+from mx.testing import spans
+for kind in ("right", "wrong", "failing"):
+    settings = config.load({{"object_url": "gpu://" + kind + {folder!r}}})
+    try:
+        with api.pull({pinned!r}, source="auto", coordinator={address!r}, settings=settings,
+                      device="cuda:0") as pull:
+            report = pull.wait(60)
+            print(kind, report.pin, len(spans.peek(pull.device_buffer())) > 1 << 23)
+    except MxError as error:
+        print(kind, error.exit_code, type(error).__name__)
+"""
+_GPU_STORE = """
+import os
+from mx.stores import DeviceView, ListedFile
+from mx.testing import spans
+
+class GpuStore:
+    threads, place, reads_devices = 2, "gpu", True
+
+    def __init__(self, url, opening):
+        self.kind, _, folder = url.removeprefix("gpu://").partition("/")
+        self.folder = "/" + folder
+
+    def list(self):
+        entries = os.scandir(self.folder)
+        return [ListedFile(each.name, each.stat().st_size) for each in entries]
+
+    def read(self, file, offset, view):
+        with open(self.folder + "/" + file.path, "rb") as opened:
+            opened.seek(offset)
+            data = opened.read(len(view))
+        if isinstance(view, DeviceView):
+            if self.kind == "failing":
+                raise SystemExit("no")
+            spans.poke(view, data if self.kind == "right" else bytes(len(data)))
+        else:
+            view[:] = data
+        return len(data)
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_store_that_writes_to_the_gpu(major: int, tmp_path: Path) -> None:
+    folder, site = tmp_path / "m", tmp_path / "site"
+    folder.mkdir()
+    random = np.random.default_rng(1)
+    tensors = {
+        f"model.layers.{n}.weight": random.standard_normal((1001, 700), dtype=np.float32)
+        for n in range(4)
+    }
+    save_file(tensors, folder / "model.safetensors")
+    put(site, {"gpu_store.py": _GPU_STORE}, "[mx.stores]\ngpu = gpu_store:GpuStore\n")
+    manifest, _ = hash_opened(open_checkpoint(folder), threads=1)
+    pin = manifest.ref.pin.hex()
+    code = _FROM_A_STORE.format(
+        site=str(site),
+        folder=str(folder),
+        pinned=f"m@{pin}",
+        address=f"127.0.0.1:{free_port()}",
+    )
+    right, wrong, failing = passes(major, code, KERNELS=True)
+    assert right == f"right {pin} True"
+    assert wrong.split()[1] == "4" and failing.split()[1] == "3"

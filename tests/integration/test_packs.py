@@ -15,7 +15,7 @@ import pytest
 from benchmarks.checkpoints import write_checkpoint
 from tests.support.commands import Command, free_port
 from tests.support.daemon import ROOT
-from tests.support.distributions import PackCommand, install
+from tests.support.distributions import install, installed_commands
 
 pytestmark = pytest.mark.integration
 
@@ -37,15 +37,8 @@ def documented(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def run() -> Iterator[Callable[..., Command]]:
-    started: list[Command] = []
-
-    def start(*arguments: str, env: dict[str, str]) -> Command:
-        started.append(PackCommand(*arguments, env=env))
-        return started[-1]
-
-    yield start
-    for command in reversed(started):
-        command.end()
+    with installed_commands() as start:
+        yield start
 
 
 def test_the_pack_of_the_page(

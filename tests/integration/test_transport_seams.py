@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from benchmarks.checkpoints import write_checkpoint
 from tests.support.commands import Command, Run, start_coordinator
 from tests.support.daemon import ROOT
-from tests.support.distributions import PackCommand, install
+from tests.support.distributions import install, installed_commands
 from tests.support.documented import documented_package
 
 pytestmark = pytest.mark.integration
@@ -28,15 +28,8 @@ NAME = "fabric-piece"
 @pytest.fixture
 def run_with() -> Iterator[Callable[..., Command]]:
     """Start commands in an environment, each in an interpreter of its own."""
-    started: list[Command] = []
-
-    def start(env: dict[str, str], *arguments: str) -> Command:
-        started.append(PackCommand(*arguments, env=env))
-        return started[-1]
-
-    yield start
-    for command in reversed(started):
-        command.end()
+    with installed_commands() as run:
+        yield lambda env, *arguments: run(*arguments, env=env)
 
 
 @pytest.fixture

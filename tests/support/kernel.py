@@ -9,7 +9,7 @@ from tests.support.daemon import ROOT
 #: Packages of `mx`, and of `mx_transports`, that are no part of the kernel.
 PACKS = (
     *("artifacts", "engines", "fleet", "graphs", "metrics", "operations", "redis_state"),
-    "testing",
+    *("remote", "testing"),
 )
 TRANSPORT_PACKS = ("ucx",)
 

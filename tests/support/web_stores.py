@@ -1,15 +1,17 @@
-"""Stores on loopback: the little of S3 and of the Hugging Face hub that clients ask for, with
-faults to switch on."""
+"""Stores on loopback: the little of S3, of the Hugging Face hub and of nginx that clients ask for,
+with faults to switch on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -35,6 +37,8 @@ class Store:
         self.after: tuple[int, str, object] | None = None  # a fault, after so many ranged reads
         self.silent_from: int | None = None  # ranges that begin there or later get no answer
         self.silent = 0  # how many got none
+        self.login = ""  # the header that requests must have
+        self.lies_nbytes = 0  # added to the sizes that are listed
         self.url = ""
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -203,6 +207,47 @@ class _Hub(_Handler):
         self.file(self.store.folder / name, span, {"X-Repo-Commit": COMMIT}, body=body)
 
 
+class _Web(_Handler):
+    """A folder as nginx serves it with `autoindex_format json`."""
+
+    def found(self, path: str, query: dict[str, list[str]], span: str, *, body: bool) -> None:
+        where = self.store.folder / path.strip("/")
+        if self.store.login and self.headers.get("Authorization") != self.store.login:
+            self._send(401, b"who?", {}, body=body)
+        elif path.endswith("/") and where.is_dir():
+            entries = [
+                {"name": each.name, "type": "directory", "mtime": modified(each)}
+                if each.is_dir()
+                else {
+                    "name": each.name,
+                    "type": "file",
+                    "mtime": modified(each),
+                    "size": each.stat().st_size + self.store.lies_nbytes,
+                }
+                for each in sorted(where.iterdir())
+            ]
+            self._send(200, json.dumps(entries).encode(), {}, body=body)
+        elif where.is_file() and self.headers.get("If-Unmodified-Since") not in (
+            None,
+            modified(where),
+        ):
+            self._send(412, b"changed", {}, body=body)
+        else:
+            self.file(where, span, {}, body=body)
+
+
+def modified(path: Path) -> str:
+    """Return when a file was changed, as HTTP has it."""
+    return formatdate(path.stat().st_mtime, usegmt=True)
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Replace a file's bytes; its time differs by more than HTTP's second."""
+    before_s = path.stat().st_mtime
+    path.write_bytes(data)
+    os.utime(path, (before_s + 10, before_s + 10))
+
+
 @contextmanager
 def _serving(folder: Path, handler: type[_Handler]) -> Iterator[Store]:
     store = Store(folder)
@@ -226,6 +271,13 @@ def _serving(folder: Path, handler: type[_Handler]) -> Iterator[Store]:
 def bucket(folder: Path) -> Iterator[Store]:
     """Serve a folder as an S3 bucket."""
     with _serving(folder, _Bucket) as store:
+        yield store
+
+
+@contextmanager
+def web(folder: Path) -> Iterator[Store]:
+    """Serve a folder as a web server does."""
+    with _serving(folder, _Web) as store:
         yield store
 
 

@@ -43,9 +43,9 @@ from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import header_bytes
 from mx.storage.hub import HubStore, is_hub_id
 from mx.storage.load import LoadedCheckpoint, load_opened
-from mx.storage.objects import ObjectStore, check_url, shown_url
 from mx.storage.safetensors import open_checkpoint
-from mx.storage.stores import DiskStore, Opening
+from mx.storage.stores import DiskStore, UrlStore
+from mx.stores import Opening, check_url, shown_url
 from mx.transport import host_view
 from mx.units import MIB
 from tests.support.records import make_documents, make_record
@@ -68,7 +68,7 @@ def test_the_settings_name_the_stores() -> None:
     assert found["stores"] == (
         DiskStore(Path("/models/llama")),
         HubStore("org/llama", "v1"),
-        ObjectStore("s3://bucket/llama/main"),
+        UrlStore("s3://bucket/llama/main"),
     )
     assert found["bound"] and not found["skipped"] and found["store_timeout_s"] == 2
 
@@ -88,7 +88,7 @@ def test_a_store_that_may_have_another_revision_is_skipped() -> None:
     assert found["stores"] == (
         DiskStore(Path("/here")),
         HubStore("org/llama", "r 2"),
-        ObjectStore("s3://b/llama/r%202"),
+        UrlStore("s3://b/llama/r%202"),
     )
 
 
@@ -131,7 +131,7 @@ def test_ids_and_urls() -> None:
     for url in ("http://host/p", "s3://", "s3://[b/p", "/folder", ""):
         with pytest.raises(ConfigError):
             check_url(url)
-    assert "secret" not in repr(ObjectStore("az://b/p?sig=secret"))
+    assert "secret" not in repr(UrlStore("az://b/p?sig=secret"))
 
 
 # -- what they come to ----------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = Opening(lambda: False, loop, 1.0)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"obstore.*\[objects\]"):
-        ObjectStore("s3://bucket/m").open(opening)
+        UrlStore("s3://bucket/m").open(opening)
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"huggingface_hub.*\[hub\]"):
         HubStore("org/model", "main").open(opening)

@@ -130,7 +130,7 @@ def test_prose_says_who_does_what() -> None:
 
 
 #: Packages whose `__all__` is public.
-_PUBLIC = ("mx", "mx.api", "mx.artifacts", "mx.graphs", "mx.metrics")
+_PUBLIC = ("mx", "mx.api", "mx.artifacts", "mx.graphs", "mx.metrics", "mx.stores")
 
 
 def _public() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
