@@ -18,6 +18,7 @@ import mx.artifacts.carry
 import mx.cli.outcome
 import mx.fleet.bundles
 import mx.fleet.caching
+import mx.log
 from mx.api.planning import PlannedPull
 from mx.api.tables import LayerUse, PlacedTensor, RegionUse, SourceMemory, SourceTable
 from mx.artifacts.carry import ListedSet
@@ -135,6 +136,8 @@ def test_what_is_listed_is_shown_as_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Notes, "lines", lambda self: [])
+    # A process of its own would take what is set up with it.
+    monkeypatch.setattr(mx.log, "set_up", lambda *_, **__: None)
     answers = {
         "list_models": MODELS, "list_sources": SOURCES, "list_tables": TABLES, "cached": CACHE,
         "list_bundles": BUNDLES, "find": SETS,
