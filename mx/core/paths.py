@@ -7,6 +7,7 @@ import enum
 import functools
 import ipaddress
 from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mx.core.topology import Nic, Place
@@ -29,7 +30,8 @@ class Medium(enum.Enum):
     PCIE = "pcie"
 
 
-class Path(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Path:
     """A path from a source to a target.
 
     `gb_per_s` is an estimate until it is measured. For a path between hosts it is what the

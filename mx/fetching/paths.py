@@ -31,7 +31,8 @@ def path_between(transport: Transport, here: Place, there: Place) -> Path | None
         return None
     # Any path is better than none, but within the GPU there is a better one.
     not_beside = "the bytes are on this GPU" if here.device == there.device else ""
-    return path._replace(
+    return replace(
+        path,
         attach=False,
         not_beside=not_beside,
         staged=here.device != "cpu",

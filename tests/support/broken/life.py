@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mx.core.topology import Place
 from mx.errors import (
@@ -47,7 +48,7 @@ class BelievesFacts(BrokenFake):
     def reach(self, here: Place, there: Place) -> Path | None:
         path = super().reach(here, there)
         rate = 1.0 + sum(there.fact(self.name)[:1])
-        return path and path._replace(gb_per_s=rate)
+        return path and replace(path, gb_per_s=rate)
 
 
 @session("close_cancels")
