@@ -16,7 +16,7 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages
 from mx.core.types import ModelKey, Packaging
 from mx.memory.arena import MemfdArena
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 
 from .checkpoints import llama_shapes
 
@@ -49,7 +49,7 @@ def shapes_of(count: int, nbytes: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _held(shapes: Mapping[str, tuple[int, ...]], name: str) -> HeldModel:
+def _held(shapes: Mapping[str, tuple[int, ...]], name: str) -> SourceModel:
     layout = manifests.plan_layout(
         [manifests.TensorSpec(tensor, "BF16", shape) for tensor, shape in shapes.items()]
     )
@@ -58,7 +58,7 @@ def _held(shapes: Mapping[str, tuple[int, ...]], name: str) -> HeldModel:
     roots = {each.name: tensor_root(each.nbytes, _digests(each.nbytes)) for each in layout.tensors}
     manifest = manifests.encode(layout, Packaging(), roots)
     pages = [b"".join([_digests(nbytes) for _, nbytes in layer.extents]) for layer in layout.layers]
-    return HeldModel(ModelKey(name), manifest, arena, Pages.whole(manifest, pages))
+    return SourceModel(ModelKey(name), manifest, arena, Pages.whole(manifest, pages))
 
 
 @contextmanager

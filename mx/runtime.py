@@ -62,7 +62,7 @@ _GRPC_ENDS_WITHIN_S = 3.0
 _GRPC_THREADS = ("event_engine", "grpc_global_tim", "lifeguard", "timer_manager")
 
 
-class Embedded(Protocol):
+class LoopUser(Protocol):
     """A user of the loop: a pull or a source, until it is closed."""
 
     def close(self) -> None:
@@ -73,10 +73,10 @@ class Embedded(Protocol):
         waiting for a lock, which a thread of the parent may have held."""
 
 
-E = TypeVar("E", bound=Embedded)
+E = TypeVar("E", bound=LoopUser)
 
 _servers: weakref.WeakSet[grpc.aio.Server] = weakref.WeakSet()
-_open: weakref.WeakSet[Embedded] = weakref.WeakSet()
+_open: weakref.WeakSet[LoopUser] = weakref.WeakSet()
 _libraries: set[str] = set()
 
 
@@ -386,17 +386,17 @@ def release(loop_thread: LoopThread) -> None:
 # -- at the interpreter's end ------------------------------------------------------------------
 
 
-def opened(user: Embedded) -> None:
+def opened(user: LoopUser) -> None:
     """Close this user at the interpreter's end and in a forked child, unless it is `closed`."""
     _open.add(user)
 
 
-def closed(user: Embedded) -> None:
+def closed(user: LoopUser) -> None:
     """Undo `opened`."""
     _open.discard(user)
 
 
-def users() -> list[Embedded]:
+def users() -> list[LoopUser]:
     """Return the open users of the loop."""
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has just closed one

@@ -77,7 +77,7 @@ class Giving:
         from mx.memory.arena import MemfdArena
         from mx.memory.device import DeviceArena
         from mx.memory.live import LiveMemory
-        from mx.source.model import HeldModel
+        from mx.source.model import SourceModel
         from mx.source.relay import Relay
 
         edition = self._memory.edition()
@@ -94,7 +94,7 @@ class Giving:
             return self._loop.run(self._settled(host, edition, arena))
         live = isinstance(arena, LiveMemory)
         self._loop.run(self._sealed(edition, arena))
-        held = HeldModel(
+        held = SourceModel(
             self._job.key,
             manifest,
             arena,

@@ -17,7 +17,7 @@ from mx.errors import ConfigError
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.runtime import in_thread, uncut
-from mx.source.model import HeldModel, hold_checkpoint, hold_tensors, lend_tensors
+from mx.source.model import SourceModel, hold_checkpoint, hold_tensors, lend_tensors
 from mx.storage.staging import recorded
 from mx.text import listed
 
@@ -35,7 +35,7 @@ def hold(
     weights: Collection[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> HeldModel:
+) -> SourceModel:
     """Copy a checkpoint, a state dict or a module into memory of its own, and hash it.
 
     Args:
@@ -99,7 +99,7 @@ def lend(
     non_persistent: bool = False,
     frozen: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
-) -> HeldModel:
+) -> SourceModel:
     """Hash the tensors of a module or a state dict where they are. Nothing is copied.
 
     Args:
@@ -137,8 +137,8 @@ def lend(
 
 
 async def taken_in(
-    take: Callable[[Callable[[], bool]], HeldModel], cancelled: Callable[[], bool]
-) -> HeldModel:
+    take: Callable[[Callable[[], bool]], SourceModel], cancelled: Callable[[], bool]
+) -> SourceModel:
     """Run `hold` or `lend` on a thread, and return the model; on the loop.
 
     If this is cancelled the thread is told to stop, and what it has made is released.
@@ -160,7 +160,7 @@ async def taken_in(
         raise
 
 
-async def _released(taking: asyncio.Future[HeldModel]) -> None:
+async def _released(taking: asyncio.Future[SourceModel]) -> None:
     with contextlib.suppress(Exception):  # its caller does not wait for it any more
         (await taking).release_all()
 

@@ -23,7 +23,7 @@ from mx.wire.private import socket_in_use
 if TYPE_CHECKING:
     from mx.api.arguments import PlanArguments, PullArguments
     from mx.core.pages import Pages
-    from mx.core.reuse import HeldWeights
+    from mx.core.reuse import ReusableWeights
     from mx.core.selection import Selection, Slice
     from mx.core.types import Manifest, ModelKey
     from mx.memory.in_place import InPlace
@@ -70,7 +70,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     into = destination(asked.get("into"))
     if into is not None:
         device = _device_of(into, device)
-    reuse: list[HeldWeights] = []
+    reuse: list[ReusableWeights] = []
     if (holders := asked.get("reuse", ())) != ():
         from mx.api.reuse import held_by
 

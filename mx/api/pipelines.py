@@ -23,7 +23,7 @@ from mx.core.reference import parse_reference
 from mx.core.types import ModelKey, Packaging, SideFile
 from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.storage.names import model_name_of
 from mx.storage.reader import fill_from_tensors
 from mx.storage.side_files import read_side_files
@@ -159,7 +159,7 @@ def _has_weights(entry: os.DirEntry[str]) -> bool:
 
 def _held_files(
     root: Path, key: ModelKey, pins: Mapping[str, str], layout_version: int
-) -> HeldModel:
+) -> SourceModel:
     """Return a model of a pipeline's small files, and of the pins of its components."""
     check_model_key(key)
     files, documents, left_out = read_side_files(root)
@@ -186,11 +186,11 @@ def _held_files(
     except BaseException:
         arena.release()
         raise
-    return HeldModel(key, manifest, arena, Pages.whole(manifest, filled.pages))
+    return SourceModel(key, manifest, arena, Pages.whole(manifest, filled.pages))
 
 
 def _serve_held(
-    held: HeldModel, coordinator: str, settings: config.Settings, *, update: bool
+    held: SourceModel, coordinator: str, settings: config.Settings, *, update: bool
 ) -> Source:
     try:
         return serve_held(held, coordinator, settings, may_update=True, update=update)

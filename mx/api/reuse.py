@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from mx.core.reuse import HeldWeights
+from mx.core.reuse import ReusableWeights
 from mx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Holder(Protocol):
         or in several."""
 
 
-def held_by(reuse: Holder | Sequence[Holder]) -> list[HeldWeights]:
+def held_by(reuse: Holder | Sequence[Holder]) -> list[ReusableWeights]:
     """Return the weights of each holder in `reuse`, waiting for those that still arrive.
 
     Args:
@@ -49,5 +49,5 @@ def held_by(reuse: Holder | Sequence[Holder]) -> list[HeldWeights]:
             raise ConfigError("`reuse` must hold a whole model, not some tensors of one")
         if manifest is None or pages is None:
             raise ConfigError("`reuse` has no weights")
-        found.append(HeldWeights(manifest, pages, view))
+        found.append(ReusableWeights(manifest, pages, view))
     return found

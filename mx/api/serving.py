@@ -39,7 +39,7 @@ from mx.errors import (
 from mx.namekey import NameKey
 from mx.plugins import transport_context
 from mx.runtime import uncut
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.storage.names import model_name_of
 from mx.storage.safetensors import tensor_files
@@ -314,7 +314,7 @@ def serve(
     name_key = namekey.load(settings)
     address = coordinator or settings.coordinator
 
-    def take(layout_version: int | None, stopped: Callable[[], bool]) -> HeldModel:
+    def take(layout_version: int | None, stopped: Callable[[], bool]) -> SourceModel:
         if copy:
             return hold(
                 what,
@@ -341,7 +341,7 @@ def serve(
         options = source_options(settings, address, live=not copy, name_key=name_key)
         server = await start_source(options, transports())
         embedded: Coordinator | None = None
-        held: HeldModel | None = None
+        held: SourceModel | None = None
         try:
             embedded, layout_version = await join_or_embed(
                 address,
@@ -365,7 +365,7 @@ def serve(
 
 
 async def _ended(
-    server: SourceServer, held: HeldModel | None, embedded: Coordinator | None
+    server: SourceServer, held: SourceModel | None, embedded: Coordinator | None
 ) -> None:
     """Close what `serve` has made before it failed."""
     await server.close()
@@ -395,7 +395,7 @@ async def start_source(options: SourceOptions, transports: Mapping[str, Transpor
 
 
 def serve_held(
-    held: HeldModel,
+    held: SourceModel,
     coordinator: str | None,
     settings: config.Settings,
     *,
@@ -432,7 +432,7 @@ def serve_held(
 
 
 async def offer(
-    server: SourceServer, held: HeldModel, coordinator: str | None, *, update: bool = False
+    server: SourceServer, held: SourceModel, coordinator: str | None, *, update: bool = False
 ) -> None:
     """Serve a model and register it; runs on the loop.
 

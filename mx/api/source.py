@@ -28,7 +28,7 @@ from mx.runtime import uncut
 from mx.source.changes import MemoryChange
 from mx.source.handover import Handover
 from mx.source.lending import Lending
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.source.server import SourceServer, SourceStats
 from mx.storage.side_files import resolved_folders
 from mx.tasks import Latch, require_other_thread
@@ -53,7 +53,7 @@ class Source(Closable):
         self,
         loop: runtime.LoopThread,
         server: SourceServer,
-        held: HeldModel,
+        held: SourceModel,
         coordinator_address: str,
         embedded: Coordinator | None,
         *,
@@ -89,7 +89,7 @@ class Source(Closable):
         return f"<Source {self.model}: {size}, {state}>"
 
     @property
-    def _current(self) -> HeldModel:
+    def _current(self) -> SourceModel:
         """What is served, or lent, or was before it was withdrawn."""
         lending = self._server.lending
         return self._held if lending is None else lending.held
@@ -266,7 +266,7 @@ class Source(Closable):
                 raise ClosedError(f"the source of {self.model} was closed")
             old = self._held
 
-            def take(stopped: Callable[[], bool]) -> HeldModel:
+            def take(stopped: Callable[[], bool]) -> SourceModel:
                 return hold(
                     what,
                     old.key,
@@ -282,7 +282,7 @@ class Source(Closable):
             return self.model
 
     async def _update(
-        self, old: HeldModel, take: Callable[[Callable[[], bool]], HeldModel], grace_s: float
+        self, old: SourceModel, take: Callable[[Callable[[], bool]], SourceModel], grace_s: float
     ) -> None:
         held = await taken_in(take, self._closing.is_set)
         same = held.manifest.ref.identity == old.manifest.ref.identity
@@ -293,7 +293,7 @@ class Source(Closable):
         # To its end: what is published stays, and what is outdated must not stay listed.
         await uncut(self._publish(old, held, grace_s))
 
-    async def _publish(self, old: HeldModel, held: HeldModel, grace_s: float) -> None:
+    async def _publish(self, old: SourceModel, held: SourceModel, grace_s: float) -> None:
         await self._server.replace(held)
         self._held = held
         await self._handover.hand_over(old, held, grace_s, self._closing.is_set)

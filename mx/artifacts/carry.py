@@ -26,7 +26,7 @@ from mx.api.source import Source
 from mx.api.target import Pull
 from mx.artifacts.document import KINDS
 from mx.artifacts.package import DOCUMENT, ArtifactPackage
-from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, Trust, read_signed
+from mx.artifacts.trust import MAX_SIGNED_BYTES, SignedDocument, Trust, read_signed
 from mx.core.artifact_names import listed_name, model_and_set
 from mx.core.reference import parse_reference, with_pin
 from mx.core.variant import ProcessingKey
@@ -141,7 +141,7 @@ def find(
 class FetchedDocument:
     """A set's signed document, and the name with which its sources have its bytes."""
 
-    signed: Signed
+    signed: SignedDocument
     name: str
 
 

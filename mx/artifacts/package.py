@@ -18,7 +18,7 @@ from typing import BinaryIO, NoReturn, Self
 from blake3 import blake3
 
 from mx.artifacts.document import MAX_SET_BYTES, Document
-from mx.artifacts.trust import MAX_SIGNED_BYTES, Signed, read_signed
+from mx.artifacts.trust import MAX_SIGNED_BYTES, SignedDocument, read_signed
 from mx.core.layout import TensorSpec
 from mx.errors import ArtifactError, ConfigError
 from mx.storage.disk_file import read_tensor_file
@@ -59,7 +59,7 @@ class ArtifactPackage:
         except OSError as error:
             raise read_error(error, path) from error
         try:
-            self.signed: Signed = read_signed(self._bytes(start, end - start))
+            self.signed: SignedDocument = read_signed(self._bytes(start, end - start))
             if self.document.nbytes != nbytes:
                 _refuse(path, "it is shorter or longer than its document says")
             self._begin, self._offsets = end, self.document.offsets
@@ -125,7 +125,7 @@ class ArtifactPackage:
         self.close()
 
 
-def write(path: Path, signed: Signed, blobs: Iterable[bytes]) -> None:
+def write(path: Path, signed: SignedDocument, blobs: Iterable[bytes]) -> None:
     """Write a set's file, which appears whole or not at all.
 
     Args:

@@ -9,7 +9,7 @@ from mx.artifacts import package
 from mx.artifacts.caches import GRAPHS
 from mx.artifacts.document import COMPILE_CACHE, CUDA_GRAPH, ArtifactFile, Blob, Document
 from mx.artifacts.recording import recorded
-from mx.artifacts.trust import Signed, read_key, sign
+from mx.artifacts.trust import SignedDocument, read_key, sign
 from mx.core.reference import parse_reference
 from mx.errors import ConfigError
 
@@ -21,7 +21,7 @@ def publish(
     key: str | Path,
     out: str | Path,
     graphs: bool = False,
-) -> Signed:
+) -> SignedDocument:
     """Sign what was recorded in a folder, and write it as a set.
 
     Args:

@@ -55,7 +55,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class FolderContent:
     """The content of a folder: the environment, by field, and each file with its blake3, by
     path."""
 
@@ -153,7 +153,7 @@ def _noted(folder: Path) -> dict[str, str]:
     return found
 
 
-def recorded(folder: Path) -> Recorded:
+def recorded(folder: Path) -> FolderContent:
     """Return the recording in a folder.
 
     Raises:
@@ -174,7 +174,7 @@ def recorded(folder: Path) -> Recorded:
     for file, digest in files:
         if there[file.path] != file or _digest(folder, file) != digest:
             raise _changed(folder, f"changed: {file.path}")
-    return Recorded(environment, files)
+    return FolderContent(environment, files)
 
 
 def _changed(folder: Path, how: str) -> ArtifactError:

@@ -93,7 +93,7 @@ def shown_key(public: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Signed:
+class SignedDocument:
     """A document with its signature, which was verified. The signer was not."""
 
     document: Document
@@ -107,7 +107,7 @@ class Signed:
         return shown_key(self.public_key)
 
 
-def sign(document: Document, key: Ed25519PrivateKey) -> Signed:
+def sign(document: Document, key: Ed25519PrivateKey) -> SignedDocument:
     """Return a document that is signed.
 
     Raises:
@@ -115,7 +115,7 @@ def sign(document: Document, key: Ed25519PrivateKey) -> Signed:
     """
     data, public = documents.encode(document), public_key(key)
     found = _encoded(data, public, key.sign(_STATEMENT + data))
-    return Signed(document, documents.set_id(data), public, found)
+    return SignedDocument(document, documents.set_id(data), public, found)
 
 
 def _encoded(document: bytes, public: bytes, signature: bytes) -> bytes:
@@ -123,7 +123,7 @@ def _encoded(document: bytes, public: bytes, signature: bytes) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
+def read_signed(data: bytes, trust: Trust | None = None) -> SignedDocument:
     """Return the signed document that untrusted bytes encode.
 
     Args:
@@ -150,7 +150,7 @@ def read_signed(data: bytes, trust: Trust | None = None) -> Signed:
     set_id = documents.set_id(message.document)
     if trust is not None:
         trust.check_signer(public, set_id, time.time())
-    return Signed(documents.decode(message.document), set_id, public, data)
+    return SignedDocument(documents.decode(message.document), set_id, public, data)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Trust:
         """
         return _parsed(path)
 
-    def check(self, signed: Signed, model: str, now_s: float) -> str:
+    def check(self, signed: SignedDocument, model: str, now_s: float) -> str:
         """Return the name of the signer, if he may sign sets for a model.
 
         Args:

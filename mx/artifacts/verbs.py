@@ -19,7 +19,7 @@ from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.artifacts.carry import ListedSet
-    from mx.artifacts.trust import Signed
+    from mx.artifacts.trust import SignedDocument
     from mx.artifacts.using import Obtained
 
 app = typer.Typer(
@@ -408,7 +408,7 @@ def obtained_line(found: Obtained) -> str:
     return "\n".join(lines)
 
 
-def _object(signed: Signed) -> dict[str, Any]:
+def _object(signed: SignedDocument) -> dict[str, Any]:
     document = signed.document
     return {
         "set": signed.set_id,

@@ -38,7 +38,7 @@ _as_lines = False
 _quiet = False
 
 
-class Interrupted(Exception):
+class CommandInterrupted(Exception):
     """Ctrl-C ended a command that has something to say about it.
 
     Attributes:
@@ -188,7 +188,7 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
-    sys.excepthook = _Unexpected(as_json=as_json, debug="--debug" in given)
+    sys.excepthook = _FaultHook(as_json=as_json, debug="--debug" in given)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _terminated)
@@ -208,7 +208,7 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
             as_json=as_json,
             details=error.details,
         )
-    except Interrupted as error:
+    except CommandInterrupted as error:
         outcome = _interrupted(error.hint, as_json=as_json)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
@@ -269,7 +269,7 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-class _Unexpected:
+class _FaultHook:
     """The `sys.excepthook`: reports a fault of mx. Python exits with 1 after it."""
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:

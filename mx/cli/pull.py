@@ -225,7 +225,7 @@ def _closing(pull: Pull) -> Iterator[Pull]:
         with pull:
             yield pull
     except KeyboardInterrupt as error:
-        raise outcome.Interrupted(pull.kept) from error
+        raise outcome.CommandInterrupted(pull.kept) from error
     except SystemExit:
         if pull.kept:
             outcome.say(pull.kept)

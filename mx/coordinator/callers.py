@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from mx.core.answers import Listed
+from mx.core.answers import ListedSource
 from mx.core.policy import Right, plain_host
 from mx.core.types import SourceRecord
 from mx.errors import NotAllowedError
@@ -55,7 +55,7 @@ def check_places(context: Any, record: SourceRecord) -> None:
             )
 
 
-def check_owner(caller: Caller, listed: Listed) -> None:
+def check_owner(caller: Caller, listed: ListedSource) -> None:
     """Raise NotAllowedError unless a source with this certificate has registered the source."""
     if caller.subject is not None and listed.address != caller.name:
         raise NotAllowedError(

@@ -27,7 +27,7 @@ _CHILDREN = 2
 _CHILD_TIMEOUT_S = 20.0
 
 
-class Decoded:
+class ManifestDecoder:
     """Decodes each manifest once. Of an address one large manifest is decoded at a time, so that
     one which sends many delays the others by one."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mx import codec
 from mx.coordinator.callers import check_places, own_port
-from mx.coordinator.decoding import Decoded
+from mx.coordinator.decoding import ManifestDecoder
 from mx.coordinator.events import warn_of_unreached
 from mx.coordinator.listings import ListingServicer
 from mx.coordinator.marks import Marks
@@ -24,7 +24,7 @@ from mx.coordinator.uploads import Upload
 from mx.coordinator.view import View, Views
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core import layout_rules
-from mx.core.answers import Listed, in_order, in_turn
+from mx.core.answers import ListedSource, in_order, in_turn
 from mx.core.budget import Budget
 from mx.core.changes import ChangeKind, Tail
 from mx.core.ownership import Receipt
@@ -83,7 +83,7 @@ class CoordinatorServicer(ListingServicer):
         nonces = state.limits.nonces
         self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch, nonces)
         self._marks = Marks(state.store, self._proofs, state.lease_s)
-        self._decoded = Decoded()
+        self._decoded = ManifestDecoder()
         self._rng = random.Random()
         self._log = WatchLog()
         self._names = MeantLog()
@@ -373,14 +373,14 @@ class CoordinatorServicer(ListingServicer):
                 response.documents.extend(pages(digest, data))
         return response
 
-    def _sources_that_fit(self, sources: Sequence[Listed]) -> list[pb.Source]:
+    def _sources_that_fit(self, sources: Sequence[ListedSource]) -> list[pb.Source]:
         """Return the messages of sources; of too many for one answer, a fair choice, which is
         another one for each who asks."""
         sized = [self._messages.sized(listed.record) for listed in sources]
         if len(sized) <= _MAX_RESOLVED and sum(size for _, size in sized) <= ANSWER_BYTES:
             return [message for message, _ in sized]
         size_of = {id(listed): size for listed, (_, size) in zip(sources, sized, strict=True)}
-        nbytes, taken = 0, list[Listed]()
+        nbytes, taken = 0, list[ListedSource]()
         for listed in islice(in_turn(sources, self._rng), _MAX_RESOLVED):
             nbytes += size_of[id(listed)]
             if nbytes > ANSWER_BYTES and taken:

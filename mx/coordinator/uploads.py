@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mx.coordinator.decoding import Decoded
+from mx.coordinator.decoding import ManifestDecoder
 from mx.coordinator.state import CoordinatorState, not_sent
 from mx.core.types import SourceRecord
 from mx.errors import ManifestError
@@ -76,7 +76,7 @@ class Upload:
         self._reserved += nbytes
         self._assembler.add(page)
 
-    async def finish(self, decoded: Decoded) -> None:
+    async def finish(self, decoded: ManifestDecoder) -> None:
         """Decode the manifest, and check the rows of the table.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any
 from mx.coordinator.callers import check_owner, measured_host
 from mx.coordinator.state import CoordinatorState
 from mx.coordinator.watchers import Watcher, WatchLog
-from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved
+from mx.core.answers import BundleStatus, ListedSource, ModelStatus, ResolveAnswer
 from mx.core.ownership import Receipt
 from mx.core.policy import Right
 from mx.core.progress_board import ProgressBoard
@@ -120,7 +120,7 @@ class View:
         serves: bool,
         allow_older: bool = False,
         seen: Receipt | None = None,
-    ) -> Resolved:
+    ) -> ResolveAnswer:
         """Return what a name means, as `Registry.resolve`; an error names what the caller sees.
 
         Args:
@@ -176,12 +176,12 @@ class View:
         found = await self._state.ask(lambda registry: registry.bundles(name))
         return [each for each in found if sees(each.name)]
 
-    async def sources(self, name: str, sees: Callable[[str], bool]) -> list[Listed]:
+    async def sources(self, name: str, sees: Callable[[str], bool]) -> list[ListedSource]:
         """As `models`, the sources."""
         found = await self._state.ask(lambda registry: registry.sources(name))
         return [each for each in found if sees(each.record.model.name)]
 
-    async def owned(self, source_id: str) -> Listed:
+    async def owned(self, source_id: str) -> ListedSource:
         """Return a listed source that the caller has registered; without a certificate any, since a
         secret is asked for, too.
 
@@ -219,7 +219,7 @@ class View:
         """Return the revision that a source has to update; "" for none. As `receipt_of`."""
         return self._state.outdated_by(source_id)
 
-    async def _source(self, source_id: str) -> Listed:
+    async def _source(self, source_id: str) -> ListedSource:
         return await self._state.ask(lambda registry: registry.source(source_id))
 
     def watcher(self, log: WatchLog, name: str, revision: str) -> Watcher:
@@ -247,7 +247,7 @@ class View:
         found = self._state.of_models(digests, sees)
         return lambda digest: self._state.document(digest) if digest in found else None
 
-    def inlined(self, found: Resolved) -> dict[bytes, bytes]:
+    def inlined(self, found: ResolveAnswer) -> dict[bytes, bytes]:
         """Return the documents of what the caller has resolved that are held."""
         held = {digest: self._state.document(digest) for digest, _ in found.ref.documents}
         return {digest: data for digest, data in held.items() if data is not None}

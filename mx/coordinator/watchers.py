@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mx.core.changes import Change, ChangeKind, Meant
+from mx.core.changes import Change, ChangeKind, NameMeaning
 from mx.core.topology import Place
 from mx.core.types import AddressTable, SourceRecord
 from mx.errors import CapacityError
@@ -125,9 +125,9 @@ class MeantLog:
 
     def __init__(self) -> None:
         self.latest = 0
-        self._meant: OrderedDict[tuple[str, str], tuple[int, Meant]] = OrderedDict()
+        self._meant: OrderedDict[tuple[str, str], tuple[int, NameMeaning]] = OrderedDict()
 
-    def push(self, meant: Sequence[Meant], *, begins_again: bool = False) -> None:
+    def push(self, meant: Sequence[NameMeaning], *, begins_again: bool = False) -> None:
         """Record changes. What means nothing any more is kept no longer than `MAX_GONE` of its
         kind, for watchers that have not seen its end yet.
 
@@ -137,7 +137,7 @@ class MeantLog:
         """
         if begins_again:
             there = {(each.name, each.bundle) for each in meant}
-            meant = [*(Meant(*key, "") for key in self._meant if key not in there), *meant]
+            meant = [*(NameMeaning(*key, "") for key in self._meant if key not in there), *meant]
         for each in meant:
             self.latest += 1
             key = (each.name, each.bundle)
@@ -148,7 +148,7 @@ class MeantLog:
             for key in ended[: len(self._meant) - MAX_GONE]:
                 del self._meant[key]
 
-    def after(self, seq: int) -> list[Meant]:
+    def after(self, seq: int) -> list[NameMeaning]:
         """Return the changes after `seq`, the oldest first."""
         found = []
         for number, each in reversed(self._meant.values()):
@@ -211,7 +211,7 @@ class Watcher:
         self._seq = entries[-1].seq if len(entries) == limit else self._log.latest
         return found
 
-    def take_meant(self, log: MeantLog) -> list[Meant]:
+    def take_meant(self, log: MeantLog) -> list[NameMeaning]:
         """Return what names have come to mean since the last call; at first, what they mean. A
         watcher of one revision wants none of it."""
         if self._meant_seq == log.latest or self._revision:

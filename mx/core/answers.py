@@ -23,7 +23,7 @@ _MOST_NAMED = 5
 
 
 @dataclass(slots=True)
-class Listed:
+class ListedSource:
     """A listed source. Callers only read it; it changes with the registry's next event."""
 
     record: SourceRecord
@@ -35,7 +35,7 @@ class Listed:
     binding: int = 0  # the number of its binding
 
 
-class Resolved(NamedTuple):
+class ResolveAnswer(NamedTuple):
     """The answer to `resolve`: the manifest to pull, and the sources that serve these weights now.
 
     They are in the order in which readers should try them: by binding, the oldest first, each
@@ -49,7 +49,7 @@ class Resolved(NamedTuple):
 
     model: ModelKey
     ref: ManifestRef
-    sources: tuple[Listed, ...]
+    sources: tuple[ListedSource, ...]
     newest: ModelKey | None = None
     older: tuple[ModelKey, ...] = ()
     seen: Receipt | None = None
@@ -137,12 +137,12 @@ def away(meant: ModelKey, older: Sequence[ModelKey]) -> tuple[str, str]:
     )
 
 
-def in_order(sources: Iterable[Listed]) -> list[Listed]:
+def in_order(sources: Iterable[ListedSource]) -> list[ListedSource]:
     """Return sources by binding, the oldest first, each one's origins first."""
     return sorted(sources, key=lambda s: (s.binding, s.record.role is not SourceRole.ORIGIN))
 
 
-def in_turn(sources: Iterable[Listed], rng: random.Random) -> Iterator[Listed]:
+def in_turn(sources: Iterable[ListedSource], rng: random.Random) -> Iterator[ListedSource]:
     """Yield sources so that the first ones are a fair choice: origins come first, addresses take
     turns, and at each address its bindings do. So an answer that has to be cut off still has
     sources of others than who registers many. Which address begins, and which source of a binding
@@ -152,7 +152,7 @@ def in_turn(sources: Iterable[Listed], rng: random.Random) -> Iterator[Listed]:
         sources: The sources.
         rng: Draws.
     """
-    places: dict[bool, dict[str, dict[int, list[Listed]]]] = {False: {}, True: {}}
+    places: dict[bool, dict[str, dict[int, list[ListedSource]]]] = {False: {}, True: {}}
     for listed in sources:
         at_address = places[listed.record.role is not SourceRole.ORIGIN]
         bindings = at_address.setdefault(listed.address, {})

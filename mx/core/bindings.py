@@ -41,12 +41,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mx.core.answers import Listed
+from mx.core.answers import ListedSource
 from mx.core.binding import Binding
 from mx.core.bound_name import BoundName, Revision
 from mx.core.budget import Budget
-from mx.core.changes import Answered, Meant
-from mx.core.name_state import Kept, NameState
+from mx.core.changes import AnswerChange, NameMeaning
+from mx.core.name_state import NameState, ReservedName
 from mx.core.ownership import Receipt
 from mx.core.store import CountedKind, Store
 from mx.core.types import ManifestRef, ModelKey
@@ -123,7 +123,7 @@ class Bindings:
             with self._changing(seen.key.name) as state:
                 self._evict(state, seen, b"")
                 self._end_kept(state)
-                state.kept = Kept(seen.commitment, seen.weight, until_s, address)
+                state.kept = ReservedName(seen.commitment, seen.weight, until_s, address)
                 self._store.count(CountedKind.KEPT_NAMES, address, 1)
             self._keep_few()
 
@@ -157,7 +157,7 @@ class Bindings:
         source_id: str,
         *,
         lends: bytes = b"",
-        was: Listed | None = None,
+        was: ListedSource | None = None,
         origin: bool = True,
         published_s: float = 0.0,
         address: str = "",
@@ -202,8 +202,8 @@ class Bindings:
                 self._outdate(state, admission.base, key)
             had = binding.ref
             if binding.join(source_id, ref, origin=origin):
-                self._store.append(Answered(binding.ref, held=True))
-                self._store.append(Answered(had, held=False))
+                self._store.append(AnswerChange(binding.ref, held=True))
+                self._store.append(AnswerChange(had, held=False))
             owner = state.bound.owner if binding.bound and state.bound else binding.commitment
             binding.vouch = preferred(binding.vouch, vouch, owner, binding.ref)
             if was is not None and before == (key.name, binding.number):
@@ -218,7 +218,7 @@ class Bindings:
         return binding
 
     def leave(
-        self, now: float, listed: Listed, *, by: bytes = b"", keeps_place: bool = False
+        self, now: float, listed: ListedSource, *, by: bytes = b"", keeps_place: bool = False
     ) -> None:
         """Remove a source that is gone from its binding.
 
@@ -404,25 +404,25 @@ class Bindings:
             state.meant[bundle] = meant
         else:
             del state.meant[bundle]
-        self._store.append(Meant(state.name, bundle, meant))
+        self._store.append(NameMeaning(state.name, bundle, meant))
 
     def _begin(
         self, state: NameState, key: ModelKey, ref: ManifestRef, address: str, *, bound: bool
     ) -> Binding:
         state.numbers += 1
         self.budget.take(address)
-        self._store.append(Answered(ref, held=True))
+        self._store.append(AnswerChange(ref, held=True))
         return Binding(key, ref, state.numbers, address, bound)
 
     def _end(self, binding: Binding) -> None:
         self.budget.take(binding.address, -1)
-        self._store.append(Answered(binding.ref, held=False))
+        self._store.append(AnswerChange(binding.ref, held=False))
 
     def _leave(
         self,
         now: float,
         state: NameState,
-        listed: Listed,
+        listed: ListedSource,
         by: bytes,
         *,
         keeps_place: bool = False,
@@ -460,7 +460,7 @@ class Bindings:
             state.bound = None
             if found.owner:
                 until_s = now + self.grace_s
-                state.kept = Kept(found.owner, found.issued_s, until_s, addresses[0])
+                state.kept = ReservedName(found.owner, found.issued_s, until_s, addresses[0])
                 self._store.count(CountedKind.KEPT_NAMES, addresses[0], 1)
         self._settle_contests(state)
         for bundle in {*entry.bundles, *state.meant}:

@@ -33,7 +33,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
+class NameMeaning:
     """The revision that NAME means for the ranks of a bundle; "" if none is bound any more."""
 
     name: str
@@ -42,14 +42,14 @@ class Meant:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnswerChange:
     """A manifest that names have come to be answered with, or, if not `held`, no longer are."""
 
     ref: ManifestRef
     held: bool
 
 
-Entry = Change | Meant | Answered
+Entry = Change | NameMeaning | AnswerChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,6 @@ class Tail:
 
     latest: int
     changes: Sequence[Change]
-    meant: Sequence[Meant]
-    answered: Sequence[Answered]
+    meant: Sequence[NameMeaning]
+    answered: Sequence[AnswerChange]
     begins_again: bool = False

@@ -56,7 +56,7 @@ class GrantBounds:
 
 
 @dataclass(slots=True)
-class _HeldGrant:
+class _GrantEntry:
     grant_id: str
     principal: Principal
     moved_nbytes: int
@@ -74,7 +74,7 @@ class GrantBook:
         """
         self._bounds = bounds
         self._max_readers = max_readers
-        self._held: dict[str, _HeldGrant] = {}
+        self._held: dict[str, _GrantEntry] = {}
         self._grants: Counter[str] = Counter()  # by connection
         self._trading: Counter[tuple[str, str]] = Counter()  # (address, reader id)
 
@@ -85,7 +85,7 @@ class GrantBook:
 
     def open(self, grant_id: str, principal: Principal, now_s: float) -> None:
         """Add a grant. The caller has ended the grants that `admit` named."""
-        self._held[grant_id] = _HeldGrant(grant_id, principal, 0, now_s)
+        self._held[grant_id] = _GrantEntry(grant_id, principal, 0, now_s)
         self._grants[principal.connection] += 1
 
     def close(self, grant_id: str) -> None:
@@ -158,14 +158,14 @@ class GrantBook:
             if self._over_s(held, now_s, IDLE_S, TRADING_IDLE_S) >= 0
         ]
 
-    def _over_s(self, held: _HeldGrant, now_s: float, limit_s: float, trading_s: float) -> float:
+    def _over_s(self, held: _GrantEntry, now_s: float, limit_s: float, trading_s: float) -> float:
         """Return by how many seconds a grant's time without progress exceeds its limit."""
         name = held.principal.reader_id
         keys = ((held.principal.address, name), ("", name))
         trades = bool(name) and any(key in self._trading for key in keys)
         return now_s - held.moved_at_s - (trading_s if trades else limit_s)
 
-    def _yields_s(self, held: _HeldGrant, now_s: float) -> float:
+    def _yields_s(self, held: _GrantEntry, now_s: float) -> float:
         return self._over_s(held, now_s, YIELD_S, TRADING_YIELD_S)
 
     def _idlest_reader(self, now_s: float) -> str | None:
@@ -178,7 +178,7 @@ class GrantBook:
         late = [connection for connection, seconds in over_s.items() if seconds >= 0]
         return max(late, key=lambda connection: over_s[connection], default=None)
 
-    def _idlest(self, held: Iterable[_HeldGrant], now_s: float) -> str | None:
+    def _idlest(self, held: Iterable[_GrantEntry], now_s: float) -> str | None:
         """Return a grant past `YIELD_S`, of the connection that holds the most grants."""
         over_s = {each.grant_id: self._yields_s(each, now_s) for each in held}
         late = [i for i, seconds in over_s.items() if seconds >= 0]

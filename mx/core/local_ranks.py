@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.holdings import members
 from mx.core.striping import Part
-from mx.core.wanted import ASIDE_BYTES, BlockRange, Wanted, append
+from mx.core.wanted import ASIDE_BYTES, BlockRange, WantedBlocks, append
 from mx.errors import ConfigError
 
 #: Ranks on one host; each gives the others two descriptors at once.
@@ -53,7 +53,7 @@ def index_nbytes(grid: ChunkGrid) -> int:
     return sum(-(-grid.block_count(chunk) // 8) for chunk in range(len(grid)))
 
 
-def index_of(grid: ChunkGrid, wanted: Wanted) -> bytes:
+def index_of(grid: ChunkGrid, wanted: WantedBlocks) -> bytes:
     """Return what a rank wants, for the other ranks: of each chunk a bit for each block."""
     return b"".join(
         wanted.mask(chunk).to_bytes(-(-grid.block_count(chunk) // 8), "little")
@@ -69,7 +69,7 @@ class Shares:
     """
 
     def __init__(
-        self, grid: ChunkGrid, rank: int, wanted: Wanted, indices: Mapping[int, bytes]
+        self, grid: ChunkGrid, rank: int, wanted: WantedBlocks, indices: Mapping[int, bytes]
     ) -> None:
         """
         Args:
@@ -103,7 +103,7 @@ class Shares:
                         self._takers.setdefault(chunk, []).append((begin, until, others))
                 else:
                     self.expected[owner] += [Part(chunk, each.begin, each.end) for each in found]
-        self.mine = Wanted(grid, mine)
+        self.mine = WantedBlocks(grid, mine)
         self._expected_of = {
             other: _mask_of(parts) for other, parts in self.expected.items() if parts
         }
@@ -124,7 +124,7 @@ class Shares:
         return self._expected_of.get(rank, {}).get(part.chunk, 0) & mask == mask
 
 
-class Expected:
+class ExpectedBlocks:
     """The blocks that other ranks read, and have yet to hand over."""
 
     def __init__(self, shares: Shares | None) -> None:

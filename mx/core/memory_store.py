@@ -8,10 +8,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from mx.core.answers import Listed
+from mx.core.answers import ListedSource
 from mx.core.changes import Entry
 from mx.core.name_state import NameState
-from mx.core.store import CountedKind, Gone, Store
+from mx.core.store import CountedKind, FormerSource, Store
 
 _T = TypeVar("_T")
 
@@ -37,12 +37,12 @@ class MemoryStore(Store):
         self._names: dict[str, NameState] = {}
         self._due: dict[str, float] = {}
         self._next_due_s = math.inf
-        self._sources: dict[str, Listed] = {}
+        self._sources: dict[str, ListedSource] = {}
         # The ids of sources without a heartbeat and of the others, each in order of renewal: all
         # leases of one kind are equally long, and so the first ones end first.
         self._first_leases: OrderedDict[str, None] = OrderedDict()
         self._leases: OrderedDict[str, None] = OrderedDict()
-        self._gone: OrderedDict[str, Gone] = OrderedDict()
+        self._gone: OrderedDict[str, FormerSource] = OrderedDict()
         self._counts: dict[CountedKind, Counter[str]] = {kind: Counter() for kind in CountedKind}
         self._totals: Counter[CountedKind] = Counter()
         self._documents: dict[bytes, bytes] = {}
@@ -100,13 +100,13 @@ class MemoryStore(Store):
         )
         return found
 
-    def source(self, source_id: str) -> Listed | None:
+    def source(self, source_id: str) -> ListedSource | None:
         return self._sources.get(source_id)
 
-    def sources(self) -> Iterable[Listed]:
+    def sources(self) -> Iterable[ListedSource]:
         return self._sources.values()
 
-    def put_source(self, listed: Listed) -> None:
+    def put_source(self, listed: ListedSource) -> None:
         source_id = listed.record.source_id
         was = self._sources.get(source_id)
         if was is not None:
@@ -137,10 +137,10 @@ class MemoryStore(Store):
         self._first_leases.pop(source_id, None)
         self._leases.pop(source_id, None)
 
-    def gone(self, source_id: str) -> Gone | None:
+    def gone(self, source_id: str) -> FormerSource | None:
         return self._gone.get(source_id)
 
-    def bury(self, source_id: str, gone: Gone, most: int) -> None:
+    def bury(self, source_id: str, gone: FormerSource, most: int) -> None:
         while self._gone and len(self._gone) >= most:
             self._gone.popitem(last=False)
         self._gone[source_id] = gone

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from mx.core.grid import ChunkGrid
 from mx.core.holdings import members
 from mx.core.striping import Part
-from mx.core.wanted import ASIDE_BYTES, Wanted
+from mx.core.wanted import ASIDE_BYTES, WantedBlocks
 
 
-class Missing:
+class MissingChunks:
     """The chunks of which a part is missing: neither verified, nor being read. In ascending
     order."""
 
     def __init__(
-        self, grid: ChunkGrid, wanted: Wanted | None = None, first: Wanted | None = None
+        self, grid: ChunkGrid, wanted: WantedBlocks | None = None, first: WantedBlocks | None = None
     ) -> None:
         """At first all blocks are missing, or the wanted ones, or of these the ones in `first`."""
         self._grid = grid

@@ -17,7 +17,7 @@ from mx.core.types import ManifestRef, ModelKey
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ReservedName:
     """A name that nothing is bound under any more, and that its last owner has until `until_s`.
 
     `address` is where its last weights were registered from.
@@ -40,7 +40,7 @@ class NameState:
 
     name: str
     bound: BoundName | None = None
-    kept: Kept | None = None
+    kept: ReservedName | None = None
     contests: list[Binding] = field(default_factory=list)
     meant: dict[str, str] = field(default_factory=dict)
     numbers: int = 0

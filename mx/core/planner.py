@@ -51,7 +51,7 @@ class Spare(NamedTuple):
     reason: PathReason
 
 
-class Rejected(NamedTuple):
+class RejectedPath(NamedTuple):
     """A transport that does not lead to a source."""
 
     source: SourceRecord
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
     chosen: tuple[SourcePath, ...]
     spare: tuple[Spare, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedPath, ...]
 
     @property
     def paths(self) -> tuple[SourcePath, ...]:
@@ -130,18 +130,18 @@ def plan(
             is not what the target's would be, and may change.
     """
     paths: list[SourcePath] = []
-    rejected: list[Rejected] = []
+    rejected: list[RejectedPath] = []
     for source in sources:
         for name in transports:
             if forced is not None and name != forced:
-                rejected.append(Rejected(source, name, Why.UNASKED(forced)))
+                rejected.append(RejectedPath(source, name, Why.UNASKED(forced)))
                 continue
             if name not in source.transports:
-                rejected.append(Rejected(source, name, Why.UNSERVED()))
+                rejected.append(RejectedPath(source, name, Why.UNSERVED()))
                 continue
             answer = reach(name, source.place)
             if isinstance(answer, str):
-                rejected.append(Rejected(source, name, Why.TRANSPORT(answer)))
+                rejected.append(RejectedPath(source, name, Why.TRANSPORT(answer)))
             else:
                 table = source.table  # readers attach to scattered memory only if it is frozen
                 attaches = attach and (table.frozen or not table.scattered)

@@ -178,7 +178,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledRule:
     principals: tuple[re.Pattern[str], ...]
     rights: frozenset[Right]
     models: tuple[re.Pattern[str], ...]
@@ -189,11 +189,11 @@ class Policy:
     """The rules of a policy."""
 
     rules: tuple[Rule, ...]
-    _compiled: tuple[_Compiled, ...] = field(init=False, repr=False, compare=False)
+    _compiled: tuple[_CompiledRule, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         compiled = tuple(
-            _Compiled(
+            _CompiledRule(
                 tuple(map(_principal_pattern, rule.principals)),
                 rule.rights,
                 tuple(map(_model_pattern, rule.models)),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx.core.admission import RegistrationClaim, admit
-from mx.core.answers import BundleStatus, Listed, ModelStatus, Resolved, in_order
+from mx.core.answers import BundleStatus, ListedSource, ModelStatus, ResolveAnswer, in_order
 from mx.core.binding import Binding
 from mx.core.bindings import Bindings
 from mx.core.budget import Limits, StoredBudget
@@ -28,7 +28,7 @@ from mx.core.changes import Change, ChangeKind
 from mx.core.meanings import meaning
 from mx.core.name_state import NameState
 from mx.core.ownership import TENTATIVE, Receipt
-from mx.core.store import CountedKind, Gone, Store
+from mx.core.store import CountedKind, FormerSource, Store
 from mx.core.types import (
     ManifestRef,
     ModelKey,
@@ -192,7 +192,7 @@ class Registry:
         self._budget.take(address)
         if not record.pin_only:
             self._store.distrusted.discard(record.model.name)
-        listed = Listed(record, digest, self._now, address, binding=binding.number)
+        listed = ListedSource(record, digest, self._now, address, binding=binding.number)
         self._store.put_source(listed)
         self._renew(listed, readers, gb_per_s, first=True)
         self._store.forget(self._now, record.source_id)
@@ -346,7 +346,7 @@ class Registry:
         contests = [each for each in state.contests if each.key == key]
         return min([unlisted, *(each.ref.layout_version for each in contests)])
 
-    def source(self, source_id: str) -> Listed:
+    def source(self, source_id: str) -> ListedSource:
         """Return a listed source.
 
         Raises:
@@ -357,12 +357,12 @@ class Registry:
             raise UnknownSourceError(f"source {source_id} is not registered here")
         return listed
 
-    def receipt_of(self, listed: Listed) -> Receipt | None:
+    def receipt_of(self, listed: ListedSource) -> Receipt | None:
         """Return what the receipt of a listed source says now, without a time; None for none."""
         state = self._bindings.of(listed.record.model.name)
         return self._receipt(state, state.numbered(listed.record.model, listed.binding))
 
-    def outdated_by(self, listed: Listed) -> str:
+    def outdated_by(self, listed: ListedSource) -> str:
         """Return the revision that a source has to update, so that its name means what it has
         published; "" for none."""
         state = self._bindings.of(listed.record.model.name)
@@ -382,7 +382,7 @@ class Registry:
         )
         return sorted(said, reverse=True)[:MOST]
 
-    def sources(self, name: str = "") -> list[Listed]:
+    def sources(self, name: str = "") -> list[ListedSource]:
         """Return all sources, or those of one model name, in order of registration."""
         return [s for s in self._store.sources() if name in ("", s.record.model.name)]
 
@@ -430,7 +430,7 @@ class Registry:
         sees: Callable[[str], bool] | None = None,
         *,
         allow_older: bool = False,
-    ) -> Resolved:
+    ) -> ResolveAnswer:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it now.
 
         Args:
@@ -509,7 +509,9 @@ class Registry:
             cover(listed.record for listed in self._serving(each)) for each in ranks
         )
 
-    def _answer(self, bindings: Sequence[Binding], files: ManifestRef | None = None) -> Resolved:
+    def _answer(
+        self, bindings: Sequence[Binding], files: ManifestRef | None = None
+    ) -> ResolveAnswer:
         """Answer with the oldest binding that is served; of a pin's with one in the lowest layout
         version, which more readers plan, but not with a stranger's before that of the name."""
 
@@ -521,13 +523,13 @@ class Registry:
         first = max(bindings, key=lambda binding: bool(serving[binding.number]))
         ref = first.ref if files is None else first.ref.with_files_of(files)
         everyone = [listed for each in serving.values() for listed in each]
-        return Resolved(first.key, ref, tuple(in_order(everyone)), vouch=first.vouch)
+        return ResolveAnswer(first.key, ref, tuple(in_order(everyone)), vouch=first.vouch)
 
-    def _serving(self, binding: Binding) -> list[Listed]:
+    def _serving(self, binding: Binding) -> list[ListedSource]:
         listed = map(self._store.source, binding.sources)
         return [s for s in listed if s and s.record.state is SourceState.SERVING]
 
-    def _check_owner(self, record: SourceRecord, digest: bytes, known: Listed | None) -> None:
+    def _check_owner(self, record: SourceRecord, digest: bytes, known: ListedSource | None) -> None:
         if known is not None:
             owner, generation = known.secret_digest, known.record.generation
         elif (gone := self._store.gone(record.source_id)) is not None:
@@ -552,13 +554,13 @@ class Registry:
         if generation < current:
             raise StaleGenerationError(f"generation {generation} is past: {current} is current")
 
-    def _owned(self, source_id: str, secret: bytes) -> Listed:
+    def _owned(self, source_id: str, secret: bytes) -> ListedSource:
         listed = self.source(source_id)
         if not hmac.compare_digest(listed.secret_digest, _digest(secret)):
             raise NotAllowedError(f"source id {source_id} belongs to another source")
         return listed
 
-    def _update(self, listed: Listed, record: SourceRecord) -> None:
+    def _update(self, listed: ListedSource, record: SourceRecord) -> None:
         before = listed.record
         if record == before:
             return
@@ -587,7 +589,9 @@ class Registry:
         """Return True if a whole source of the binding grants reads."""
         return any(_serves(self.source(source_id).record) for source_id in binding.sources)
 
-    def _renew(self, listed: Listed, readers: int, gb_per_s: float, *, first: bool = False) -> None:
+    def _renew(
+        self, listed: ListedSource, readers: int, gb_per_s: float, *, first: bool = False
+    ) -> None:
         until_s = self._now + (self.first_lease_s if first else self.lease_s)
         source_id = listed.record.source_id
         self._store.renew(source_id, until_s, readers, gb_per_s, first=first)
@@ -620,7 +624,7 @@ class Registry:
         keeps_place = reason == _FOR_NOW
         self._bindings.leave(self._now, listed, by=by, keeps_place=keeps_place)
         until_s = self._now + self.binding_grace_s
-        gone = Gone(listed.secret_digest, record.generation, until_s)
+        gone = FormerSource(listed.secret_digest, record.generation, until_s)
         self._store.bury(source_id, gone, most=self.limits.sources)
         self._store.append(Change(ChangeKind.GONE, record, record, reason))
         self._name()

@@ -16,7 +16,7 @@ from mx.core.types import Manifest
 from mx.views import View
 
 
-class HeldWeights(NamedTuple):
+class ReusableWeights(NamedTuple):
     """Weights in memory of this process, the host's or a GPU's: `view` is laid out like an arena of
     the manifest. The memory lives as long as `view`. Layers whose pages are not known are not
     found."""
@@ -36,7 +36,7 @@ class ChunkCopy:
 
 
 def same_chunks(
-    manifest: Manifest, pages: Pages, held: Iterable[HeldWeights]
+    manifest: Manifest, pages: Pages, held: Iterable[ReusableWeights]
 ) -> dict[int, ChunkCopy]:
     """Return where the chunks of a model are held, by index.
 
@@ -72,7 +72,7 @@ def same_chunks(
     return found
 
 
-def _blocks(held: HeldWeights) -> Iterator[tuple[bytes, int]]:
+def _blocks(held: ReusableWeights) -> Iterator[tuple[bytes, int]]:
     """Yield the digest of each block that is held, and its offset in the arena."""
     for layer in held.manifest.layout.layers:
         page = held.pages.get(layer.index)

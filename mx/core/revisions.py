@@ -36,14 +36,14 @@ def main_revision(number: int) -> str:
     return f"{MAIN}.{number}" if number else MAIN
 
 
-class Placed(NamedTuple):
+class RevisionChoice(NamedTuple):
     """Where weights belong: they are this revision's, or update it."""
 
     revision: str
     updates: bool
 
 
-def placed(key: ModelKey, identity: bytes, bound: Mapping[ModelKey, bytes]) -> Placed:
+def placed(key: ModelKey, identity: bytes, bound: Mapping[ModelKey, bytes]) -> RevisionChoice:
     """Return where weights belong that are to be what their name means.
 
     A rank goes on to the newest revision of its bundle, also if it has missed some.
@@ -63,8 +63,8 @@ def placed(key: ModelKey, identity: bytes, bound: Mapping[ModelKey, bytes]) -> P
                 own[number] = of
     newest, last = max(named, default=0), max(own, default=-1)
     if last == newest:
-        return Placed(named[last], own[last] != identity)
+        return RevisionChoice(named[last], own[last] != identity)
     if newest == 0:
-        return Placed(key.revision, False)
+        return RevisionChoice(key.revision, False)
     before = newest - 1 if root == MAIN else max((n for n in named if n < newest), default=0)
-    return Placed(named.get(before, f"{root}.{before}" if before > 1 else root), True)
+    return RevisionChoice(named.get(before, f"{root}.{before}" if before > 1 else root), True)

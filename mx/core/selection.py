@@ -26,7 +26,7 @@ from mx.core.types import (
     Layout,
     Tensor,
 )
-from mx.core.wanted import BlockRange, Wanted, wanted_of
+from mx.core.wanted import BlockRange, WantedBlocks, wanted_of
 from mx.errors import ConfigError
 from mx.text import listed
 from mx.units import align_up, format_bytes
@@ -94,7 +94,7 @@ class Subset:
             f"{format_bytes(self.moved_nbytes)} moved>"
         )
 
-    def wanted(self, grid: ChunkGrid) -> Wanted:
+    def wanted(self, grid: ChunkGrid) -> WantedBlocks:
         """Return the blocks that are needed, by the chunks of `grid`, a grid of `model`."""
         layers: dict[int, list[tuple[int, list[BlockRange]]]] = {}
         for tensor, cut in self.members:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mx.core.answers import Listed
-from mx.core.changes import Answered, Change, ChangeKind, Entry, Meant, Tail
+from mx.core.answers import ListedSource
+from mx.core.changes import AnswerChange, Change, ChangeKind, Entry, NameMeaning, Tail
 from mx.core.name_state import NameState
 from mx.core.progress_board import ProgressBoard
 
@@ -30,7 +30,7 @@ class CountedKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class FormerSource:
     """What is known of a source that is no longer listed, until `until_s`."""
 
     secret_digest: bytes
@@ -151,15 +151,15 @@ class Store(ABC):
     # -- sources, and their leases ----------------------------------------------------------------
 
     @abstractmethod
-    def source(self, source_id: str) -> Listed | None:
+    def source(self, source_id: str) -> ListedSource | None:
         """Return a listed source, or None."""
 
     @abstractmethod
-    def sources(self) -> Iterable[Listed]:
+    def sources(self) -> Iterable[ListedSource]:
         """Return all listed sources, in order of registration."""
 
     @abstractmethod
-    def put_source(self, listed: Listed) -> None:
+    def put_source(self, listed: ListedSource) -> None:
         """List a source, or replace what is listed of it. The lease of a listed one stays."""
 
     @abstractmethod
@@ -190,11 +190,11 @@ class Store(ABC):
         """Remove a source from the list."""
 
     @abstractmethod
-    def gone(self, source_id: str) -> Gone | None:
+    def gone(self, source_id: str) -> FormerSource | None:
         """Return the tombstone of a source that was dropped, or None."""
 
     @abstractmethod
-    def bury(self, source_id: str, gone: Gone, most: int) -> None:
+    def bury(self, source_id: str, gone: FormerSource, most: int) -> None:
         """Remember a source that was dropped; of more than `most` the oldest ones are forgotten."""
 
     @abstractmethod
@@ -259,8 +259,8 @@ class Store(ABC):
         return Tail(
             self.latest,
             [each for each in entries if isinstance(each, Change)],
-            [each for each in entries if isinstance(each, Meant)],
-            [each for each in entries if isinstance(each, Answered)],
+            [each for each in entries if isinstance(each, NameMeaning)],
+            [each for each in entries if isinstance(each, AnswerChange)],
             begins_again=found is None,
         )
 
@@ -269,6 +269,6 @@ class Store(ABC):
             yield Change(ChangeKind.UP, listed.record, address=listed.address)
         for state in self.names():
             for binding in state.bindings():
-                yield Answered(binding.ref, held=True)
+                yield AnswerChange(binding.ref, held=True)
             for bundle, revision in state.meant.items():
-                yield Meant(state.name, bundle, revision)
+                yield NameMeaning(state.name, bundle, revision)

@@ -34,15 +34,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from mx.core import striping
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
-from mx.core.local_ranks import Expected, Shares
-from mx.core.missing import Missing
+from mx.core.local_ranks import ExpectedBlocks, Shares
+from mx.core.missing import MissingChunks
 from mx.core.reasons import Why
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Pace, Part
 from mx.core.suspects import Suspects
 from mx.core.transfer_commands import Ask, Assign, Command, DropConnection, Fail
 from mx.core.verification import Verification
-from mx.core.wanted import Wanted
+from mx.core.wanted import WantedBlocks
 from mx.errors import DigestError, MxError, PathSlowError, StaleGenerationError
 
 MAX_ATTEMPTS = 5
@@ -60,7 +60,7 @@ class TransferMachine:
         page_of: Callable[[int], bytes | None],
         *,
         several_connections: bool = False,
-        wanted: Wanted | None = None,
+        wanted: WantedBlocks | None = None,
         shares: Shares | None = None,
     ) -> None:
         """
@@ -80,8 +80,8 @@ class TransferMachine:
         self._several_connections = several_connections
         self._wanted = wanted
         # Neither verified, nor being read, nor expected.
-        self._missing = Missing(grid, wanted, None if shares is None else shares.mine)
-        self._expected = Expected(shares)
+        self._missing = MissingChunks(grid, wanted, None if shares is None else shares.mine)
+        self._expected = ExpectedBlocks(shares)
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
         self._suspects = Suspects()

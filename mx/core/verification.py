@@ -17,7 +17,7 @@ from mx.core.holdings import Holdings
 from mx.core.local_ranks import Shares
 from mx.core.striping import ConnectionLoad, Part
 from mx.core.transfer_commands import Command, CopyOut, HandOut, LayerReady
-from mx.core.wanted import Wanted
+from mx.core.wanted import WantedBlocks
 
 
 class Verdict(NamedTuple):
@@ -36,7 +36,7 @@ class Verification:
         self,
         grid: ChunkGrid,
         page_of: Callable[[int], bytes | None],
-        wanted: Wanted | None = None,
+        wanted: WantedBlocks | None = None,
         shares: Shares | None = None,
     ) -> None:
         """

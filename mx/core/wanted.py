@@ -23,7 +23,7 @@ class BlockRange(NamedTuple):
     aside: bool
 
 
-class Wanted:
+class WantedBlocks:
     """The blocks that a pull needs of each chunk. Immutable."""
 
     def __init__(self, grid: ChunkGrid, ranges: Mapping[int, Sequence[BlockRange]]) -> None:
@@ -95,7 +95,7 @@ class Wanted:
 
 def wanted_of(
     grid: ChunkGrid, layers: Mapping[int, Sequence[tuple[int, Sequence[BlockRange]]]]
-) -> Wanted:
+) -> WantedBlocks:
     """Return the wanted blocks, chunk by chunk.
 
     Args:
@@ -126,7 +126,7 @@ def wanted_of(
                         BlockRange(begin - first, until - first, aside),
                     )
                     begin = until
-    return Wanted(grid, ranges)
+    return WantedBlocks(grid, ranges)
 
 
 def append(ranges: list[BlockRange], new: BlockRange) -> None:

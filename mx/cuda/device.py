@@ -264,7 +264,7 @@ class WaitingStreams:
 waiting_streams = WaitingStreams()
 
 
-class Owned:
+class DeviceResource:
     """Base class of owners of a device resource, freed by `close`; idempotent, thread-safe."""
 
     device: Device
@@ -298,7 +298,7 @@ class Owned:
         self.close()
 
 
-class CudaStream(Owned):
+class CudaStream(DeviceResource):
     """A stream that is independent of the default stream.
 
     `close` waits for its queued work, so that memory it uses may be freed afterwards.
@@ -333,7 +333,7 @@ class CudaStream(Owned):
             self.device.driver.stream_wait_event(self.handle, event.handle)
 
 
-class CudaEvent(Owned):
+class CudaEvent(DeviceResource):
     """An event that happens when the work in a stream at `record` is done; without timing."""
 
     def __init__(self, device: Device) -> None:
@@ -358,7 +358,7 @@ class CudaEvent(Owned):
             self.device.driver.event_synchronize(self.handle)
 
 
-class DeviceMemory(Owned):
+class DeviceMemory(DeviceResource):
     """`nbytes` (> 0) at `address`, from cuMemAlloc; a legacy IPC handle exports it."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -381,7 +381,7 @@ class LastWork:
             self.unknown = False
 
 
-class Mapping(Owned):
+class Mapping(DeviceResource):
     """Memory of which `close` takes the addresses away: work that still uses them would break the
     context. mx waits for its own copies, one by one."""
 
@@ -418,7 +418,7 @@ class IpcMemory(Mapping):
             self._owns(device, free)
 
 
-class PinnedMemory(Owned):
+class PinnedMemory(DeviceResource):
     """`nbytes` (> 0) of pinned host memory.
 
     The host has it at `address`, the device at `device_address`. Do not use `view()` after `close`.
@@ -440,7 +440,7 @@ class PinnedMemory(Owned):
         return memoryview(array).cast("B")
 
 
-class PinnedRegion(Owned):
+class PinnedRegion(DeviceResource):
     """Existing host memory, pinned for DMA until `close`. The caller keeps it until then."""
 
     def __init__(self, device: Device, address: int, nbytes: int) -> None:

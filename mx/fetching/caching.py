@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mx.errors import MxError
 from mx.log import event
-from mx.wire.cache import CacheClient, HeldAt, WantedModel
+from mx.wire.cache import CacheClient, CachedModelAddress, WantedModel
 
 if TYPE_CHECKING:
     from mx.fetching.options import PullOptions
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-async def ask_cache(options: PullOptions, on_progress: Callable[[int, int], None]) -> HeldAt | None:
+async def ask_cache(
+    options: PullOptions, on_progress: Callable[[int, int], None]
+) -> CachedModelAddress | None:
     """Ask the cache to hold the model of a pull, and wait until it does.
 
     Without the cache the pull goes on by itself, so that nothing but a cancellation is raised.

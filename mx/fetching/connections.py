@@ -32,7 +32,7 @@ from mx.runtime import set_by
 from mx.swarm.sharing import Sharing
 from mx.transport import ScatteredView
 from mx.units import format_seconds
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import LocatedModel, Locator
 
 #: Pause between look-ups while there is a source to read from,
 ORDINARY_S = 1.0
@@ -62,7 +62,7 @@ class ConnectionPool:
         transfer: Transfer,
         sharing: Sharing,
         locator: Locator,
-        located: Located,
+        located: LocatedModel,
         plan: Callable[[Sequence[SourceRecord]], Plan],
         edition: EditionLog,
         log: EventLog,

@@ -23,7 +23,7 @@ from mx.runtime import in_thread, uncut
 from mx.transport import Grant, Session, Transport, View, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial
-from mx.wire.lease import LAST_WORDS, Granted, Lease
+from mx.wire.lease import LAST_WORDS, GrantAnswer, Lease
 from mx.wire.pacing import PacedSession, Pacer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Connector:
         self._on_change = on_change
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._leases: dict[Lease, list[Connection]] = {}  # and the connections on each
-        self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
+        self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, GrantAnswer]]] = {}
         self._sessions: list[Session] = []
         self._abandoned: list[asyncio.Task[Session]] = []  # openings that nothing waits for
         self._lock = threading.Lock()
@@ -129,7 +129,7 @@ class Connector:
                 raise
             return connection, granted.region_nbytes
 
-    async def _grant_for(self, path: SourcePath) -> tuple[Lease, Granted]:
+    async def _grant_for(self, path: SourcePath) -> tuple[Lease, GrantAnswer]:
         key = (path.source.key, path.transport)
         task = self._granted.get(key)
         if task is None or (task.done() and (task.exception() or task.result()[0].check())):
@@ -137,7 +137,7 @@ class Connector:
             self._granted[key] = task
         return await asyncio.shield(task)
 
-    async def _lease(self, path: SourcePath) -> tuple[Lease, Granted]:
+    async def _lease(self, path: SourcePath) -> tuple[Lease, GrantAnswer]:
         connections: list[Connection] = []
         lease = Lease(
             self.channel(path.source.endpoint),
@@ -209,7 +209,7 @@ class Connector:
                 self._device = Device.open(load(), self._options.device)
             return self._device
 
-    def _grant(self, path: SourcePath, granted: Granted) -> Grant:
+    def _grant(self, path: SourcePath, granted: GrantAnswer) -> Grant:
         peer = path.source.endpoint
         ticket = granted.tickets.get(path.transport)
         if ticket is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mx.core.grid import ChunkGrid, runs_of
 from mx.core.striping import Part
-from mx.core.wanted import ASIDE_BYTES, Wanted
+from mx.core.wanted import ASIDE_BYTES, WantedBlocks
 from mx.memory.subset import SubsetMemory
 from mx.transport import Piece, ScatteredView, Span, View, contiguous
 from mx.views import cut
@@ -34,7 +34,7 @@ class Destination:
     """
 
     def __init__(
-        self, grid: ChunkGrid, arena: View, subset: tuple[SubsetMemory, Wanted] | None
+        self, grid: ChunkGrid, arena: View, subset: tuple[SubsetMemory, WantedBlocks] | None
     ) -> None:
         """
         Args:

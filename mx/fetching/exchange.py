@@ -24,7 +24,7 @@ from mx import forks
 from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import Shares
 from mx.core.striping import Part
-from mx.core.wanted import ASIDE_BYTES, Wanted
+from mx.core.wanted import ASIDE_BYTES, WantedBlocks
 from mx.errors import PeerProtocolError
 from mx.fetching.ring import Ring
 
@@ -105,7 +105,7 @@ class Exchange:
         self._wake, self._woken = self._pipe
         self._thread: threading.Thread | None = None
 
-    def shares(self, rank: int, wanted: Wanted) -> Shares:
+    def shares(self, rank: int, wanted: WantedBlocks) -> Shares:
         """Return who reads what: this rank wants `wanted`, the others what their rings say."""
         indices = {other: fellow.ring.index for other, fellow in self._fellows.items()}
         return Shares(self._grid, rank, wanted, indices | {rank: self._ring.index})

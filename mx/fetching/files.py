@@ -18,7 +18,7 @@ from mx.fetching.report import LeftSource
 from mx.fetching.resolver import FoundPaths, retry_until_found
 from mx.runtime import in_thread, uncut, unexpected
 from mx.wire.documents import WritePage
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import LocatedModel, Locator
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
@@ -47,7 +47,7 @@ class DocumentCollector:
 
 async def write_files(
     options: PullOptions,
-    located: Located,
+    located: LocatedModel,
     manifest: Manifest,
     write: WritePage,
     left: list[LeftSource],
@@ -155,7 +155,7 @@ class _KnownFiles(NamedTuple):
     packaging: Packaging
     documents: Mapping[bytes, bytes]
     manifest: Manifest | None = None
-    located: Located | None = None
+    located: LocatedModel | None = None
 
 
 class SideFiles:
@@ -182,7 +182,7 @@ class SideFiles:
 
     # -- what the pull finds ----------------------------------------------------------------------
 
-    def described(self, located: Located, manifest: Manifest) -> None:
+    def described(self, located: LocatedModel, manifest: Manifest) -> None:
         """Take the manifest that a source or the coordinator gave."""
         self._know(_KnownFiles(manifest.packaging, manifest.documents, manifest, located))
 

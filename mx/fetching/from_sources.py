@@ -44,7 +44,7 @@ from mx.wire.locate import Locator
 
 if TYPE_CHECKING:
     from mx.core.selection import Subset
-    from mx.core.wanted import Wanted
+    from mx.core.wanted import WantedBlocks
     from mx.fetching.connections import ConnectionPool
     from mx.fetching.exchange import Exchange
     from mx.fetching.pages import PageFetcher
@@ -75,7 +75,7 @@ class FromSources(Attempt):
     def __init__(self, context: Context, edition: Edition) -> None:
         super().__init__(context, edition)
         self._closing = AsyncExitStack()  # what is open until the bytes are there
-        self._wanted: Wanted | None = None  # of a pull of some tensors
+        self._wanted: WantedBlocks | None = None  # of a pull of some tensors
         self._transfer: Transfer | None = None
 
     def progress(self) -> Progress:
@@ -458,7 +458,9 @@ async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
     await fetcher.run()
 
 
-def _selected(subset: Subset, arena: Memory, manifest: Manifest) -> tuple[SubsetMemory, Wanted]:
+def _selected(
+    subset: Subset, arena: Memory, manifest: Manifest
+) -> tuple[SubsetMemory, WantedBlocks]:
     """Return the memory of the tensors that are wanted, and the blocks that they need."""
     from mx.memory.subset import SubsetMemory
 

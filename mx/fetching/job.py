@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mx import trace
 from mx.core.progress import Progress
-from mx.core.reuse import HeldWeights
+from mx.core.reuse import ReusableWeights
 from mx.core.types import ModelKey
 from mx.errors import (
     ConfigError,
@@ -268,7 +268,7 @@ class Job:
         edition = self.edition
         manifest, pages, arena = edition.manifest, edition.pages, edition.arena
         if manifest is not None and pages is not None and arena is not None:
-            self.options.reuse.append(HeldWeights(manifest, pages, host_bytes(arena.view)))
+            self.options.reuse.append(ReusableWeights(manifest, pages, host_bytes(arena.view)))
 
     # -- ends -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mx.wire.locate import LocateRequest
 
 if TYPE_CHECKING:
     from mx.core.local_ranks import LocalRanks
-    from mx.core.reuse import HeldWeights
+    from mx.core.reuse import ReusableWeights
     from mx.core.selection import Selection
     from mx.fetching.report import StepReport
     from mx.memory.in_place import InPlace
@@ -62,7 +62,7 @@ class PullOptions(LocateRequest):
     companions: bool = True
     device: str = "cpu"
     into: memoryview | InPlace | None = None
-    reuse: list[HeldWeights] = field(default_factory=list)
+    reuse: list[ReusableWeights] = field(default_factory=list)
     follow: bool = False
     transport: str | None = None
     strong: bool = False

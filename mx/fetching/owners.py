@@ -23,12 +23,12 @@ from mx.errors import ConfigError, ManifestError
 from mx.log import event
 from mx.publickey import is_signed
 from mx.storage import folder_index
-from mx.wire.locate import Located, LocateRequest
+from mx.wire.locate import LocatedModel, LocateRequest
 
 log = logging.getLogger(__name__)
 
 
-class _Said(NamedTuple):
+class _OwnerStatement(NamedTuple):
     """What an owner has said of a name, and when."""
 
     issued_us: int
@@ -36,7 +36,7 @@ class _Said(NamedTuple):
     packaging: str = ""
 
 
-def check(where: LocateRequest, found: Located) -> None:
+def check(where: LocateRequest, found: LocatedModel) -> None:
     """Check an answer to a pull with `owners`. Blocks.
 
     Args:
@@ -79,7 +79,7 @@ def check(where: LocateRequest, found: Located) -> None:
     folder = config.state_folder()
     parts = (owner.data, name.encode(), b"\0", key.variant.encode())
     file = "owner-" + blake3(b"".join(parts)).hexdigest()
-    said = _Said(vouch.issued_us, vouch.identity.hex(), vouch.packaging.hex())
+    said = _OwnerStatement(vouch.issued_us, vouch.identity.hex(), vouch.packaging.hex())
     newest = _remembered(folder, file, said)
     # Processes that begin to serve at once date the same at different times.
     same = newest.identity == said.identity and said.packaging in ("", newest.packaging)
@@ -96,7 +96,7 @@ def _shown(issued_us: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def _remembered(folder: Path, name: str, said: _Said) -> _Said:
+def _remembered(folder: Path, name: str, said: _OwnerStatement) -> _OwnerStatement:
     """Return the newest of what a file remembers and `said`, which it remembers from now on."""
     kept = _read(folder, name)
     if kept >= said:
@@ -114,16 +114,16 @@ def _remembered(folder: Path, name: str, said: _Said) -> _Said:
     return kept
 
 
-def _read(folder: Path, name: str) -> _Said:
+def _read(folder: Path, name: str) -> _OwnerStatement:
     try:
         fd = folder_index.opened(folder, make=False)
         try:
             issued_us, identity, packaging = folder_index.read(fd, name, 150).decode().split(",")
         finally:
             os.close(fd)
-        return _Said(int(issued_us), identity, packaging)
+        return _OwnerStatement(int(issued_us), identity, packaging)
     except FileNotFoundError:
-        return _Said(0)
+        return _OwnerStatement(0)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"what was seen of a name can't be read: {folder / name}: {error}",

@@ -16,7 +16,7 @@ from mx.buffers import copy_bytes
 from mx.core.digest import DIGEST_BYTES, BlockHasher, block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages, check_page
-from mx.core.reuse import ChunkCopy, HeldWeights, same_chunks
+from mx.core.reuse import ChunkCopy, ReusableWeights, same_chunks
 from mx.core.types import Manifest
 from mx.errors import DigestError
 from mx.fetching.delivery import Delivery
@@ -43,7 +43,7 @@ class Prefillable(Protocol):
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float) -> int: ...
 
 
-def prefilling(delivery: Delivery, held: list[HeldWeights], *, attachable: bool) -> Fill | None:
+def prefilling(delivery: Delivery, held: list[ReusableWeights], *, attachable: bool) -> Fill | None:
     """Return a function that prefills a transfer, or None if there is nothing to do it with.
 
     It takes layers that an earlier pull wrote to disk, and chunks in `held`. It blocks. Call it
@@ -76,7 +76,10 @@ def prefilling(delivery: Delivery, held: list[HeldWeights], *, attachable: bool)
 
 
 def reuse(
-    transfer: Prefillable, pages: Pages, held: Sequence[HeldWeights], cancelled: Callable[[], bool]
+    transfer: Prefillable,
+    pages: Pages,
+    held: Sequence[ReusableWeights],
+    cancelled: Callable[[], bool],
 ) -> None:
     """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones.
 
@@ -106,7 +109,7 @@ def reuse(
             transfer.prefill("reuse", "local", chunks, time.monotonic() - began_s)
 
 
-def _learn_pages(held: HeldWeights, reader: HostReader) -> None:
+def _learn_pages(held: ReusableWeights, reader: HostReader) -> None:
     """Hash the layers whose pages are not known, as of memory that was attached. Pages of layers
     that were written to since stay unknown."""
     layout = held.manifest.layout

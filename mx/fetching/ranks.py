@@ -20,7 +20,7 @@ from mx import forks, users
 from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import MOST_RANKS, LocalRanks, Shares, index_nbytes, index_of
 from mx.core.types import Manifest, ManifestRef
-from mx.core.wanted import Wanted
+from mx.core.wanted import WantedBlocks
 from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
 from mx.fetching.exchange import Exchange, Fellow
 from mx.fetching.ring import Ring
@@ -44,7 +44,7 @@ def meet(
     ranks: LocalRanks,
     ref: ManifestRef,
     grid: ChunkGrid,
-    wanted: Wanted,
+    wanted: WantedBlocks,
     cancelled: Callable[[], bool],
 ) -> Exchange | None:
     """Meet the other ranks that pull these weights on this host. Blocks.
@@ -310,7 +310,7 @@ def _socket() -> socket.socket:
 async def meet_ranks(
     ranks: LocalRanks,
     manifest: Manifest,
-    wanted: Wanted,
+    wanted: WantedBlocks,
     closing: AsyncExitStack,
     cancelled: Callable[[], bool],
 ) -> tuple[Exchange, Shares] | None:

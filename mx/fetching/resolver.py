@@ -24,7 +24,7 @@ from mx.errors import (
 from mx.memory.collector import paused
 from mx.runtime import in_thread
 from mx.units import format_seconds
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import LocatedModel, Locator
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ LONGEST_S = 2.0
 class FoundPaths(NamedTuple):
     """A model, and the paths to sources that hold all of it (none, if only parts are held)."""
 
-    located: Located
+    located: LocatedModel
     manifest: Manifest
     paths: Plan
 
 
-async def describe(locator: Locator) -> tuple[Located, Manifest]:
+async def describe(locator: Locator) -> tuple[LocatedModel, Manifest]:
     """Look the model up once, and fetch its manifest, even if no source can be reached.
 
     Raises:
@@ -54,7 +54,7 @@ async def describe(locator: Locator) -> tuple[Located, Manifest]:
     return located, await fetch_manifest(locator, located)
 
 
-async def locate(locator: Locator) -> Located:
+async def locate(locator: Locator) -> LocatedModel:
     """Look the model up once, at the coordinator or at the peer that the user named.
 
     Raises:
@@ -70,7 +70,7 @@ async def locate(locator: Locator) -> Located:
     return located
 
 
-async def fetch_manifest(locator: Locator, located: Located) -> Manifest:
+async def fetch_manifest(locator: Locator, located: LocatedModel) -> Manifest:
     """Fetch the manifest of a model that was looked up.
 
     Raises:

@@ -28,7 +28,7 @@ from mx.core.transfer_commands import (
     LayerReady,
 )
 from mx.core.types import Manifest
-from mx.core.wanted import Wanted
+from mx.core.wanted import WantedBlocks
 from mx.errors import ChunkElsewhereError, ClosedError, MxError, another
 from mx.fetching.destination import Destination
 from mx.fetching.exchange import Exchange
@@ -83,7 +83,7 @@ class Transfer:
         several_connections: bool = False,
         in_turn: bool = False,
         shortcut: bool = False,
-        subset: tuple[SubsetMemory, Wanted] | None = None,
+        subset: tuple[SubsetMemory, WantedBlocks] | None = None,
         exchange: tuple[Exchange, Shares] | None = None,
     ) -> None:
         """

@@ -117,7 +117,7 @@ def broadcast(
     ranks = ProcessGroup(group, src)
     with ExitStack() as ends:
         side, error = _attempt(partial(_prepared, ranks, tensors, ends))
-        given = side if isinstance(side, _Given) else None
+        given = side if isinstance(side, _BroadcastWeights) else None
         facts = ranks.agree(error, _NOT_BEGUN, _facts(src, given))
         sizes = _sizes(ranks, facts)
         data = ranks.broadcast(given.data if given else None, sum(sizes[1:]) + 2 * DIGEST_BYTES)
@@ -146,7 +146,7 @@ def broadcast(
 
 
 @dataclass
-class _Given:
+class _BroadcastWeights:
     """The weights of `src`, and `data`: what describes them, as the others get it."""
 
     manifest: Manifest
@@ -163,7 +163,9 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, error
 
 
-def _prepared(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given | Source | InPlace:
+def _prepared(
+    ranks: ProcessGroup, tensors: Any, ends: ExitStack
+) -> _BroadcastWeights | Source | InPlace:
     """Return what this rank sends, or where it takes the weights.
 
     Raises:
@@ -186,7 +188,7 @@ def _prepared(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given | So
     return fills
 
 
-def _given(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given:
+def _given(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _BroadcastWeights:
     if isinstance(tensors, Source):
         lending = tensors.lending()
         held = lending.held
@@ -205,10 +207,10 @@ def _given(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _Given:
     if len(whole) < len(pages):
         raise ConfigError(f"{held.key} was not hashed here", hint="give its tensors")
     data = [ref.identity, ref.layout, documents[ref.identity], documents[ref.layout], *whole]
-    return _Given(held.manifest, whole, held.arena, b"".join(data))
+    return _BroadcastWeights(held.manifest, whole, held.arena, b"".join(data))
 
 
-def _facts(src: object, given: _Given | None) -> list[int]:
+def _facts(src: object, given: _BroadcastWeights | None) -> list[int]:
     """Return what a rank tells the others first. Every release tells as many numbers."""
     sizes = [0, 0, 0, 0]
     if given is not None:

@@ -38,7 +38,7 @@ from mx.memory.huge import Collapser
 from mx.processes import process_start_ticks
 from mx.runtime import in_thread, uncut
 from mx.wire.address import each_address, is_local, split_address
-from mx.wire.cache import CachedModel, CacheStatus, HeldAt, WantedModel
+from mx.wire.cache import CachedModel, CachedModelAddress, CacheStatus, WantedModel
 from mx.wire.locate import Locator
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class _KeptModel:
 
     pull: Pull
     source: Source
-    held: HeldAt
+    held: CachedModelAddress
     nbytes: int
     inode: int
     let_go: Callable[[], None]
@@ -106,7 +106,7 @@ class Keeper:
         self._coordinator = coordinator
         self._table: CacheTable[Id] = CacheTable(budget_bytes)
         self._kept: dict[Id, _KeptModel] = {}
-        self._arriving: dict[Id, asyncio.Task[HeldAt]] = {}
+        self._arriving: dict[Id, asyncio.Task[CachedModelAddress]] = {}
         self._pulls: dict[Id, Pull] = {}
         self._slots = asyncio.Semaphore(MOST_PULLS)
         self._collapser = Collapser()
@@ -115,7 +115,9 @@ class Keeper:
 
     # -- holding ----------------------------------------------------------------------------------
 
-    async def hold(self, wanted: WantedModel, progress: list[tuple[int, int]]) -> HeldAt:
+    async def hold(
+        self, wanted: WantedModel, progress: list[tuple[int, int]]
+    ) -> CachedModelAddress:
         """See `mx.wire.cache.CacheServicer`."""
         if wanted.only_if_held:
             return self._offered(wanted)
@@ -143,12 +145,12 @@ class Keeper:
         except MxError as error:
             raise another(error) from None  # each client that waited gets one of its own
 
-    def _ended(self, model: Id, task: asyncio.Task[HeldAt]) -> None:
+    def _ended(self, model: Id, task: asyncio.Task[CachedModelAddress]) -> None:
         del self._arriving[model]
         if not task.cancelled() and (error := task.exception()) is not None:
             event(log, "cache.refused", model=str(model.model), reason=str(error))
 
-    def _offered(self, wanted: WantedModel) -> HeldAt:
+    def _offered(self, wanted: WantedModel) -> CachedModelAddress:
         name = wanted.name.partition("@")[0]
         for each, kept in self._kept.items():
             key = each.model
@@ -203,7 +205,7 @@ class Keeper:
             if path.attach:
                 raise LocalError(f"{path.source.endpoint} on this host holds it, and is attached")
 
-    async def _arrive(self, found: _WantedPull) -> HeldAt:
+    async def _arrive(self, found: _WantedPull) -> CachedModelAddress:
         async with self._slots:
             nbytes = found.layout.arena_nbytes
             in_use = await self._in_use()
@@ -234,7 +236,7 @@ class Keeper:
             if self._closed:
                 raise ClosedError("the cache was closed")
             source = pull.hold()
-            held = HeldAt(pull.model, found.ref, source.endpoint)
+            held = CachedModelAddress(pull.model, found.ref, source.endpoint)
             memfd = source.memfd
             if memfd is None:
                 return _KeptModel(pull, source, held, nbytes, 0, lambda: None)

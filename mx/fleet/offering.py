@@ -16,7 +16,7 @@ from mx.core.layout_rules import oldest
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
-from mx.wire.cache import CacheClient, HeldAt, WantedModel
+from mx.wire.cache import CacheClient, CachedModelAddress, WantedModel
 from mx.wire.private import socket_in_use
 
 #: Those that carry lent memory within a host.
@@ -25,7 +25,7 @@ _TRANSPORTS = ("shm", "tcp")
 
 def offer(
     tensors: Mapping[str, Any], made_from: ModelKey, key: ProcessingKey, settings: config.Settings
-) -> HeldAt | None:
+) -> CachedModelAddress | None:
     """Lend tensors to this host's cache until it has copied them, for other processes to attach to.
 
     No coordinator knows them: they are of this host and user alone. The tensors must not change
@@ -76,7 +76,7 @@ def offer(
 
 def ask_offered(
     made_from: ModelKey, key: ProcessingKey, settings: config.Settings
-) -> HeldAt | None:
+) -> CachedModelAddress | None:
     """Return where this host's cache holds what a process lent to it; None if it does not.
 
     Args:
@@ -98,7 +98,7 @@ def ask_offered(
         return None
 
 
-def pull_offered(held: HeldAt, settings: config.Settings) -> Pull:
+def pull_offered(held: CachedModelAddress, settings: config.Settings) -> Pull:
     """Begin to pull, from this host's cache, what a process lent to it; by its pin, so that no
     other process can answer in the cache's place.
 
@@ -115,7 +115,7 @@ def pull_offered(held: HeldAt, settings: config.Settings) -> Pull:
     )
 
 
-async def _ask(socket: str, wanted: WantedModel, timeout_s: float) -> HeldAt | None:
+async def _ask(socket: str, wanted: WantedModel, timeout_s: float) -> CachedModelAddress | None:
     client = CacheClient(socket, timeout_s=timeout_s)
     try:
         answer = await client.hold(wanted)

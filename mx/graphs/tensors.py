@@ -13,7 +13,7 @@ _TYPESTR_OF = {dtype: typestr for typestr, dtype in TYPESTRS.items()}
 _DLPACK_OF = {dtype: kind for kind, dtype in DLPACK_TYPES.items()}
 
 
-class _Managed(ctypes.Structure):
+class _DLManagedTensor(ctypes.Structure):
     # DLManagedTensor of dlpack.h.
     _fields_ = (
         ("tensor", DLTensor),
@@ -75,7 +75,7 @@ class RegionTensor:
             lanes=1,
             shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
         )
-        made = _Managed(tensor=tensor)
+        made = _DLManagedTensor(tensor=tensor)
         _kept.append((made, shape))
         return _new_capsule(ctypes.addressof(made), b"dltensor", None)
 

@@ -12,7 +12,7 @@ from mx.errors import ClosedError, ConfigError
 from mx.memory.arrays import Array, all_are_now, arrays_and_errors
 from mx.memory.collector import paused
 from mx.memory.describe import describe_arrays
-from mx.memory.live import Held, LiveMemory, Tensors, is_tied
+from mx.memory.live import LiveMemory, TensorColumns, Tensors, is_tied
 from mx.text import listed
 
 #: What errors call all tensors of a model.
@@ -70,7 +70,7 @@ class InPlace:
             self._arrays = _arrays(now)  # the pull may have waited long for a source
         found = list(map(self._arrays.get, layout.forms[0]))
         there = list(filter(None, found))  # an array is no empty tuple
-        held = Held(layout, there) if len(there) == len(found) else None
+        held = TensorColumns(layout, there) if len(there) == len(found) else None
         apart = held is not None and held.apart
         overlapping = {} if apart else self._overlapping(layout, found)
         differences = [*self._differences(layout, found, what), *self._unlike(overlapping, what)]

@@ -145,7 +145,7 @@ _AS_BEFORE = "make them as they were and call `changing` again, or serve the ten
 Tensors = Callable[[], Mapping[str, object]]
 
 
-class Held:
+class TensorColumns:
     """Where the tensors of a layout that have bytes are, in its order: columns of their arrays, and
     of where each begins and ends."""
 
@@ -183,14 +183,14 @@ class _TensorLocations:
         what: str,
         *,
         fills: bool,
-        held: Held | None = None,
+        held: TensorColumns | None = None,
         before: _TensorLocations | None = None,
     ) -> None:
         """Args and Raises as those of `LiveMemory`; `before` is the place that this one is to
         replace."""
         self.arrays: dict[str, Array] = dict(arrays)
         if held is None:
-            held = Held(layout, map(self.arrays.__getitem__, layout.forms[0]))
+            held = TensorColumns(layout, map(self.arrays.__getitem__, layout.forms[0]))
         beside = None if before is None else before.claim
         begins: list[int] = []
         for layer in layout.layers:
@@ -251,7 +251,7 @@ class LiveMemory:
         *,
         fills: bool = False,
         overlapping: Set[int] = frozenset(),
-        held: Held | None = None,
+        held: TensorColumns | None = None,
     ) -> None:
         """
         Args:

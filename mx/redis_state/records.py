@@ -9,8 +9,8 @@ from typing import Any
 
 from mx.coordinator.stores.draft import Draft, Renewal
 from mx.coordinator.stores.encoding import decode, encode
-from mx.core.answers import Listed
-from mx.core.changes import Answered, Change, ChangeKind
+from mx.core.answers import ListedSource
+from mx.core.changes import AnswerChange, Change, ChangeKind
 from mx.core.store import CountedKind
 from mx.errors import ConfigError
 from mx.units import MIB
@@ -56,7 +56,7 @@ def named(draft: Draft) -> set[bytes]:
     """Return the documents that a draft's entries come to name."""
     found: list[tuple[bytes, int]] = []
     for entry in draft.entries:
-        if isinstance(entry, Answered):
+        if isinstance(entry, AnswerChange):
             found += entry.ref.documents if entry.held else []
         elif isinstance(entry, Change) and entry.kind in (ChangeKind.UP, ChangeKind.CHANGED):
             found += entry.record.documents
@@ -127,7 +127,7 @@ def pages_of(documents: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:
 
 def decode_all(
     names: Mapping[bytes, bytes], sources: Mapping[bytes, bytes], gone: Mapping[bytes, bytes]
-) -> tuple[list[Any], list[tuple[float, Listed]], dict[str, Any]]:
+) -> tuple[list[Any], list[tuple[float, ListedSource]], dict[str, Any]]:
     """Return all that is kept of names, of sources with since when they are listed, and of those
     that are gone."""
     return (

@@ -65,7 +65,7 @@ _BLOCK_MS = 1000
 _RETRY_S = 0.2
 
 
-class _Missed(Exception):
+class _MissedCommits(Exception):
     """Commits are not in the stream. `lost`: those that this coordinator has seen."""
 
     def __init__(self, *, lost: bool) -> None:
@@ -368,7 +368,7 @@ class RedisStore(LeasedStore):
         try:
             try:
                 await self._catch_up()
-            except _Missed as missed:
+            except _MissedCommits as missed:
                 await self._begin_again(lost=missed.lost)
             except ConfigError:
                 await self._begin_again(lost=False)
@@ -392,7 +392,7 @@ class RedisStore(LeasedStore):
                 if self._knows(meta):
                     return
                 if not records:
-                    raise _Missed(lost=self._is_lost(meta))
+                    raise _MissedCommits(lost=self._is_lost(meta))
 
     def _knows(self, meta: Sequence[bytes | None]) -> bool:
         """Return True if `epoch`, `commit` and `token` of Redis are those here."""
@@ -410,9 +410,9 @@ class RedisStore(LeasedStore):
             if count <= self._number:
                 continue
             if count > self._number + 1:
-                raise _Missed(lost=False)
+                raise _MissedCommits(lost=False)
             if fields[b"before"].decode() != self._token:
-                raise _Missed(lost=True)
+                raise _MissedCommits(lost=True)
             token = fields[b"token"].decode()
             own = self._own.get(token)
             commit = own or commit_in(fields[b"record"], self.clock())
@@ -421,7 +421,7 @@ class RedisStore(LeasedStore):
                 async with self._link.answering(WRITE_S):
                     await self._link.client.xdel(self._link.key("stream"), number)
                 self._say_forged("a commit in its stream has a wrong MAC", ())
-                raise _Missed(lost=False)
+                raise _MissedCommits(lost=False)
             await self._fetch(self._named(commit.draft) - self._documents.keys())
             self._take(count, token, commit)
 
@@ -470,7 +470,7 @@ class RedisStore(LeasedStore):
                         continue
                     async with self._following:
                         await self._take_all(records)
-            except _Missed as missed:
+            except _MissedCommits as missed:
                 await self._begin_again_soon(lost=missed.lost)
             except MxError:
                 await asyncio.sleep(_RETRY_S)  # the exchange says it

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 
 from mx.core.digest import DIGEST_BYTES
 from mx.memory.live import LiveMemory
-from mx.source.model import HeldModel
-from mx.source.served import MemoryFaults, Served
+from mx.source.model import SourceModel
+from mx.source.served import ExposedModel, MemoryFaults
 from mx.text import listed
 from mx.transport import contiguous
 from mx.views import cut
@@ -30,16 +30,18 @@ _MOST_OF_ADDRESS = 8
 class Doubts:
     """The complaints about what one process serves; on the loop."""
 
-    def __init__(self, is_right: Callable[[Served, int], Awaitable[bool]]) -> None:
+    def __init__(self, is_right: Callable[[ExposedModel, int], Awaitable[bool]]) -> None:
         """
         Args:
             is_right: Returns True if a chunk is right; else its source is withdrawn.
         """
         self._is_right = is_right
-        self._waiting: dict[str, deque[tuple[Served, int, Callable[[], None]]]] = {}
+        self._waiting: dict[str, deque[tuple[ExposedModel, int, Callable[[], None]]]] = {}
         self._some = asyncio.Event()
 
-    def add(self, address: str, served: Served, chunk: int, right: Callable[[], None]) -> None:
+    def add(
+        self, address: str, served: ExposedModel, chunk: int, right: Callable[[], None]
+    ) -> None:
         """Have a chunk hashed again, unless the source does not serve it, or readers at this
         address wait for many already.
 
@@ -77,7 +79,7 @@ class Doubts:
             await asyncio.sleep((time.monotonic() - began_s) / _HASHING_PART)
 
 
-def looked_at(held: HeldModel, chunk: int) -> MemoryFaults:
+def looked_at(held: SourceModel, chunk: int) -> MemoryFaults:
     """Hash a chunk again, where it is in memory, unless its tensors are elsewhere by now: an engine
     may have freed what it was in.
 
@@ -94,7 +96,7 @@ def looked_at(held: HeldModel, chunk: int) -> MemoryFaults:
     return MemoryFaults(moved=moved) if moved else MemoryFaults(wrong=wrong_tensors(held, chunk))
 
 
-def wrong_tensors(held: HeldModel, chunk: int) -> str:
+def wrong_tensors(held: SourceModel, chunk: int) -> str:
     """Hash a chunk again, where it is in memory.
 
     Blocks.

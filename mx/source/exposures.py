@@ -6,14 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from mx.errors import LocalError, MxError, NotAllowedError, UnsuitedError
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.transport import ExposeOptions, Exposure, Transport, Unavailable
 
 log = logging.getLogger(__name__)
 
 
 def expose(
-    held: HeldModel, transports: Mapping[str, Transport], options: ExposeOptions
+    held: SourceModel, transports: Mapping[str, Transport], options: ExposeOptions
 ) -> dict[str, Exposure]:
     """Expose a model at its generation. Blocks.
 

@@ -21,7 +21,7 @@ from mx.log import event
 from mx.source.doubts import Doubts
 from mx.source.limits import SourceLimits
 from mx.source.requests import answer
-from mx.source.served import Served
+from mx.source.served import ExposedModel
 from mx.transport import Authenticating, Exposure, Sending
 from mx.wire.v1 import peer_pb2
 
@@ -38,7 +38,9 @@ _EXPIRE_S = 0.5
 class ReaderGrant:
     """What one reader has of one source. On the loop."""
 
-    def __init__(self, grants: Grants, served: Served, principal: Principal, reader: str) -> None:
+    def __init__(
+        self, grants: Grants, served: ExposedModel, principal: Principal, reader: str
+    ) -> None:
         """
         Args:
             grants: The grants of the process, of which this one becomes one with `begin`.
@@ -234,7 +236,7 @@ class Grants:
         self.clock = clock
         self._open: dict[str, ReaderGrant] = {}
 
-    def admit(self, served: Served, principal: Principal, reader: str) -> ReaderGrant | None:
+    def admit(self, served: ExposedModel, principal: Principal, reader: str) -> ReaderGrant | None:
         """Return a grant to `begin`, after idle ones whose place it takes have ended; None if the
         reader is refused: tell it `busy`.
 

@@ -12,7 +12,7 @@ from mx.core.variant import membership
 from mx.errors import MxError
 from mx.log import event
 from mx.runtime import uncut
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.source.server import SourceServer
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class Handover:
 
     def __init__(self, server: SourceServer) -> None:
         self._server = server
-        self._kept: list[HeldModel] = []
+        self._kept: list[SourceModel] = []
         self._waiting: asyncio.Task[None] | None = None
 
     async def hand_over(
-        self, old: HeldModel, new: HeldModel, grace_s: float, hurry: Callable[[], bool]
+        self, old: SourceModel, new: SourceModel, grace_s: float, hurry: Callable[[], bool]
     ) -> None:
         """Retire what `new` replaces: now, or later if other ranks have yet to register.
 
@@ -73,7 +73,7 @@ class Handover:
         await self._retire(kept, grace_s, hurry)
 
     async def _retire(
-        self, outdated: Sequence[HeldModel], grace_s: float, hurry: Callable[[], bool]
+        self, outdated: Sequence[SourceModel], grace_s: float, hurry: Callable[[], bool]
     ) -> None:
         for held in [each for old in outdated for each in (old, *old.companions)]:
             await uncut(self._server.retirement.retire(held.source_id, grace_s, hurry))

@@ -15,7 +15,7 @@ from mx.log import event
 from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut, unexpected
 from mx.source.changes import MemoryChange
-from mx.source.model import HeldModel, hashed_again
+from mx.source.model import SourceModel, hashed_again
 from mx.source.registrar import INTERRUPTED
 from mx.source.retirement import Retirement
 from mx.source.served import MemoryFaults
@@ -42,10 +42,10 @@ class Lending:
 
     def __init__(
         self,
-        held: HeldModel,
+        held: SourceModel,
         retirement: Retirement,
-        serve: Callable[[HeldModel], Coroutine[Any, Any, None]],
-        list_changed: Callable[[HeldModel, bytes, Callable[[], bool]], Awaitable[None]],
+        serve: Callable[[SourceModel], Coroutine[Any, Any, None]],
+        list_changed: Callable[[SourceModel, bytes, Callable[[], bool]], Awaitable[None]],
     ) -> None:
         """
         Args:
@@ -131,7 +131,7 @@ class Lending:
             if self.lends:
                 await self.check()
 
-    def _is_lent(self, held: HeldModel) -> bool:
+    def _is_lent(self, held: SourceModel) -> bool:
         """Return True if this is what is lent: what was seen of it still counts."""
         return self.lends and self.held is held
 
@@ -299,7 +299,7 @@ class Lending:
         self._state.step(LentEvent.LIST)
         self._listed = now.manifest.ref.identity
 
-    async def _list(self, now: HeldModel, stopped: Callable[[], bool]) -> None:
+    async def _list(self, now: SourceModel, stopped: Callable[[], bool]) -> None:
         """Register the memory as it is now, also if the coordinator is gone for a while."""
         until_s = time.monotonic() + LIST_S
         while True:

@@ -35,7 +35,7 @@ from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
 from mx.storage.disk_file import Stamp
 from mx.storage.hub_blobs import check_blobs
-from mx.storage.landing import Filled
+from mx.storage.landing import ArenaDigests
 from mx.storage.load import destination, load_opened
 from mx.storage.osfile import read_error
 from mx.storage.reader import fill_from_tensors, hash_in_place
@@ -46,7 +46,7 @@ from mx.wire.rows import encode_rows
 
 
 @dataclass(eq=False)
-class HeldModel:
+class SourceModel:
     """A model that a source serves.
 
     Its memory is a sealed arena, or live memory that is lent. The server releases it when no
@@ -76,7 +76,7 @@ class HeldModel:
     #: What the name's owner said of it when it was registered last; b"": what the manifest has.
     vouch: bytes = b""
     #: The checkpoint's further tensor files, each a model of its own.
-    companions: tuple[HeldModel, ...] = ()
+    companions: tuple[SourceModel, ...] = ()
     _rows: dict[bytes, bytes] = field(default_factory=dict, repr=False)
 
     @property
@@ -219,7 +219,7 @@ def hold_checkpoint(
     weights: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> HeldModel:
+) -> SourceModel:
     """Read a checkpoint into a sealed arena, and each of its companions into one of its own.
 
     Args:
@@ -240,14 +240,14 @@ def hold_checkpoint(
     Raises:
         MxError: As `open_checkpoint`, `load_opened` and `DeviceArena`.
     """
-    companions: list[HeldModel] = []
+    companions: list[SourceModel] = []
 
     def read_companion(path: str, companion: Checkpoint) -> Manifest:
         variant = companion_variant(key.variant, path)
         companions.append(hold_opened(companion, key._replace(variant=variant)))
         return companions[-1].manifest
 
-    def hold_opened(checkpoint: Checkpoint, key: ModelKey) -> HeldModel:
+    def hold_opened(checkpoint: Checkpoint, key: ModelKey) -> SourceModel:
         loaded = load_opened(
             checkpoint,
             lambda layout: _new_arena(layout.arena_nbytes, key, device),
@@ -263,7 +263,7 @@ def hold_checkpoint(
         except BaseException:
             loaded.arena.release()
             raise
-        return HeldModel(
+        return SourceModel(
             key,
             loaded.manifest,
             loaded.arena,
@@ -294,7 +294,7 @@ def hold_tensors(
     layout_version: int | None = None,
     device: str = "cpu",
     shortcuts: bool = False,
-) -> HeldModel:
+) -> SourceModel:
     """Copy tensors that are in memory into a sealed arena: later changes of the originals do not
     affect it.
 
@@ -333,7 +333,7 @@ def hold_tensors(
         arena.release()
         raise
     pages = Pages.whole(manifest, filled.pages)
-    return HeldModel(key, manifest, arena, pages, filled.shortcuts)
+    return SourceModel(key, manifest, arena, pages, filled.shortcuts)
 
 
 def lend_tensors(
@@ -346,7 +346,7 @@ def lend_tensors(
     layout_version: int | None = None,
     frozen: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
-) -> HeldModel:
+) -> SourceModel:
     """Hash tensors where they are, and return them as a model to lend. Nothing is copied.
 
     Args:
@@ -397,16 +397,18 @@ def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
     return Packaging(side_files=found), documents
 
 
-def _lent(key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: Filled) -> HeldModel:
+def _lent(
+    key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: ArenaDigests
+) -> SourceModel:
     pages = Pages.whole(manifest, filled.pages)
-    return HeldModel(key, manifest, memory, pages, filled.shortcuts)
+    return SourceModel(key, manifest, memory, pages, filled.shortcuts)
 
 
 def hashed_again(
-    held: HeldModel,
+    held: SourceModel,
     names: Collection[str] | None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> HeldModel:
+) -> SourceModel:
     """Hash live memory that its owner has written to, and return what it holds now, as a new
     source of the next generation. Blocks.
 
@@ -436,7 +438,7 @@ def hashed_again(
     if only is not None:
         roots = dict(zip((t.name for t in layout.tensors), held.manifest.roots, strict=True))
         pages = [held.pages.get(layer) or b"" for layer in range(len(layout.layers))]
-        before = Filled(roots, pages, held.shortcuts)
+        before = ArenaDigests(roots, pages, held.shortcuts)
     memory.wait_for_owner()
     filled = hash_in_place(
         layout, memory.view, memory.hasher, only=only, before=before, cancelled=cancelled

@@ -30,9 +30,9 @@ from mx.errors import (
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
-from mx.source.model import HeldModel
-from mx.source.served import Served
-from mx.wire.client import CoordinatorClient, Registered
+from mx.source.model import SourceModel
+from mx.source.served import ExposedModel
+from mx.wire.client import CoordinatorClient, RegisterAnswer
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class Registrar:
     def __init__(
         self,
         client: CoordinatorClient,
-        models: Mapping[str, Served],
-        record: Callable[[Served], SourceRecord],
-        rename: Callable[[HeldModel], Awaitable[None]],
+        models: Mapping[str, ExposedModel],
+        record: Callable[[ExposedModel], SourceRecord],
+        rename: Callable[[SourceModel], Awaitable[None]],
         readers: Callable[[str], int],
         gb_per_s: Callable[[str], float],
         name_key: NameKey | None = None,
@@ -78,19 +78,19 @@ class Registrar:
         self._replaced: set[ModelKey] = set()  # of these, by updates
         self._vouches: dict[tuple[str, str], bytes] = {}  # the last, by name and variant
         self._owners: dict[str, bytes] = {}  # the commitments that names belong to
-        self._published_s: dict[HeldModel, float] = {}  # when the owner has published them
+        self._published_s: dict[SourceModel, float] = {}  # when the owner has published them
         self._published: set[tuple[str, bytes]] = set()  # weights, under names, by this process
-        self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
-        self._news: dict[HeldModel, asyncio.Event] = {}
-        self._settling: dict[HeldModel, asyncio.Task[None]] = {}
+        self._keeping: dict[SourceModel, asyncio.Task[None]] = {}
+        self._news: dict[SourceModel, asyncio.Event] = {}
+        self._settling: dict[SourceModel, asyncio.Task[None]] = {}
         self._listing = asyncio.Lock()
-        self._renamed: set[HeldModel] = set()  # since they were registered last
+        self._renamed: set[SourceModel] = set()  # since they were registered last
         self._closed = False
         self.registered = False
 
     async def list(
         self,
-        held: HeldModel,
+        held: SourceModel,
         *,
         again: bool = False,
         replaces: str = "",
@@ -122,9 +122,9 @@ class Registrar:
             await asyncio.sleep(_SETTLE_LOOK_S)
 
     async def _list(
-        self, held: HeldModel, *, again: bool, replaces: str, publishes: bool
+        self, held: SourceModel, *, again: bool, replaces: str, publishes: bool
     ) -> ModelKey:
-        async def register() -> Registered:
+        async def register() -> RegisterAnswer:
             if held.scattered:
                 await in_thread(held.find_rows)
             record = self._current(held)
@@ -175,7 +175,7 @@ class Registrar:
         self._on_pin_only(held, listed.pin_only, listed.model)
         return listed.model
 
-    def _forget_replaced(self, before: ModelKey, now: ModelKey, held: HeldModel) -> None:
+    def _forget_replaced(self, before: ModelKey, now: ModelKey, held: SourceModel) -> None:
         """Drop the receipts of what updates have replaced, and this process serves no more."""
         self._replaced.add(before)
         others = (served.held for served in self._models.values())
@@ -185,7 +185,7 @@ class Registrar:
         self._replaced &= used
 
     async def list_changed(
-        self, held: HeldModel, listed: bytes, stopped: Callable[[], bool]
+        self, held: SourceModel, listed: bytes, stopped: Callable[[], bool]
     ) -> None:
         """Register live memory as it is after a change, and keep it listed: under a new revision
         if this process owns its name, else only where its weights are bound already.
@@ -221,7 +221,7 @@ class Registrar:
                 ) from error
         self.keep_listed(held)
 
-    async def list_as_newest(self, held: HeldModel) -> ModelKey:
+    async def list_as_newest(self, held: SourceModel) -> ModelKey:
         """Register a model as what its name means: as an update, unless the newest revision has
         these weights or there is none. Raises as `list`.
 
@@ -251,14 +251,14 @@ class Registrar:
             return key
         raise AssertionError
 
-    def _on_outdated(self, held: HeldModel, replaces: str) -> None:
+    def _on_outdated(self, held: SourceModel, replaces: str) -> None:
         # A coordinator can't have published what its owner has not.
         published = (held.key.name, held.manifest.ref.identity) in self._published
         if published and held not in self._settling:
             settling = self._publish_again(held, replaces)
             self._settling[held] = asyncio.create_task(settling, name="mx-settle")
 
-    async def _publish_again(self, held: HeldModel, replaces: str) -> None:
+    async def _publish_again(self, held: SourceModel, replaces: str) -> None:
         """Register a model as an update: its name turns out to have meant others before."""
         self._receipts.pop(held.key._replace(revision=replaces), None)  # it is not its own
 
@@ -282,7 +282,7 @@ class Registrar:
         finally:
             self._settling.pop(held, None)
 
-    async def end_settling(self, held: HeldModel) -> None:
+    async def end_settling(self, held: SourceModel) -> None:
         """Leave a model registered as it is now."""
         settling = self._settling.pop(held, None)
         if settling is not None:
@@ -295,7 +295,7 @@ class Registrar:
         listed = await self._client.list_models()
         return [each for each in listed if each.model.name == name and not each.pin_only]
 
-    async def key_of(self, held: HeldModel) -> ModelKey:
+    async def key_of(self, held: SourceModel) -> ModelKey:
         """Return the key that a model's weights are bound to under its name.
 
         Raises:
@@ -308,7 +308,7 @@ class Registrar:
                 return each.model
         raise UnknownModelError(f"{held.key.name} stands for no such weights")
 
-    async def _rename(self, held: HeldModel) -> None:
+    async def _rename(self, held: SourceModel) -> None:
         """Take another source id. After a coordinator's restart a stranger may have registered the
         one that this source had, which every listing showed."""
         self._renamed.add(held)
@@ -316,7 +316,7 @@ class Registrar:
         await self._serve_renamed(held)
         event(log, "source.renamed", model=str(held.key), source=held.source_id, was=was)
 
-    def keep_listed(self, held: HeldModel) -> None:
+    def keep_listed(self, held: SourceModel) -> None:
         """Keep a listed model listed, even if the coordinator restarts."""
         self._news[held] = asyncio.Event()
         keeping = self._client.keep_alive(
@@ -332,7 +332,7 @@ class Registrar:
         )
         self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
 
-    async def unlist(self, held: HeldModel, *, keeps_name: bool = False) -> None:
+    async def unlist(self, held: SourceModel, *, keeps_name: bool = False) -> None:
         """Deregister a model, and no longer keep it listed. With `keeps_name` its name stays bound
         for a while."""
         await self.end_settling(held)
@@ -382,7 +382,7 @@ class Registrar:
         await self._client.close()
         self.registered = False
 
-    def _current(self, held: HeldModel) -> SourceRecord:
+    def _current(self, held: SourceModel) -> SourceRecord:
         served = self._models.get(held.source_id)
         if served is None:
             raise LocalError(f"{held.key} is not served any more")
@@ -396,7 +396,7 @@ class Registrar:
             event(log, name, level=level, endpoint=next(iter(endpoints), ""), text=why)
         self.registered = registered
 
-    def _on_pin_only(self, held: HeldModel, pin_only: bool, key: ModelKey) -> None:
+    def _on_pin_only(self, held: SourceModel, pin_only: bool, key: ModelKey) -> None:
         served = self._models.get(held.source_id)
         if served is None or served.pin_only == pin_only or held.is_companion:
             return

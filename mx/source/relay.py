@@ -13,7 +13,7 @@ from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRecord, SourceRole
 from mx.errors import MxError, NotAllowedError
 from mx.memory.live import Memory
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.swarm.node import Node
 from mx.swarm.stream import PeerStream, StreamDialer
@@ -59,7 +59,7 @@ class Relay:
         self._options = options
         self._coordinator = coordinator
         self._server = SourceServer(options, transports)
-        self._held = HeldModel(
+        self._held = SourceModel(
             key,
             manifest,
             arena,
@@ -146,7 +146,7 @@ class Relay:
             finally:
                 await channel.close(None)
 
-    async def settle(self) -> tuple[SourceServer, HeldModel]:
+    async def settle(self) -> tuple[SourceServer, SourceModel]:
         """Become an ordinary source. Called when the arena is whole and sealed.
 
         Returns:

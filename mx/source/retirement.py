@@ -19,8 +19,8 @@ from mx.runtime import in_thread, uncut
 from mx.source.doubts import looked_at
 from mx.source.exposures import withdraw
 from mx.source.grants import Grants
-from mx.source.model import HeldModel
-from mx.source.served import Served
+from mx.source.model import SourceModel
+from mx.source.served import ExposedModel
 from mx.source.service import PeerServicer
 from mx.transport import Exposure
 
@@ -37,7 +37,7 @@ class Retirement:
         self,
         servicer: PeerServicer,
         grants: Grants,
-        unlist: Callable[[HeldModel], Awaitable[None]],
+        unlist: Callable[[SourceModel], Awaitable[None]],
         stall_timeout_s: float,
     ) -> None:
         """
@@ -120,7 +120,7 @@ class Retirement:
         retiring = (self.retire(source_id, grace_s, hurry, changed=changed) for source_id in ids)
         await asyncio.gather(*retiring)
 
-    async def is_right(self, served: Served, chunk: int) -> bool:
+    async def is_right(self, served: ExposedModel, chunk: int) -> bool:
         """Hash a chunk again that a reader found wrong, and withdraw its source if it is wrong in
         this process's memory. Returns True if it is right."""
         held = served.held
@@ -140,14 +140,14 @@ class Retirement:
             await uncut(self._give_up(held, wrong))
         return not wrong
 
-    async def lost(self, held: HeldModel, why: str) -> None:
+    async def lost(self, held: SourceModel, why: str) -> None:
         """Withdraw a source whose memory can't be read any more, as it is on a lost GPU."""
         served = self._servicer.models.get(held.source_id)
         if served is not None and not (served.newer or served.changed or self.closing):
             served.changed = True
             await self._give_up(held, why)
 
-    async def _give_up(self, held: HeldModel, why: str) -> None:
+    async def _give_up(self, held: SourceModel, why: str) -> None:
         self.withdrawn = why
         event(
             log,
@@ -159,7 +159,7 @@ class Retirement:
         )
         await self.retire_memory(held.arena, 0.0, changed=True)
 
-    async def free(self, served: Served) -> None:
+    async def free(self, served: ExposedModel) -> None:
         """Withdraw what is served no more, and release its memory unless that stays."""
         await self.withdraw(served)
         # The same memory may be served under an earlier id, too.
@@ -171,7 +171,7 @@ class Retirement:
         if not stays and not shared:
             served.held.release()
 
-    async def withdraw(self, served: Served) -> None:
+    async def withdraw(self, served: ExposedModel) -> None:
         """End the exposures of what is served no more. Its memory stays."""
         served.participant.withdrawn()
         frozen = served.held.frozen

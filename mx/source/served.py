@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mx.core.types import SourceRecord
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
 
@@ -88,10 +88,10 @@ class Watchman(Protocol):
 
 
 @dataclass
-class Served:
+class ExposedModel:
     """A held model with its exposures, by transport name."""
 
-    held: HeldModel
+    held: SourceModel
     exposures: dict[str, Exposure]
     participant: Participant
     #: Earlier exposures that readers still have grants of.

@@ -29,10 +29,10 @@ from mx.source.exposures import expose
 from mx.source.grants import Grants
 from mx.source.lending import Lending
 from mx.source.limits import UNBOUNDED, SourceLimits
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.source.registrar import Registrar
 from mx.source.retirement import Retirement, until
-from mx.source.served import Participant, Served
+from mx.source.served import ExposedModel, Participant
 from mx.source.service import PeerServicer
 from mx.swarm.origin import Origin
 from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
@@ -241,7 +241,7 @@ class SourceServer:
             limits=self.options.limits,
         )
 
-    async def offer(self, held: HeldModel, participant: Participant | None = None) -> None:
+    async def offer(self, held: SourceModel, participant: Participant | None = None) -> None:
         """Expose a model; from now on the Peer service describes it and grants reads.
 
         Args:
@@ -257,11 +257,13 @@ class SourceServer:
         for each in held.companions:  # the ports for data may be few
             await uncut(self._offer(each, None))
 
-    async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
+    async def _offer(self, held: SourceModel, participant: Participant | None) -> None:
         with trace.span("serve.expose", model=str(held.key)):
             exposures = await self._exposed(held)
             grid = held.manifest.grid
-            served = Served(held, exposures, participant or Origin(len(grid), grid.chunk_nbytes))
+            served = ExposedModel(
+                held, exposures, participant or Origin(len(grid), grid.chunk_nbytes)
+            )
             served.watchman = self._look_after(held)
             counts, source_id = self._grants.counts, held.source_id
             served.participant.watch(
@@ -288,7 +290,7 @@ class SourceServer:
             if held.stamps
         ]
 
-    def _look_after(self, held: HeldModel) -> Lending | None:
+    def _look_after(self, held: SourceModel) -> Lending | None:
         """Return what looks after live memory that is lent; it outlives the changes of that."""
         if not held.live or held.growing:
             return None
@@ -298,7 +300,7 @@ class SourceServer:
             self._tasks.append(asyncio.create_task(watching, name="mx-lent-memory"))
         return self.lending
 
-    async def _exposed(self, held: HeldModel) -> dict[str, Exposure]:
+    async def _exposed(self, held: SourceModel) -> dict[str, Exposure]:
         loop = asyncio.get_running_loop()
 
         def on_lost(error: MxError) -> None:
@@ -322,10 +324,10 @@ class SourceServer:
         )
         return await in_thread(expose, held, self._transports, options)
 
-    async def _is_right(self, served: Served, chunk: int) -> bool:
+    async def _is_right(self, served: ExposedModel, chunk: int) -> bool:
         return await self.retirement.is_right(served, chunk)
 
-    def _lost(self, held: HeldModel, why: str) -> None:
+    def _lost(self, held: SourceModel, why: str) -> None:
         if not self.retirement.closing:
             losing = self.retirement.lost(held, why)
             self._tasks.append(asyncio.create_task(losing, name="mx-lost"))
@@ -374,18 +376,18 @@ class SourceServer:
             self.options.name_key,
         )
 
-    async def _unlist(self, held: HeldModel) -> None:
+    async def _unlist(self, held: SourceModel) -> None:
         if self.registrar is not None:
             # Live memory comes back under its name.
             await self.registrar.unlist(held, keeps_name=held.live)
 
     async def _list_changed(
-        self, held: HeldModel, listed: bytes, stopped: Callable[[], bool]
+        self, held: SourceModel, listed: bytes, stopped: Callable[[], bool]
     ) -> None:
         if self.registrar is not None:
             await self.registrar.list_changed(held, listed, stopped)
 
-    async def _rename(self, held: HeldModel) -> None:
+    async def _rename(self, held: SourceModel) -> None:
         """Serve a model under another source id. Readers of the source that it was may finish.
 
         Raises:
@@ -413,7 +415,7 @@ class SourceServer:
 
     # -- new weights ----------------------------------------------------------------------------
 
-    async def offer_beside(self, source_id: str, held: HeldModel) -> None:
+    async def offer_beside(self, source_id: str, held: SourceModel) -> None:
         """Serve weights beside the source that they will replace, without a name yet: see
         `replace`.
 
@@ -444,7 +446,7 @@ class SourceServer:
             await uncut(self._take_back(held))
             raise
 
-    async def replace(self, held: HeldModel) -> None:
+    async def replace(self, held: SourceModel) -> None:
         """Register what `offer_beside` serves as an update. Then retire what it replaces.
 
         Do not cancel this: what may have been published is not taken back, since no reader that
@@ -476,7 +478,7 @@ class SourceServer:
         """
         return "" if self.registrar is None else await self.registrar.named_revision(key)
 
-    async def _take_back(self, held: HeldModel) -> None:
+    async def _take_back(self, held: SourceModel) -> None:
         for each in (held, *held.companions):
             if each.source_id in self._servicer.models:
                 await self.retirement.retire(each.source_id, 0.0)
@@ -520,7 +522,7 @@ class SourceServer:
 
         await uncut(exposed())
 
-    def record(self, held: HeldModel) -> SourceRecord:
+    def record(self, held: SourceModel) -> SourceRecord:
         """Return the record of a model that was served; once withdrawn it has no transports."""
         served = self._servicer.models.get(held.source_id)
         transports = () if served is None or served.newer else served.transports
@@ -529,7 +531,7 @@ class SourceServer:
         record = held.record(self.endpoint, place, transports, self._servicer.state)
         return replace(record, requests_port=0 if held.is_companion else self.requests_port)
 
-    def _record(self, served: Served) -> SourceRecord:
+    def _record(self, served: ExposedModel) -> SourceRecord:
         return self.record(served.held)
 
     async def accept_requests(self, port: int) -> None:

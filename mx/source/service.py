@@ -16,7 +16,7 @@ from mx.log import event
 from mx.source.doubts import Doubts
 from mx.source.grants import Grants
 from mx.source.requests import answer, check_open, first_message, principal_of
-from mx.source.served import Served
+from mx.source.served import ExposedModel
 from mx.swarm.stream import PeerStream
 from mx.wire.pages import page_messages
 from mx.wire.v1 import peer_pb2
@@ -36,7 +36,7 @@ class PeerServicer:
 
     def __init__(
         self,
-        record_of: Callable[[Served], SourceRecord],
+        record_of: Callable[[ExposedModel], SourceRecord],
         doubts: Doubts,
         grants: Grants,
     ) -> None:
@@ -46,7 +46,7 @@ class PeerServicer:
             doubts: Hashes again what readers found wrong.
             grants: The grants of the process.
         """
-        self.models: dict[str, Served] = {}
+        self.models: dict[str, ExposedModel] = {}
         self.grants = grants
         self.streams = 0  # the number of open swarm streams
         #: Who may pull what, where clients show certificates.
@@ -72,7 +72,7 @@ class PeerServicer:
         return self.access is None or self.access.allows(self.access.caller(context), _PULL, name)
 
     @contextmanager
-    def _pulling(self, context: Any, served: Served | None) -> Iterator[str]:
+    def _pulling(self, context: Any, served: ExposedModel | None) -> Iterator[str]:
         """Yield the principal that may pull a model; "" without certificates. The block is
         cancelled when a new policy ends its right. Raises PeerUntrustedError."""
         if self.access is None or served is None:
@@ -244,7 +244,7 @@ class PeerServicer:
                 exposure.close()
         served.participant.withdrawn()
 
-    def remove(self, source_id: str) -> Served | None:
+    def remove(self, source_id: str) -> ExposedModel | None:
         """Remove a source, and return it. Later requests for it get the generation that has
         replaced it, if there is one."""
         served = self.models.pop(source_id, None)
@@ -284,7 +284,7 @@ class PeerServicer:
             return peer_pb2.Stale(generation=served.held.generation)
         return _stale_of(served) if served.newer else None
 
-    def _find(self, request: peer_pb2.OpenRequest) -> Served:
+    def _find(self, request: peer_pb2.OpenRequest) -> ExposedModel:
         served = self.models.get(request.source_id)
         if served is None or served.held.manifest.ref.identity != request.identity:
             raise PeerRefusedError("this process does not hold that model")
@@ -293,5 +293,5 @@ class PeerServicer:
         return served
 
 
-def _stale_of(served: Served) -> peer_pb2.Stale:
+def _stale_of(served: ExposedModel) -> peer_pb2.Stale:
     return peer_pb2.Stale(generation=served.newer, changed=served.changed)

@@ -19,7 +19,7 @@ from mx.core.types import Layout
 
 
 @dataclass(frozen=True)
-class Filled:
+class ArenaDigests:
     """The digests that were computed while an arena was filled.
 
     `roots` has the root of each tensor. `pages` has the digests of each layer's blocks, 32 bytes
@@ -109,7 +109,7 @@ class Landing:
         if over and self._on_layer is not None:
             self._on_layer(layer)
 
-    def inherit(self, index: int, before: Filled) -> None:
+    def inherit(self, index: int, before: ArenaDigests) -> None:
         """Take over the digests of a tensor that has not changed.
 
         Args:

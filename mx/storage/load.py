@@ -15,7 +15,7 @@ from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.storage.disk_file import Stamp
-from mx.storage.landing import Filled
+from mx.storage.landing import ArenaDigests
 from mx.storage.reader import fill, hash_in_place
 from mx.storage.safetensors import Checkpoint
 from mx.threads import Threads
@@ -46,7 +46,7 @@ class HostDestination:
 class LoadedCheckpoint(Generic[A]):
     """A checkpoint in memory: its manifest, the digests of all blocks, and the arena.
 
-    `shortcuts` and `stamps` are as in `mx.storage.landing.Filled`.
+    `shortcuts` and `stamps` are as in `mx.storage.landing.ArenaDigests`.
     """
 
     manifest: Manifest
@@ -160,7 +160,7 @@ def _fill_device(
     threads: int,
     progress: Callable[[int], None] | None,
     cancelled: Callable[[], bool],
-) -> Filled:
+) -> ArenaDigests:
     """Have a store write to a GPU's memory by itself, and hash there."""
     left = {tensor.name: tensor for tensor in layout.tensors}
     reads: list[tuple[Any, int, DeviceView]] = []
@@ -207,7 +207,7 @@ def hash_opened(
         cancelled: Called while reading; returning True stops it.
 
     Returns:
-        The manifest; the stamps as in `mx.storage.landing.Filled`.
+        The manifest; the stamps as in `mx.storage.landing.ArenaDigests`.
 
     Raises:
         MxError: As `load_opened`, but for memory.
@@ -234,7 +234,7 @@ def _hashing(threads: int, cancelled: Callable[[], bool]) -> Callable[[str, Chec
 def _manifest_of(
     checkpoint: Checkpoint,
     layout: Layout,
-    filled: Filled,
+    filled: ArenaDigests,
     read_companion: Callable[[str, Checkpoint], Manifest],
 ) -> Manifest:
     companions = []

@@ -21,7 +21,7 @@ from mx.core.types import Layout
 from mx.errors import CapacityError, ClosedError
 from mx.memory.arena import MakeHasher, host_hasher
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
-from mx.storage.landing import Filled, Landing
+from mx.storage.landing import ArenaDigests, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
 from mx.threads import Threads
@@ -49,7 +49,7 @@ def fill(
     progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
-) -> Filled:
+) -> ArenaDigests:
     """Read every tensor of a checkpoint to its place in `destination`, hashing it on the way.
 
     Padding is not written. Apart from `destination` this needs buffers of 16 MiB, or of a MiB for
@@ -126,7 +126,7 @@ def fill_from_tensors(
     shortcuts: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
-) -> Filled:
+) -> ArenaDigests:
     """Copy tensors from memory to their places in `destination`, hashing the copies on the way.
 
     Args:
@@ -170,9 +170,9 @@ def hash_in_place(
     hasher: MakeHasher = host_hasher,
     *,
     only: Collection[str] | None = None,
-    before: Filled | None = None,
+    before: ArenaDigests | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Filled:
+) -> ArenaDigests:
     """Hash tensors where they are: in host memory with their shortcut digests, on a GPU without.
 
     Args:
@@ -308,7 +308,7 @@ class _FillJob:
         if self._was_cancelled:
             raise ClosedError("reading was cancelled")
 
-    def filled(self) -> Filled:
+    def filled(self) -> ArenaDigests:
         """Return the digests, once everything has landed."""
         landing = self.landing
-        return Filled(landing.roots(), landing.pages(), landing.shortcuts())
+        return ArenaDigests(landing.roots(), landing.pages(), landing.shortcuts())

@@ -15,7 +15,7 @@ from mx.errors import MxError, PeerProtocolError
 from mx.transport import TlsFiles
 from mx.wire.address import host_of
 from mx.wire.channel import Remote, Role, cut, dial
-from mx.wire.rpc import Malformed, Stub
+from mx.wire.rpc import MalformedMessage, Stub
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
@@ -92,7 +92,7 @@ class PeerStream:
             message = await self._read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return None
-        if isinstance(message, Malformed):
+        if isinstance(message, MalformedMessage):
             raise message.error()
         return message if isinstance(message, SwarmMessage) else None
 

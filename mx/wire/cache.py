@@ -40,7 +40,7 @@ class WantedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldAt:
+class CachedModelAddress:
     """A model that the cache holds, and the HOST:PORT where it is read."""
 
     model: ModelKey
@@ -111,7 +111,7 @@ class CacheClient:
         self,
         wanted: WantedModel,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> HeldAt | str:
+    ) -> CachedModelAddress | str:
         """Ask the cache to hold a model, and wait until it does.
 
         Args:
@@ -144,7 +144,7 @@ class CacheClient:
                         key = codec.key_from_wire(answer.held.model)
                         ref = codec.ref_from_wire(answer.held.manifest)
                         planned_here(ref.layout_version, f"the cache holds {key}", self.remote)
-                        return HeldAt(key, ref, answer.held.endpoint)
+                        return CachedModelAddress(key, ref, answer.held.endpoint)
                     case "not_held":
                         return str(answer.not_held.reason)
                     case _:
@@ -181,7 +181,7 @@ class CacheServicer:
 
     def __init__(
         self,
-        hold: Callable[[WantedModel, list[tuple[int, int]]], Awaitable[HeldAt]],
+        hold: Callable[[WantedModel, list[tuple[int, int]]], Awaitable[CachedModelAddress]],
         status: Callable[[], Awaitable[CacheStatus]],
     ) -> None:
         """
@@ -222,7 +222,7 @@ class CacheServicer:
         return codec.by_name(pb.CacheStatusResponse, status, models=models)
 
 
-def _answer(holding: asyncio.Future[HeldAt]) -> pb.HoldEvent:
+def _answer(holding: asyncio.Future[CachedModelAddress]) -> pb.HoldEvent:
     try:
         held = holding.result()
     except MxError as error:
@@ -230,6 +230,6 @@ def _answer(holding: asyncio.Future[HeldAt]) -> pb.HoldEvent:
     return pb.HoldEvent(held=_with_model(pb.Held, held))
 
 
-def _with_model(kind: Callable[..., _T], value: CachedModel | HeldAt) -> _T:
+def _with_model(kind: Callable[..., _T], value: CachedModel | CachedModelAddress) -> _T:
     model, manifest = codec.key_to_wire(value.model), codec.ref_to_wire(value.ref)
     return codec.by_name(kind, value, model=model, manifest=manifest)

@@ -20,11 +20,11 @@ from mx.wire.channel import Remote, Role
 from mx.wire.coordinators import Coordinators, Link
 from mx.wire.listing import Lists, SourceStatus, WatchUpdate, bundle_status, update_from_wire
 from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
-from mx.wire.registering import Registered, SourceCalls
+from mx.wire.registering import RegisterAnswer, SourceCalls
 from mx.wire.status import planned_here
 from mx.wire.v1 import coordinator_pb2 as pb
 
-__all__ = ["CoordinatorClient", "Registered", "Resolution"]
+__all__ = ["CoordinatorClient", "RegisterAnswer", "Resolution"]
 
 
 class Resolution(NamedTuple):
@@ -32,9 +32,9 @@ class Resolution(NamedTuple):
 
     `documents` are the verified documents that came with the answer: all of a small manifest, none
     of a large one. Of many sources an answer names some: `source_count` is how many there are.
-    `newest` and `older` are as in `mx.core.answers.Resolved`; an older coordinator says neither.
-    `seen` is to be sent with later questions for the name. `vouch` is what its owner says of the
-    weights, which was not verified.
+    `newest` and `older` are as in `mx.core.answers.ResolveAnswer`; an older coordinator says
+    neither. `seen` is to be sent with later questions for the name. `vouch` is what its owner says
+    of the weights, which was not verified.
     """
 
     model: ModelKey

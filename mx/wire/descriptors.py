@@ -74,7 +74,7 @@ def in_use() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedConnections:
     """What `AcceptedConnections.make_room` has done: `count` connections were ended, most of them
     from `address`, while `used` of `limit` descriptors were in use."""
 
@@ -121,7 +121,7 @@ class AcceptedConnections:
         """Return True if few descriptors may be left for connections."""
         return in_use() > self._part(_CROWDED)
 
-    def make_room(self, busy: frozenset[str]) -> Ended | None:
+    def make_room(self, busy: frozenset[str]) -> EndedConnections | None:
         """End connections, if few descriptors are left.
 
         The addresses with the most connections lose theirs until all is level: first those without
@@ -158,7 +158,9 @@ class AcceptedConnections:
                 random.shuffle(found)
                 for descriptor in found[: share - ended[address]]:
                     ended[address] += self._end(descriptor)
-        return Ended(used, limit(), ended.total(), ended.most_common(1)[0][0] if ended else "")
+        return EndedConnections(
+            used, limit(), ended.total(), ended.most_common(1)[0][0] if ended else ""
+        )
 
     def end(self, peers: frozenset[str], flooding: frozenset[str], spared: frozenset[str]) -> None:
         """End connections, which are named as gRPC names their other ends. Blocks; call it on a

@@ -38,7 +38,7 @@ from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, files_of, translate
 from mx.wire.pacing import Pacer
 from mx.wire.place import place_to_wire
-from mx.wire.rpc import Malformed, Stub
+from mx.wire.rpc import MalformedMessage, Stub
 from mx.wire.status import in_plain_words
 from mx.wire.tls import diagnose
 from mx.wire.v1 import peer_pb2
@@ -55,7 +55,7 @@ _GIVE_BACK_S = 1.0
 _MOVE_AGAIN_S = 5.0
 
 
-class Granted(NamedTuple):
+class GrantAnswer(NamedTuple):
     """What a source grants: a ticket for each transport, and the size of each region."""
 
     grant_id: str
@@ -121,7 +121,7 @@ class Lease:
         #: True once the source has reported that other pulls read there too.
         self.coordinated = False
 
-    async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
+    async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> GrantAnswer:
         """Get a grant. Called once.
 
         Args:
@@ -168,7 +168,7 @@ class Lease:
         self._valid_until_s = sent_at_s + self._lease_s
         self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
         self._listener = asyncio.create_task(self._listen(), name="mx-lease-events")
-        return Granted(
+        return GrantAnswer(
             granted.grant_id,
             granted.generation,
             {ticket.transport: ticket.ticket for ticket in granted.tickets},
@@ -214,7 +214,7 @@ class Lease:
 
     async def _next(self) -> Any:
         event = await self._call.read()
-        if isinstance(event, Malformed):
+        if isinstance(event, MalformedMessage):
             raise event.error()
         if not isinstance(event, peer_pb2.OpenEvent):
             raise await self._ending()

@@ -74,7 +74,7 @@ class LocateRequest:
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedModel:
     """A model that was found.
 
     All `sources` hold the weights of `ref`, or parts of them; their files may differ. `inlined` are
@@ -130,7 +130,7 @@ class Locator:
         """True if it looks models up at the coordinator, False if at a peer."""
         return self._where.peer is None
 
-    async def locate(self) -> Located:
+    async def locate(self) -> LocatedModel:
         """Return the model and its sources.
 
         Raises:
@@ -183,7 +183,7 @@ class Locator:
         `CoordinatorClient.layout_version`."""
         return await self._coordinator().layout_version(key)
 
-    async def again(self, located: Located) -> list[SourceRecord]:
+    async def again(self, located: LocatedModel) -> list[SourceRecord]:
         """Return the sources that hold the located weights, or parts of them, now. Raises as
         `locate`."""
         if self._where.peer is not None:
@@ -211,7 +211,7 @@ class Locator:
             )
         return self._client
 
-    async def _describe(self, address: str) -> Located:
+    async def _describe(self, address: str) -> LocatedModel:
         where = self._where
         check_pin_of(where.name)
         name, _, pin = where.name.partition("@")
@@ -243,7 +243,7 @@ class Locator:
         planned_here(ref.layout_version, f"{address} holds {found[0].model}", remote)
         return _located(found[0].model, ref, found, {}, found[0].vouch)
 
-    async def documents(self, located: Located) -> dict[bytes, bytes]:
+    async def documents(self, located: LocatedModel) -> dict[bytes, bytes]:
         """Fetch the manifest's documents: from the coordinator, else from any source.
 
         Returns:
@@ -285,7 +285,7 @@ class Locator:
             raise _none_served(what, self.name, causes)
         return found
 
-    async def side_files(self, manifest: Manifest, located: Located) -> dict[bytes, bytes]:
+    async def side_files(self, manifest: Manifest, located: LocatedModel) -> dict[bytes, bytes]:
         """Fetch the side files into memory. Only sources with the same files hold them.
 
         Returns:
@@ -422,10 +422,10 @@ def _located(
     sources: Sequence[SourceRecord],
     inlined: Mapping[bytes, bytes],
     vouch: bytes,
-) -> Located:
+) -> LocatedModel:
     """Return an answer with only those sources that hold these weights."""
     same = [source for source in sources if source.ref.same_weights(ref)]
-    return Located(key, ref, tuple(same), inlined, vouch=vouch)
+    return LocatedModel(key, ref, tuple(same), inlined, vouch=vouch)
 
 
 def check_pin_of(name: str) -> None:

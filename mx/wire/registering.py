@@ -38,7 +38,7 @@ _REFUSED_BACKOFF_S = 10.0
 _NONCES = 3
 
 
-class Registered(NamedTuple):
+class RegisterAnswer(NamedTuple):
     """The answer to `register`.
 
     `model` is the key that the source is listed under: for an update it has a new revision. With
@@ -90,7 +90,7 @@ class SourceCalls:
         documents: Mapping[bytes, bytes],
         *,
         name_key: NameKey | None = None,
-    ) -> Registered:
+    ) -> RegisterAnswer:
         """List a source, or list it again.
 
         Uploads those of the source's documents, in pages, that the coordinator lacks.
@@ -116,7 +116,7 @@ class SourceCalls:
         self._secrets[record.source_id] = registration.secret
         self._epochs[record.source_id] = answer.coordinator_epoch
         self._marked(answer.mark)
-        return Registered(
+        return RegisterAnswer(
             answer.lease_s,
             answer.coordinator_epoch,
             model,
@@ -217,7 +217,7 @@ class SourceCalls:
             news: Set when the record has changed, so that the next heartbeat comes at once.
             on_state: Called as on_state(registered, why) on each change of state, and of the kind
                 of error that keeps the source from being registered.
-            on_pin_only: Called with each answer's `pin_only`, see `Registered`.
+            on_pin_only: Called with each answer's `pin_only`, see `RegisterAnswer`.
             on_receipt: Called with each receipt that takes the place of the one before.
             on_outdated: Called with the revision that the source has to update, so that its name
                 means it.

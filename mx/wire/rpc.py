@@ -1,7 +1,8 @@
 """Calls: each begins with the versions of both sides, and messages that do not parse are errors.
 
 gRPC turns a request that does not parse into UNKNOWN and an answer that does not parse into None,
-and logs a traceback for both. Here such a message becomes a `Malformed`, which raises on first use.
+and logs a traceback for both. Here such a message becomes a `MalformedMessage`, which raises on
+first use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mx.errors import MxError
 from mx.wire.status import Remote, check_versions, foreign
 
 
-class Malformed:
+class MalformedMessage:
     """A message that did not parse: reading any field of it raises `error()`."""
 
     def __init__(self, error: Callable[[], MxError]) -> None:
@@ -35,7 +36,8 @@ def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes
 
     Args:
         message: The type.
-        error: Makes the error of the `Malformed` that stands for a message that does not parse.
+        error: Makes the error of the `MalformedMessage` that stands for a message that does not
+            parse.
     """
     message_class = GetMessageClass(message)
 
@@ -43,7 +45,7 @@ def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes
         try:
             return message_class.FromString(data)
         except DecodeError:
-            return Malformed(error)
+            return MalformedMessage(error)
 
     return parse
 

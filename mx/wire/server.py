@@ -49,7 +49,7 @@ from mx.wire.calls import Calls, ServerCall
 from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
 from mx.wire.descriptors import most_connections
 from mx.wire.ports import require_free, why_not_unix
-from mx.wire.rpc import Malformed, parser
+from mx.wire.rpc import MalformedMessage, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.upkeep import Upkeep
 
@@ -143,7 +143,7 @@ class Listening:
 
 
 def _checked(request: object) -> object:
-    if isinstance(request, Malformed):
+    if isinstance(request, MalformedMessage):
         raise request.error()
     return request
 

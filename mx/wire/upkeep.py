@@ -9,7 +9,7 @@ from mx.log import Throttle, event
 from mx.runtime import in_thread
 from mx.wire.address import address_of_peer
 from mx.wire.calls import UNREAD_S, Calls
-from mx.wire.descriptors import AcceptedConnections, Ended
+from mx.wire.descriptors import AcceptedConnections, EndedConnections
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.2
@@ -92,7 +92,7 @@ class Upkeep:
             if self._ended.passes((what, address)) is not None:
                 event(_log, f"connections.{what}", address=address, text=text)
 
-    def _say_crowded(self, ended: Ended) -> None:
+    def _say_crowded(self, ended: EndedConnections) -> None:
         if self._ended.passes("crowded") is not None:
             event(
                 _log,

@@ -21,7 +21,7 @@ from mx.core.topology import Place
 from mx.core.types import ModelKey
 from mx.errors import CoordinatorError
 from mx.memory.arena import HostArena
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.source.server import SourceServer
 from mx.storage.load import load_opened
 from mx.storage.safetensors import open_checkpoint
@@ -104,7 +104,7 @@ class Fickle:
         transports = {name: _Remembering(t) for name, t in common.transports().items()}
         self._transports += transports.values()
         self._memory.append(loaded.arena.view)
-        held = HeldModel(
+        held = SourceModel(
             ModelKey(model),
             loaded.manifest,
             loaded.arena,

@@ -44,7 +44,7 @@ from mx.core.pages import Pages
 from mx.core.types import Layout, Manifest, ModelKey, SourceRole, TableRow
 from mx.memory.arena import MemfdArena
 from mx.source.limits import SourceLimits
-from mx.source.model import HeldModel, hold_checkpoint
+from mx.source.model import SourceModel, hold_checkpoint
 from mx.source.server import SourceOptions, SourceServer
 from mx.source.service import PeerServicer
 from mx.transport import ScatteredView, host_view
@@ -238,7 +238,7 @@ def become(uid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its /proc is root's
 
 
-def offer_once(options: SourceOptions, held: HeldModel) -> None:
+def offer_once(options: SourceOptions, held: SourceModel) -> None:
     """Import all that offering takes, which another user may not be able to read."""
     loop = runtime.acquire()
     server = loop.run(api.start_source(options, TRANSPORTS))
@@ -272,7 +272,7 @@ def change_some(layout: Layout, view: memoryview, how: str) -> None:
             change(first, how, chosen)
 
 
-def held_model(lies: Mapping[str, Any]) -> HeldModel:
+def held_model(lies: Mapping[str, Any]) -> SourceModel:
     honest = hold_checkpoint(
         Path(lies["checkpoint"]),
         ModelKey(lies["model"]),
@@ -307,16 +307,16 @@ def held_model(lies: Mapping[str, Any]) -> HeldModel:
     return held
 
 
-def misplace(held: HeldModel) -> None:
+def misplace(held: SourceModel) -> None:
     """Register rows that say of all layers that they are where the first one is, and send that."""
     layers, arena = held.manifest.layout.layers, host_view(held.arena.view)
     rows = [TableRow(layer.index, 0, layer.nbytes, 0, 0) for layer in layers]
     spans = [arena[: layer.nbytes] for layer in layers]
     begins = [layer.arena_offset for layer in layers]
     places = ExtentMap.of_rows(held.manifest.layout, rows)
-    lie(HeldModel, "scattered", property(lambda self: True))
-    lie(HeldModel, "places", lambda self: places)
-    lie(HeldModel, "view", lambda self: ScatteredView.over(begins, spans, len(arena)))
+    lie(SourceModel, "scattered", property(lambda self: True))
+    lie(SourceModel, "places", lambda self: places)
+    lie(SourceModel, "view", lambda self: ScatteredView.over(begins, spans, len(arena)))
 
 
 def source_id(number: int) -> str:

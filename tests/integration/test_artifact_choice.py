@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import mx
 from mx import config
 from mx.artifacts import carry, choosing, environment, package
-from mx.artifacts.trust import Signed, public_key, shown_key
+from mx.artifacts.trust import SignedDocument, public_key, shown_key
 from mx.artifacts.using import Obtained, obtain, staging
 from mx.core.artifact_names import listed_name
 from mx.errors import ConfigError
@@ -57,7 +57,7 @@ class Offer:
 
     wrong: str
     says: str
-    signed: Signed
+    signed: SignedDocument
 
 
 #: What can be wrong with a set that is listed for the model, and what is said then.

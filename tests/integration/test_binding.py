@@ -32,7 +32,7 @@ from mx.errors import (
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.namekey import NameKey
-from mx.source.model import HeldModel, lend_tensors
+from mx.source.model import SourceModel, lend_tensors
 from mx.source.server import SourceServer
 from mx.transport import host_view
 from mx.wire.documents import DocumentsServicer
@@ -84,7 +84,7 @@ def coordinating(
 
 
 @contextmanager
-def serving(held: HeldModel, coordinator: str) -> Iterator[SourceServer]:
+def serving(held: SourceModel, coordinator: str) -> Iterator[SourceServer]:
     options = api.source_options(SETTINGS, name_key=KEY)
     server = run(api.start_source(options, plugins.transports()))
     try:
@@ -94,7 +94,7 @@ def serving(held: HeldModel, coordinator: str) -> Iterator[SourceServer]:
         run(server.close())
 
 
-def lent(name: str) -> HeldModel:
+def lent(name: str) -> SourceModel:
     """The weights of `held_model`, lent where they are: in no layout's order."""
     held = held_model(name)
     memory = tensors(held.manifest, host_view(held.arena.view))
@@ -112,7 +112,7 @@ def tensors(manifest: Any, arena: memoryview) -> dict[str, bytes]:
     }
 
 
-def expect_right(name: str, coordinator: str, held: HeldModel, **options: Any) -> api.PullReport:
+def expect_right(name: str, coordinator: str, held: SourceModel, **options: Any) -> api.PullReport:
     """Pull, and compare every tensor."""
     expected = tensors(held.manifest, host_view(held.arena.view))
     with api.pull(name, coordinator=coordinator, settings=SETTINGS, **options) as pull:
@@ -217,7 +217,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         expect_right("m", address, held)
 
 
-def other_weights(name: str) -> HeldModel:
+def other_weights(name: str) -> SourceModel:
     def change(view: memoryview) -> None:
         view[0] ^= 1
 

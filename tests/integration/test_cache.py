@@ -29,7 +29,7 @@ from mx.fleet.cache_keeper import Id, Keeper
 from mx.fleet.caching import cache, cached
 from mx.fleet.offering import ask_offered, offer, pull_offered
 from mx.units import MIB
-from mx.wire.cache import CacheClient, HeldAt, WantedModel
+from mx.wire.cache import CacheClient, CachedModelAddress, WantedModel
 from tests.support.caching import Caching, origin, start_cache, unavailable
 from tests.support.commands import Command, Run, commands, start_coordinator
 
@@ -75,10 +75,10 @@ def attached(pull: api.Pull) -> bool:
     return all(path.attached for path in pull.wait(60).paths)
 
 
-def ask(caching: Caching, wanted: WantedModel) -> HeldAt | str:
+def ask(caching: Caching, wanted: WantedModel) -> CachedModelAddress | str:
     """Ask the cache itself."""
 
-    async def asking() -> HeldAt | str:
+    async def asking() -> CachedModelAddress | str:
         client = CacheClient(str(caching.socket), timeout_s=5.0)
         try:
             return await client.hold(wanted)

@@ -15,7 +15,7 @@ import pytest
 
 from mx.artifacts.caches import lay_out, scan, variables
 from mx.artifacts.environment import CPU_FIELDS, differences, here
-from mx.artifacts.recording import Recorded, record, recorded
+from mx.artifacts.recording import FolderContent, record, recorded
 from mx.errors import ArtifactError
 
 pytest.importorskip("torch")
@@ -47,7 +47,7 @@ print(json.dumps({"sum": round(float(y.sum()), 2), "state": found.state, "hits":
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Mapping[str, bytes]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[FolderContent, Mapping[str, bytes]]:
     """A recorded cache, whose own folder is gone."""
     folder = tmp_path_factory.mktemp("recording") / "caches"
     assert record(folder, [sys.executable, "-c", CODE]) == 0
@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Mapping[st
 
 
 def run(
-    made: tuple[Recorded, Mapping[str, bytes]], root: Path, python: str = sys.executable,
+    made: tuple[FolderContent, Mapping[str, bytes]], root: Path, python: str = sys.executable,
     **environ: str,
 ) -> dict[str, Any]:  # fmt: skip
     found, data = made
@@ -77,7 +77,7 @@ def run(
 
 @pytest.mark.timeout(600)
 def test_a_second_process_makes_no_new_object(
-    made: tuple[Recorded, Mapping[str, bytes]], tmp_path: Path
+    made: tuple[FolderContent, Mapping[str, bytes]], tmp_path: Path
 ) -> None:
     assert differences(here(names=made[0].environment), made[0].environment) == []
     assert any(file.path.endswith(".so") for file, _ in made[0].files)
@@ -91,7 +91,7 @@ def test_a_second_process_makes_no_new_object(
 
 @pytest.mark.timeout(600)
 def test_hits_where_all_is_compiled_again_are_partly(
-    made: tuple[Recorded, Mapping[str, bytes]], tmp_path: Path
+    made: tuple[FolderContent, Mapping[str, bytes]], tmp_path: Path
 ) -> None:
     """Another path of the same torch is in the keys of all objects, and in no hit counter."""
     elsewhere = tmp_path / "venv"

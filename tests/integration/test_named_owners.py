@@ -418,13 +418,13 @@ def test_a_process_that_stops_as_it_writes_is_not_waited_for(
 ) -> None:
     folder = tmp_path / "mx"
     monkeypatch.setattr(folder_index, "LOCK_S", 0.2)
-    assert owners._remembered(folder, "owner-x", owners._Said(1)).issued_us == 1
+    assert owners._remembered(folder, "owner-x", owners._OwnerStatement(1)).issued_us == 1
     fd = folder_index.opened(folder, make=False)
     try:
         with folder_index.locked(fd, "owner-x"):
             owners._say_forgotten.cache_clear()
-            kept = owners._remembered(folder, "owner-x", owners._Said(2))
+            kept = owners._remembered(folder, "owner-x", owners._OwnerStatement(2))
     finally:
         os.close(fd)
     assert kept.issued_us == 1 and "is not remembered" in caplog.text
-    assert owners._remembered(folder, "owner-x", owners._Said(2)).issued_us == 2
+    assert owners._remembered(folder, "owner-x", owners._OwnerStatement(2)).issued_us == 2

@@ -28,7 +28,7 @@ from mx.errors import (
 from mx.transport import Grant, TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
-from mx.wire.lease import Granted, Lease
+from mx.wire.lease import GrantAnswer, Lease
 from mx.wire.listing import WatchKind
 from mx.wire.rpc import Stub
 from mx.wire.status import Remote, Role, translating
@@ -156,7 +156,9 @@ def test_a_policy_needs_certificates_and_no_mistakes(site: Site, checkpoint: Pat
 
 
 @asynccontextmanager
-async def _granted(endpoint: str, tls: TlsFiles, record: SourceRecord) -> AsyncIterator[Granted]:
+async def _granted(
+    endpoint: str, tls: TlsFiles, record: SourceRecord
+) -> AsyncIterator[GrantAnswer]:
     channel = dial(endpoint, tls=tls)
     lease = Lease(channel, record, lambda: None, tls=tls)
     try:

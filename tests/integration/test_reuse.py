@@ -14,7 +14,7 @@ from mx.core import reuse
 from mx.core.pages import Pages
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
-from mx.source.model import HeldModel, hold_tensors
+from mx.source.model import SourceModel, hold_tensors
 from mx.transport import host_view
 from mx.units import MIB
 from tests.support.described import describe
@@ -162,7 +162,7 @@ def test_layers_are_the_same_however_they_are_cut_and_named() -> None:
     large, small = _held(base), _held(renamed)
     in_chunks(large.manifest, 16 * MIB)
     try:
-        held = reuse.HeldWeights(large.manifest, large.pages, host_view(large.arena.view))
+        held = reuse.ReusableWeights(large.manifest, large.pages, host_view(large.arena.view))
         copies = reuse.same_chunks(small.manifest, small.pages, [held])
         assert copies.keys() == set(range(len(small.manifest.grid)))
         unknown = held._replace(pages=Pages(large.manifest))
@@ -173,7 +173,7 @@ def test_layers_are_the_same_however_they_are_cut_and_named() -> None:
         small.arena.release()
 
 
-def _held(tensors: Weights) -> HeldModel:
+def _held(tensors: Weights) -> SourceModel:
     return hold_tensors(*describe(tensors), ModelKey("m"))
 
 

@@ -29,7 +29,7 @@ from mx.core.types import SourceRecord
 from mx.errors import BindingError, ConfigError, MxError, UnknownModelError
 from mx.namekey import NameKey
 from mx.wire.channel import Remote, Role, dial, translating
-from mx.wire.client import CoordinatorClient, Registered
+from mx.wire.client import CoordinatorClient, RegisterAnswer
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.support.commands import free_port
@@ -171,7 +171,7 @@ class Owner:
             made = replace(made, model=before.model)
         intent = {"replaces": before.model.revision} if update and before else {}
 
-        async def ask() -> Registered:
+        async def ask() -> RegisterAnswer:
             return await register_at(
                 self.client(), made, by_digest(documents), source_secret=self._secret,
                 name_key=self._key, **intent,

@@ -37,7 +37,7 @@ from mx.errors import (
 )
 from mx.source import registrar as registrar_module
 from mx.source.registrar import Registrar
-from mx.wire.client import Registered
+from mx.wire.client import RegisterAnswer
 from tests.support.owners import commitment_of
 from tests.support.records import make_documents, make_record
 
@@ -176,7 +176,7 @@ class Client:
 
     async def register(
         self, asked: Registration, documents: Any, *, name_key: Any = None
-    ) -> Registered:
+    ) -> RegisterAnswer:
         await asyncio.sleep(0.01)
         world, intent, record = self._world, asked.intent, asked.record
         if name_key is not None:
@@ -192,7 +192,7 @@ class Client:
         self._epochs[record.source_id] = world.coordinator.store.epoch
         self._mark = world.coordinator.mark
         receipt: Any = world.told(answer.receipt)
-        return Registered(
+        return RegisterAnswer(
             LEASE_S, world.coordinator.store.epoch, answer.record.model, answer.record.pin_only,
             receipt, answer.owner, published_s=answer.published_s,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mx.artifacts import package
 from mx.artifacts.document import COMPILE_CACHE, ArtifactFile, Blob, Document
-from mx.artifacts.trust import Signed, public_key, shown_key, sign
+from mx.artifacts.trust import SignedDocument, public_key, shown_key, sign
 
 MADE_S = 1_700_000_000
 
@@ -41,7 +41,7 @@ def write(
     model: str = "m",
     environment: Mapping[str, str] | None = None,
     created_s: int = MADE_S,
-) -> Signed:
+) -> SignedDocument:
     """Write a set's file, and return its document."""
     described = document(contents, model=model, environment=environment, created_s=created_s)
     signed = sign(described, key)

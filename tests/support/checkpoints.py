@@ -16,7 +16,7 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Layout, Manifest
-from mx.storage.landing import Filled
+from mx.storage.landing import ArenaDigests
 from mx.storage.reader import SPAN_BYTES, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.writer import CheckpointWriter
@@ -96,7 +96,7 @@ def make_arena(layout: Layout) -> memoryview:
     return view[:nbytes]
 
 
-def loaded(path: Path, *, threads: int = 2) -> tuple[Checkpoint, Layout, memoryview, Filled]:
+def loaded(path: Path, *, threads: int = 2) -> tuple[Checkpoint, Layout, memoryview, ArenaDigests]:
     checkpoint = open_checkpoint(path)
     layout = plan_layout(checkpoint.specs, checkpoint.aliases)
     arena = make_arena(layout)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from mx.core.grid import ChunkGrid
 from mx.core.types import ManifestRef
-from mx.core.wanted import BlockRange, Wanted
+from mx.core.wanted import BlockRange, WantedBlocks
 
 TIMEOUT_S = 60.0
 
 
-def all_of(grid: ChunkGrid) -> Wanted:
+def all_of(grid: ChunkGrid) -> WantedBlocks:
     """Return all blocks, each to be read aside."""
-    return Wanted(grid, {c: [BlockRange(0, grid.block_count(c), True)] for c in range(len(grid))})
+    return WantedBlocks(
+        grid, {c: [BlockRange(0, grid.block_count(c), True)] for c in range(len(grid))}
+    )
 
 
 def ref_of(name: str) -> ManifestRef:

@@ -14,7 +14,7 @@ from mx.core.pages import Pages
 from mx.core.types import ModelKey, Packaging
 from mx.memory.arena import MemfdArena
 from mx.source.doubts import Doubts
-from mx.source.model import HeldModel
+from mx.source.model import SourceModel
 from mx.transport import host_view
 from mx.units import MIB
 from tests.support.hashing import pages_of, roots_of, shortcuts_of
@@ -24,7 +24,7 @@ LAYERS = 12
 LAYER_NBYTES = 2 * MIB
 
 
-def held_model(name: str, *, corrupt: Callable[[memoryview], None] | None = None) -> HeldModel:
+def held_model(name: str, *, corrupt: Callable[[memoryview], None] | None = None) -> SourceModel:
     """12 layers of 2 MiB with right digests; `corrupt` changes the bytes after hashing."""
     specs = [
         manifests.TensorSpec(f"model.layers.{index}.mlp.weight", "U8", (LAYER_NBYTES,))
@@ -39,10 +39,10 @@ def held_model(name: str, *, corrupt: Callable[[memoryview], None] | None = None
     if corrupt is not None:
         corrupt(arena.view)
     arena.seal()
-    return HeldModel(ModelKey(name), manifest, arena, pages, shortcuts=shortcuts)
+    return SourceModel(ModelKey(name), manifest, arena, pages, shortcuts=shortcuts)
 
 
-def with_pages_to_match(held: HeldModel) -> HeldModel:
+def with_pages_to_match(held: SourceModel) -> SourceModel:
     """The same bytes with block digests made to fit them: only the identity shows it."""
     layout, view = held.manifest.layout, host_view(held.arena.view)
     pages = Pages.whole(held.manifest, pages_of(layout, view))
@@ -50,7 +50,7 @@ def with_pages_to_match(held: HeldModel) -> HeldModel:
 
 
 @contextmanager
-def offering(held: HeldModel, coordinator: str) -> Iterator[str]:
+def offering(held: SourceModel, coordinator: str) -> Iterator[str]:
     """Serve it, and insist that it is right when readers ask; yields the endpoint."""
     honest, loop = Doubts.add, runtime.acquire()
     try:

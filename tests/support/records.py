@@ -143,7 +143,7 @@ async def register_at(
     source_secret: bytes,
     name_key: NameKey | None = None,
     **intent: Any,
-) -> client_module.Registered:
+) -> client_module.RegisterAnswer:
     """Register a source at a coordinator."""
     asked = registration(record, source_secret, **intent)
     return await client.register(asked, documents, name_key=name_key)

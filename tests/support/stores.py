@@ -19,7 +19,7 @@ from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import encode
 from mx.coordinator.stores.kept import KeptStore
 from mx.coordinator.stores.sqlite import SqliteStore
-from mx.core.changes import Answered, Change, Entry, Meant
+from mx.core.changes import AnswerChange, Change, Entry, NameMeaning
 from mx.core.memory_store import MemoryStore
 from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import Store
@@ -215,8 +215,8 @@ class FollowedRegistry(Registry):
     def take_changes(self) -> list[Change]:
         return self._take(Change)
 
-    def take_meant(self) -> list[Meant]:
-        return self._take(Meant)
+    def take_meant(self) -> list[NameMeaning]:
+        return self._take(NameMeaning)
 
-    def take_answered(self) -> list[Answered]:
-        return self._take(Answered)
+    def take_answered(self) -> list[AnswerChange]:
+        return self._take(AnswerChange)

@@ -15,14 +15,14 @@ from mx.core.transfer_commands import (
     HandOut,
     LayerReady,
 )
-from mx.core.wanted import ASIDE_BYTES, BlockRange, Wanted
+from mx.core.wanted import ASIDE_BYTES, BlockRange, WantedBlocks
 from tests.support.transfer_machine import Known, land
 
 
 class Driver:
     """Carries out commands of a machine with wanted blocks, copies late, and checks them."""
 
-    def __init__(self, machine: TransferMachine, wanted: Wanted, known: Known) -> None:
+    def __init__(self, machine: TransferMachine, wanted: WantedBlocks, known: Known) -> None:
         self.machine, self.wanted, self.known = machine, wanted, known
         self.in_flight: dict[Part, int] = {}
         self.copying: list[Part] = []
@@ -96,7 +96,7 @@ def numbers(part: Part) -> set[tuple[int, int]]:
     return {(part.chunk, block) for block in range(part.begin, part.end)}
 
 
-def wanted_at_random(known: Known, rng: random.Random) -> Wanted:
+def wanted_at_random(known: Known, rng: random.Random) -> WantedBlocks:
     """Return some blocks of some chunks, in place or aside."""
     grid = known.grid
     ranges: dict[int, list[BlockRange]] = {}
@@ -112,4 +112,4 @@ def wanted_at_random(known: Known, rng: random.Random) -> Wanted:
                 found.append(BlockRange(block, block + 1, aside))
         if found:
             ranges[chunk] = found
-    return Wanted(grid, ranges)
+    return WantedBlocks(grid, ranges)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mx.core.changes import Meant
+from mx.core.changes import NameMeaning
 from mx.core.registry import RegisteredSource
 from mx.core.types import ModelKey, Registration, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
@@ -126,7 +126,7 @@ def test_two_sizes_of_one_model_are_two_bundles() -> None:
 def test_the_name_means_an_update_once_all_ranks_have_registered_it() -> None:
     registry = machine()
     zero, one = two_ranks(registry)
-    assert registry.take_meant() == [Meant("llama", BUNDLE, "main")]
+    assert registry.take_meant() == [NameMeaning("llama", BUNDLE, "main")]
     new_one = update(registry, 1, one, "two")
     assert new_one.model.revision == "main.2"
     assert revisions(registry) == ("main", "main")
@@ -135,7 +135,7 @@ def test_the_name_means_an_update_once_all_ranks_have_registered_it() -> None:
     new_zero = update(registry, 1, zero, "two")
     assert new_zero.model.revision == "main.2"
     assert revisions(registry) == ("main.2", "main.2")
-    assert registry.take_meant() == [Meant("llama", BUNDLE, "main.2")]
+    assert registry.take_meant() == [NameMeaning("llama", BUNDLE, "main.2")]
     # The end of a rank brings nothing back, though the old revision is still served.
     registry.deregister(2, new_zero.source_id, ALICE)
     assert revisions(registry) == ("main.2", "main.2")
@@ -265,7 +265,7 @@ def test_what_a_name_means_ends_with_its_last_revision() -> None:
     assert registry.take_meant() == []
     assert [each.named for each in registry.bundles()] == [False]
     registry.tick(200)
-    assert registry.take_meant() == [Meant("llama", BUNDLE, "")]
+    assert registry.take_meant() == [NameMeaning("llama", BUNDLE, "")]
     assert registry.bundles() == []
 
 

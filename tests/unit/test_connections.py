@@ -36,7 +36,7 @@ from mx.fetching.reads import Connection, StorePath
 from mx.fetching.transfer import Transfer
 from mx.swarm.sharing import Sharing
 from mx.transport import Session
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import LocatedModel, Locator
 from tests.support.editions import edition_log
 from tests.support.held_sessions import HeldSession, Lease, manifest_of_three_chunks
 from tests.support.planned_paths import LATER, OTHER, TCP0, TCP1, UCX0, A
@@ -111,7 +111,7 @@ class Stage:
             cast(Transfer, FakeTransfer(self)),
             cast(Sharing, self.swarm),
             cast(Locator, None),
-            cast(Located, None),
+            cast(LocatedModel, None),
             lambda sources: Plan(tuple(self.joined), (), ()),
             self.outcome,
             EventLog(0.0),

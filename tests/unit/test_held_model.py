@@ -14,7 +14,7 @@ from mx.core.pages import check_page
 from mx.core.types import ModelKey
 from mx.errors import CapacityError
 from mx.memory.arena import MemfdArena
-from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
+from mx.source.model import SourceModel, hold_checkpoint, hold_tensors
 from mx.transport import host_view
 from tests.support.checkpoints import content
 from tests.support.crafted import crafted
@@ -28,13 +28,13 @@ TENSORS = {
 KEY = ModelKey("m")
 
 
-def from_files(folder: Path, *, shortcuts: bool) -> HeldModel:
+def from_files(folder: Path, *, shortcuts: bool) -> SourceModel:
     rows = [(name, "U8", [len(data)], data) for name, data in TENSORS.items()]
     (folder / "model.safetensors").write_bytes(crafted(rows, pad=5))
     return hold_checkpoint(folder, KEY, shortcuts=shortcuts, threads=2)
 
 
-def from_memory(*, shortcuts: bool) -> HeldModel:
+def from_memory(*, shortcuts: bool) -> SourceModel:
     specs = [TensorSpec(name, "U8", (len(data),)) for name, data in TENSORS.items()]
     views = {name: memoryview(data) for name, data in TENSORS.items()}
     return hold_tensors(specs, [], views, KEY, shortcuts=shortcuts)

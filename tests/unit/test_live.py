@@ -26,7 +26,7 @@ from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.memory.live import LiveMemory
 from mx.source.model import lend_tensors
-from mx.storage.landing import Filled
+from mx.storage.landing import ArenaDigests
 from mx.storage.reader import hash_in_place
 from mx.views import ScatteredView, host_view
 
@@ -188,7 +188,7 @@ def test_memory_that_is_filled_is_not_lent() -> None:
     filling.release()
 
 
-def check_filled(layout: Layout, memory: LiveMemory, filled: Filled) -> None:
+def check_filled(layout: Layout, memory: LiveMemory, filled: ArenaDigests) -> None:
     shortcuts = b""
     for layer in layout.layers:
         page = b""

@@ -13,13 +13,13 @@ from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import UNIT_BLOCKS, LocalRanks, Shares, bits, index_nbytes, index_of
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
-from mx.core.wanted import BlockRange, Wanted
+from mx.core.wanted import BlockRange, WantedBlocks
 from mx.errors import ClosedError, ConfigError, PeerLostError
 from tests.support.transfer_machine import Known, grid_of
 from tests.support.wanted_machine import Driver, numbers, wanted_at_random
 
 
-def shares_of(grid: ChunkGrid, wanted: list[Wanted]) -> list[Shares]:
+def shares_of(grid: ChunkGrid, wanted: list[WantedBlocks]) -> list[Shares]:
     indices = {rank: index_of(grid, each) for rank, each in enumerate(wanted)}
     assert {len(index) for index in indices.values()} == {index_nbytes(grid)}
     return [Shares(grid, rank, each, indices) for rank, each in enumerate(wanted)]
@@ -29,7 +29,7 @@ def blocks_of(parts: list[Part]) -> list[tuple[int, int]]:
     return [number for part in parts for number in sorted(numbers(part))]
 
 
-def of(wanted: Wanted) -> list[Part]:
+def of(wanted: WantedBlocks) -> list[Part]:
     return [part for chunk in wanted.chunks for part in wanted.parts(chunk)]
 
 
@@ -82,7 +82,7 @@ def test_each_wanted_block_is_read_by_one_rank_that_wants_it(
 
 def test_the_work_is_divided_evenly() -> None:
     grid = grid_of([64])
-    everything = Wanted(
+    everything = WantedBlocks(
         grid, {c: [BlockRange(0, grid.block_count(c), True)] for c in range(len(grid))}
     )
     found = shares_of(grid, [everything] * 4)
@@ -194,7 +194,7 @@ def test_a_rank_that_is_gone_is_read_for_only_while_sources_are_left() -> None:
     grid = grid_of([8])
     known = Known(grid, at_once=True)
     whole = {c: [BlockRange(0, grid.block_count(c), True)] for c in range(len(grid))}
-    wanted = Wanted(grid, whole)
+    wanted = WantedBlocks(grid, whole)
     shares, _ = shares_of(grid, [wanted, wanted])
     machine = TransferMachine(grid, known.get, wanted=wanted, shares=shares)
     driver = Driver(machine, wanted, known)

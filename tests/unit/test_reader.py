@@ -24,7 +24,7 @@ from mx.core.types import DTYPE_BITS, Layout
 from mx.errors import ClosedError
 from mx.memory.arena import HostArena, MemfdArena
 from mx.storage import disk_file, spans
-from mx.storage.landing import Filled, Landing
+from mx.storage.landing import ArenaDigests, Landing
 from mx.storage.load import load_opened
 from mx.storage.reader import RING_BYTES, SPAN_BYTES, fill, fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
@@ -34,7 +34,7 @@ from tests.support.checkpoints import PATTERN, content, loaded, make_arena, tiny
 from tests.support.crafted import crafted
 
 
-def check(layout: Layout, arena: memoryview, filled: Filled) -> None:
+def check(layout: Layout, arena: memoryview, filled: ArenaDigests) -> None:
     """Digests as defined, computed from the arena once more; padding untouched."""
     assert filled == digests(layout, arena, shortcuts=bool(filled.shortcuts))
     end = 0
@@ -46,7 +46,7 @@ def check(layout: Layout, arena: memoryview, filled: Filled) -> None:
             end = begin + nbytes
 
 
-def digests(layout: Layout, arena: memoryview, *, shortcuts: bool) -> Filled:
+def digests(layout: Layout, arena: memoryview, *, shortcuts: bool) -> ArenaDigests:
     """Return what filling this arena should have returned, computed tensor by tensor."""
     roots = {name: root_of(data) for name, data in content(arena, layout).items()}
     pages = [b"" for _ in layout.layers]
@@ -55,7 +55,7 @@ def digests(layout: Layout, arena: memoryview, *, shortcuts: bool) -> Filled:
         for at in range(0, len(data), BLOCK_BYTES):
             pages[tensor.layer] += block_digest(data[at : at + BLOCK_BYTES])
             short += shortcut_digest(data[at : at + BLOCK_BYTES])
-    return Filled(roots, pages, short if shortcuts else b"")
+    return ArenaDigests(roots, pages, short if shortcuts else b"")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -171,7 +171,7 @@ def test_nothing_but_empty_tensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(crafted([("a", "F32", [0], b"")]))
     _, layout, _, filled = loaded(tmp_path)
     assert layout.arena_nbytes == 0
-    assert filled == Filled({"a": root_of(b"")}, [b""], b"")
+    assert filled == ArenaDigests({"a": root_of(b"")}, [b""], b"")
 
 
 def test_where_alignments_agree_bytes_are_read_into_place(
@@ -325,7 +325,7 @@ def test_blocks_may_land_in_any_order(
         left[layer] -= 1
         expected += [layer] if not left[layer] else []
         assert complete == expected
-    check(layout, arena, Filled(landing.roots(), landing.pages(), landing.shortcuts()))
+    check(layout, arena, ArenaDigests(landing.roots(), landing.pages(), landing.shortcuts()))
 
 
 def test_a_layer_is_reported_when_all_of_it_is_in_place(tmp_path: Path) -> None:

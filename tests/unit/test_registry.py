@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mx.core.answers import Listed, in_order, in_turn
+from mx.core.answers import ListedSource, in_order, in_turn
 from mx.core.budget import Limits
 from mx.core.changes import ChangeKind
 from mx.core.registry import RegisteredSource
@@ -55,7 +55,7 @@ def listed(
     return plain(answer.record)
 
 
-def records(sources: Iterable[Listed]) -> list[SourceRecord]:
+def records(sources: Iterable[ListedSource]) -> list[SourceRecord]:
     """Return the records of listed sources, without their owners."""
     return [plain(source.record) for source in sources]
 

@@ -31,7 +31,7 @@ from mx.fetching.events import EventLog
 from mx.fetching.resolver import retry_until_found
 from mx.fetching.transfer import Transfer
 from mx.swarm.sharing import Sharing
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import LocatedModel, Locator
 from tests.support.editions import edition_log
 from tests.support.planned_paths import source
 
@@ -102,7 +102,7 @@ class FakeLocator:
         self.looked_up = self.source_count = 0
         self.superseded_by = None
 
-    async def again(self, located: Located) -> list[SourceRecord]:
+    async def again(self, located: LocatedModel) -> list[SourceRecord]:
         self.looked_up += 1
         if isinstance(self.sources, MxError):
             raise self.sources
@@ -135,7 +135,7 @@ class Stage:
             cast(Transfer, self),
             cast(Sharing, self),
             cast(Locator, self.locator),
-            cast(Located, None),
+            cast(LocatedModel, None),
             self.plan,
             edition_log(),
             cast(EventLog, self),

@@ -11,7 +11,7 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
 from mx.core.pages import Pages
-from mx.core.reuse import HeldWeights, same_chunks
+from mx.core.reuse import ReusableWeights, same_chunks
 from mx.core.types import Manifest, Packaging
 from mx.fetching import prefill
 from mx.storage.reader import fill_from_tensors
@@ -48,8 +48,8 @@ class Weights:
         self.pages = Pages.whole(self.manifest, filled.pages)
 
     @property
-    def held(self) -> HeldWeights:
-        return HeldWeights(self.manifest, self.pages, self.arena)
+    def held(self) -> ReusableWeights:
+        return ReusableWeights(self.manifest, self.pages, self.arena)
 
     def blocks(self, index: int) -> list[bytes]:
         """Return the bytes of each block of a chunk."""
@@ -97,7 +97,10 @@ def test_a_chunk_is_the_same_if_each_of_its_blocks_is_held_somewhere(
     copies = same_chunks(
         new.manifest,
         new.without(unknown),
-        [HeldWeights(other.manifest, other.without(held_unknown), other.arena) for other in others],
+        [
+            ReusableWeights(other.manifest, other.without(held_unknown), other.arena)
+            for other in others
+        ],
     )
     expected = {
         index

@@ -19,8 +19,8 @@ from mx.source import grants, requests
 from mx.source.doubts import Doubts
 from mx.source.grants import Grants
 from mx.source.limits import SourceLimits
-from mx.source.model import HeldModel, hold_tensors
-from mx.source.served import Served
+from mx.source.model import SourceModel, hold_tensors
+from mx.source.served import ExposedModel
 from mx.source.service import PeerServicer
 from mx.swarm.stream import PeerStream
 from mx.transport import Compressing
@@ -130,16 +130,18 @@ class Context:
 class Source:
     """One source of a process, with all that counts its grants."""
 
-    def __init__(self, held: HeldModel, *, lease_s: float = LEASE_S, max_readers: int = 1) -> None:
+    def __init__(
+        self, held: SourceModel, *, lease_s: float = LEASE_S, max_readers: int = 1
+    ) -> None:
         self.clock = ManualClock()
         self.limits = SourceLimits(Bounds(max_readers=max_readers), clock=self.clock)
         self.grants = Grants(lease_s, self.limits, self.clock)
         self.exposures = Exposed(), Exposed()
         self.swarm = Swarm()
         self.returned = False
-        self.served = Served(held, dict(zip("ab", self.exposures, strict=True)), self.swarm)
+        self.served = ExposedModel(held, dict(zip("ab", self.exposures, strict=True)), self.swarm)
 
-        async def is_right(served: Served, chunk: int) -> bool:
+        async def is_right(served: ExposedModel, chunk: int) -> bool:
             return True
 
         self.doubts = Doubts(is_right)
@@ -177,7 +179,7 @@ class Source:
         assert [task for task in asyncio.all_tasks() if task.get_name() == "mx-lease-events"] == []
 
 
-def _no_record(served: Served) -> SourceRecord:
+def _no_record(served: ExposedModel) -> SourceRecord:
     raise AssertionError("no record is asked for")
 
 
@@ -187,7 +189,7 @@ async def settle(steps: int = 20) -> None:
 
 
 @pytest.fixture
-def held() -> Iterator[HeldModel]:
+def held() -> Iterator[SourceModel]:
     data = b"w" * 300
     held = hold_tensors(
         [TensorSpec("w", "U8", (300,))], [], {"w": memoryview(data)}, ModelKey("m"), shortcuts=False
@@ -197,7 +199,7 @@ def held() -> Iterator[HeldModel]:
 
 
 async def test_a_reader_is_said_to_have_what_it_got_and_a_limit_holds_what_is_sent(
-    held: HeldModel,
+    held: SourceModel,
 ) -> None:
     source, context, over = Source(held), Context(), asyncio.Event()
     packing = Packing()
@@ -218,7 +220,7 @@ async def test_a_reader_is_said_to_have_what_it_got_and_a_limit_holds_what_is_se
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_call_that_is_cancelled_at_any_step_leaves_nothing(
-    held: HeldModel, times: int
+    held: SourceModel, times: int
 ) -> None:
     step, granted = 0, 0
     while True:
@@ -245,7 +247,7 @@ async def test_a_call_that_is_cancelled_at_any_step_leaves_nothing(
     assert not source.grants.has_unexpired(held.source_id)  # it was returned
 
 
-async def test_an_exposure_that_is_closed_takes_the_other_ticket_back(held: HeldModel) -> None:
+async def test_an_exposure_that_is_closed_takes_the_other_ticket_back(held: SourceModel) -> None:
     source, context = Source(held), Context()
     source.exposures[1].closed = True
     with pytest.raises(ClosedError):
@@ -256,7 +258,7 @@ async def test_an_exposure_that_is_closed_takes_the_other_ticket_back(held: Held
 
 
 async def test_a_reader_that_does_not_take_the_answer_has_nothing(
-    held: HeldModel, monkeypatch: pytest.MonkeyPatch
+    held: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, context = Source(held), Context()
     context.reads.clear()
@@ -272,7 +274,7 @@ async def test_a_reader_that_does_not_take_the_answer_has_nothing(
 
 
 async def test_a_lease_that_ends_takes_its_grant_with_it_before_its_call(
-    held: HeldModel, monkeypatch: pytest.MonkeyPatch
+    held: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grants, "_EXPIRE_S", 0.0)
     source, context, renews = Source(held), Context(), asyncio.Event()
@@ -301,7 +303,7 @@ async def test_a_lease_that_ends_takes_its_grant_with_it_before_its_call(
     source.assert_nothing_left()
 
 
-async def test_an_idle_grant_ends_for_another_reader_and_is_told(held: HeldModel) -> None:
+async def test_an_idle_grant_ends_for_another_reader_and_is_told(held: SourceModel) -> None:
     source = Source(held)
     contexts, returned = [Context(1), Context(2), Context(3)], asyncio.Event()
     calls = [source.open(source.held_open(returned), contexts[0])]
@@ -321,7 +323,7 @@ async def test_an_idle_grant_ends_for_another_reader_and_is_told(held: HeldModel
 
 
 async def test_a_pull_that_reads_freely_is_told_once_that_reading_is_coordinated(
-    held: HeldModel,
+    held: SourceModel,
 ) -> None:
     source, returned = Source(held, max_readers=0), asyncio.Event()
     contexts = [Context(port) for port in range(3)]
@@ -338,7 +340,7 @@ async def test_a_pull_that_reads_freely_is_told_once_that_reading_is_coordinated
 
 
 async def test_a_reader_that_reads_no_events_loses_them_and_then_its_lease(
-    held: HeldModel,
+    held: SourceModel,
 ) -> None:
     source, context = Source(held, lease_s=0.05), Context()
 

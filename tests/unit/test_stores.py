@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,23 @@ import pytest
 from mx.coordinator.marks import Marks
 from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import CoordinatorState, open_state
+from mx.coordinator.stores import encoding
 from mx.coordinator.stores.draft import Draft
 from mx.coordinator.stores.encoding import copied, decode, encode
 from mx.coordinator.stores.kept import KeptStore
 from mx.coordinator.stores.sqlite import SqliteStore
 from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
-from mx.core.changes import Change, ChangeKind, Meant, Tail
+from mx.core.changes import Change, ChangeKind, NameMeaning, Tail
 from mx.core.marks import Mark
 from mx.core.memory_store import MemoryStore
 from mx.core.ownership import Receipt
 from mx.core.registry import RegisteredSource, Registry
 from mx.core.store import CountedKind, Store
+from mx.core.topology import Fact, Place
 from mx.core.types import ModelKey, SourceState
 from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
 from tests.support.owners import owned
+from tests.support.places import nvlink_host
 from tests.support.records import (
     by_digest,
     make_documents,
@@ -72,7 +75,7 @@ class TestConformance:
 
             def refuse() -> None:
                 store.count(CountedKind.MODELS, "a", 1)
-                store.append(Meant("llama", "b", "main"))
+                store.append(NameMeaning("llama", "b", "main"))
                 raise BindingError("bound to other weights")
 
             with pytest.raises(BindingError):
@@ -109,7 +112,7 @@ class TestConformance:
                 def steps() -> None:
                     store.count(CountedKind.MODELS, "a", 1)
                     store.append(
-                        Meant("llama", "b", str(store.counted(CountedKind.MODELS, "a")[1]))
+                        NameMeaning("llama", "b", str(store.counted(CountedKind.MODELS, "a")[1]))
                     )
 
                 await store.atomically(steps)
@@ -118,7 +121,7 @@ class TestConformance:
             assert store.counted(CountedKind.MODELS, "a") == (200, 200)
             found = store.read(0)
             assert found is not None
-            assert [e.revision for e in found if isinstance(e, Meant)] == [
+            assert [e.revision for e in found if isinstance(e, NameMeaning)] == [
                 str(n) for n in range(1, 201)
             ]
 
@@ -132,8 +135,8 @@ class TestConformance:
             assert store.epoch == second
             await store.begin_epoch(second, store.clock() + 5, 1000)
             assert store.epoch != second and store.latest == 1000 and store.read(0) is None
-            await store.atomically(lambda: store.append(Meant("llama", "b", "main")))
-            assert store.latest == 1001 and store.read(1000) == [Meant("llama", "b", "main")]
+            await store.atomically(lambda: store.append(NameMeaning("llama", "b", "main")))
+            assert store.latest == 1001 and store.read(1000) == [NameMeaning("llama", "b", "main")]
             await store.catch_up()
             before = store.clock()
             await asyncio.sleep(0.01)
@@ -146,7 +149,7 @@ class TestConformance:
         async with opened(store):
 
             def break_off() -> None:
-                store.append(Meant("llama", "b", "main"))
+                store.append(NameMeaning("llama", "b", "main"))
                 raise ZeroDivisionError
 
             with pytest.raises(ZeroDivisionError):
@@ -264,7 +267,7 @@ async def test_what_is_kept_beside_a_commit_puts_nothing_back(path: str) -> None
 
         store._commit_all = slowly  # type: ignore[assignment, method-assign]
         appending = asyncio.create_task(
-            store.atomically(lambda: store.append(Meant("llama", "b", "main")))
+            store.atomically(lambda: store.append(NameMeaning("llama", "b", "main")))
         )
         while not begun.is_set():
             await asyncio.sleep(0.001)
@@ -438,7 +441,7 @@ async def begin_again(store: Store) -> None:
     registry, log, names = Registry(store), WatchLog(), MeantLog()
     watcher, position = Watcher(log), None
 
-    def look() -> tuple[bool, list[Change], list[Meant]]:
+    def look() -> tuple[bool, list[Change], list[NameMeaning]]:
         nonlocal position
         tail = store.tail(position)
         position = tail.latest
@@ -451,7 +454,7 @@ async def begin_again(store: Store) -> None:
     await store.atomically(lambda: register_source(registry, 0, one, SECRET))
     begins_again, changes, meant = look()
     assert begins_again and [change.kind for change in changes] == [ChangeKind.UP]
-    assert meant == [Meant("llama", "tp=*/2", "main")]
+    assert meant == [NameMeaning("llama", "tp=*/2", "main")]
 
     def replace_one() -> None:
         registry.deregister(0, one.source_id, SECRET)
@@ -485,6 +488,18 @@ def test_only_what_mx_keeps_is_read() -> None:
             decode(text)
     with pytest.raises(TypeError):
         encode(object())
+
+
+def test_all_of_a_place_is_kept() -> None:
+    place = replace(nvlink_host(), device="cuda", facts=(Fact("fabric", b"east".hex()),))
+    assert decode(encode(place)) == place
+    for field in fields(Place):
+        assert getattr(place, field.name) != field.default, field.name
+
+
+def test_names_that_are_written_stay() -> None:
+    for name in ("Answered", "Gone", "Kept", "Listed", "Meant"):
+        assert name in encoding._CLASSES
 
 
 def test_a_copy_shares_nothing_that_changes() -> None:

@@ -25,7 +25,7 @@ from mx.artifacts.carry import ListedSet
 from mx.cli.app import app
 from mx.core.answers import BundleStatus, ModelStatus
 from mx.core.notes import Notes
-from mx.core.planner import Plan, Rejected, SourcePath, Spare
+from mx.core.planner import Plan, RejectedPath, SourcePath, Spare
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.reasons import Why
 from mx.core.topology import Place
@@ -90,8 +90,8 @@ def _plan(*, attach: bool, works: bool = True) -> PlannedPull:
     path = SourcePath(ORIGIN, "shm", 12.3456, attach, "pages of its own")
     tcp = SourcePath(RELAY, "tcp", 1.25, False, "")
     rejected = (
-        Rejected(RELAY, "ucx", Why.UNSERVED()),
-        Rejected(RELAY, "shm", Why.UNASKED("tcp")),
+        RejectedPath(RELAY, "ucx", Why.UNSERVED()),
+        RejectedPath(RELAY, "shm", Why.UNASKED("tcp")),
     )
     plan = Plan((path,), (Spare(tcp, Why.NEARER("shm")),), rejected)
     memories = (

@@ -19,7 +19,7 @@ from mx.core.transfer_commands import (
     LayerReady,
 )
 from mx.core.types import Packaging
-from mx.core.wanted import BlockRange, Wanted
+from mx.core.wanted import BlockRange, WantedBlocks
 from mx.errors import ClosedError, DigestError, PeerLostError, PeerProtocolError
 from mx.fetching.transfer import Transfer
 from mx.memory.arena import HostArena
@@ -96,7 +96,7 @@ def test_every_wanted_block_lands_once_whatever_happens(
 def test_what_is_read_aside_waits_for_its_page_and_the_rest_does_not() -> None:
     grid = grid_of([1, 1])
     known = Known(grid, at_once=False)
-    wanted = Wanted(grid, {0: [BlockRange(0, 1, True)], 1: [BlockRange(0, 1, False)]})
+    wanted = WantedBlocks(grid, {0: [BlockRange(0, 1, True)], 1: [BlockRange(0, 1, False)]})
     machine = TransferMachine(grid, known.get, wanted=wanted)
     machine.start()
     assert machine.add_connection(0, 4, 0.0) == [Assign(0, (Part(1, 0, 1),))]

@@ -19,7 +19,7 @@ from mx.testing.harness import Harness
 from mx.transport import TlsFiles
 from mx_transports.tcp import wire
 from mx_transports.toolkit import exposure, framing
-from mx_transports.toolkit.listeners import Unproved, dispensable, host_of
+from mx_transports.toolkit.listeners import UnprovedConnection, dispensable, host_of
 from mx_transports.toolkit.tls import tls_context
 
 TARGET = "mx_transports.tcp:TcpTransport"
@@ -209,7 +209,7 @@ def test_a_network_of_ipv6_is_one_host() -> None:
 def test_of_equal_shares_the_oldest_goes() -> None:
     with socket.socket() as sock:
         hosts = [b"a", b"b", b"a", b"b", b"c"]
-        unproved = [Unproved(sock, host, 0.0, False) for host in hosts]
+        unproved = [UnprovedConnection(sock, host, 0.0, False) for host in hosts]
         assert dispensable(unproved) is unproved[0]
         assert dispensable(unproved[1:]) is unproved[1]
         unproved[3].begun = True

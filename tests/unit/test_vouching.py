@@ -18,7 +18,7 @@ from mx.errors import ConfigError, ManifestError
 from mx.fetching.owners import check
 from mx.namekey import NameKey
 from mx.publickey import PublicKey, is_signed, parse
-from mx.wire.locate import Located, LocateRequest
+from mx.wire.locate import LocatedModel, LocateRequest
 from tests.support.owners import commitment_of
 from tests.support.records import make_documents, make_record
 
@@ -194,7 +194,7 @@ def test_an_answer_is_of_what_was_asked_for(
     """The owner has signed each of them, but not as what was asked for."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     where = LocateRequest(**{"name": "m", **asked}, owners=(PublicKey(KEY.owner),))
-    found = Located(key, A, (), vouch=said(key=key))
+    found = LocatedModel(key, A, (), vouch=said(key=key))
     if not why:
         check(where, found)
         return
@@ -212,7 +212,7 @@ def test_an_owner_that_serves_the_same_from_two_processes_at_once(
         (A, 20, ""), (A, 10, ""), (BARE, 15, ""), (B, 15, "this user has seen"), (B, 30, ""),
         (BARE, 25, "this user has seen"), (A, 25, "this user has seen"),
     ):  # fmt: skip
-        found = Located(MODEL, ref, (), vouch=said(ref, now_us))
+        found = LocatedModel(MODEL, ref, (), vouch=said(ref, now_us))
         if why:
             with pytest.raises(ManifestError, match=why):
                 check(where, found)

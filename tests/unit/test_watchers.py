@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
-from mx.core.changes import Change, ChangeKind, Meant
+from mx.core.changes import Change, ChangeKind, NameMeaning
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import CapacityError, MxError
 from tests.support.records import make_documents, make_record, register_source
@@ -139,16 +139,19 @@ def test_a_watcher_gets_what_names_mean_first_as_it_is_and_then_each_change_once
     log, names = WatchLog(), MeantLog()
     early, other, one = Watcher(log), Watcher(log, "b"), Watcher(log, "a", "main")
     assert early.take_meant(names) == []
-    names.push([Meant("a", "tp=*/2", "main"), Meant("b", "tp=*/2", "main")])
-    names.push([Meant("a", "tp=*/2", "main.2"), Meant("c", "tp=*/2", "main")])
-    names.push([Meant("c", "tp=*/2", "")])
+    names.push([NameMeaning("a", "tp=*/2", "main"), NameMeaning("b", "tp=*/2", "main")])
+    names.push([NameMeaning("a", "tp=*/2", "main.2"), NameMeaning("c", "tp=*/2", "main")])
+    names.push([NameMeaning("c", "tp=*/2", "")])
     # Of several changes the last one; an end is news only to those who saw the beginning.
-    assert early.take_meant(names) == [Meant("b", "tp=*/2", "main"), Meant("a", "tp=*/2", "main.2")]
+    assert early.take_meant(names) == [
+        NameMeaning("b", "tp=*/2", "main"),
+        NameMeaning("a", "tp=*/2", "main.2"),
+    ]
     assert early.take_meant(names) == []
-    assert other.take_meant(names) == [Meant("b", "tp=*/2", "main")]
+    assert other.take_meant(names) == [NameMeaning("b", "tp=*/2", "main")]
     assert one.take_meant(names) == []  # it watches one revision, whatever the name means
-    names.push([Meant("b", "tp=*/2", "")])
-    assert early.take_meant(names) == other.take_meant(names) == [Meant("b", "tp=*/2", "")]
+    names.push([NameMeaning("b", "tp=*/2", "")])
+    assert early.take_meant(names) == other.take_meant(names) == [NameMeaning("b", "tp=*/2", "")]
 
 
 def test_a_watcher_that_looks_again_is_told_what_differs_alone() -> None:

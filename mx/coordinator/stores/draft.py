@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mx.core.answers import Listed
+from mx.core.answers import ListedSource
 from mx.core.changes import Entry
 from mx.core.name_state import NameState
-from mx.core.store import CountedKind, Gone
+from mx.core.store import CountedKind, FormerSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Draft:
     now: float = 0.0
     names: dict[str, NameState | None] = field(default_factory=dict)
     decided: dict[str, None] = field(default_factory=dict)
-    sources: dict[str, Listed | None] = field(default_factory=dict)
+    sources: dict[str, ListedSource | None] = field(default_factory=dict)
     put: dict[str, None] = field(default_factory=dict)
-    gone: dict[str, Gone | None] = field(default_factory=dict)
+    gone: dict[str, FormerSource | None] = field(default_factory=dict)
     due: set[str] = field(default_factory=set)
     expired: set[str] = field(default_factory=set)
     renewals: dict[str, Renewal] = field(default_factory=dict)
@@ -59,6 +59,6 @@ class Draft:
             found[name] = None if state is None or state.empty else state
         return found
 
-    def written_sources(self) -> dict[str, Listed | None]:
+    def written_sources(self) -> dict[str, ListedSource | None]:
         """Return what the sources have become; None: it is no longer listed."""
         return {source_id: self.sources[source_id] for source_id in self.put}

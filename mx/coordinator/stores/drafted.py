@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mx.coordinator.stores.draft import Draft, Renewal
 from mx.coordinator.stores.encoding import copied
-from mx.core.answers import Listed
+from mx.core.answers import ListedSource
 from mx.core.changes import Entry
 from mx.core.memory_store import MemoryStore
 from mx.core.name_state import NameState
-from mx.core.store import CountedKind, Gone
+from mx.core.store import CountedKind, FormerSource
 from mx.errors import MxError
 
 
@@ -68,7 +68,7 @@ class DraftedStore(MemoryStore):
             found += [name for name, state in written if state is not None and state.due_s <= now]
         return found
 
-    def source(self, source_id: str) -> Listed | None:
+    def source(self, source_id: str) -> ListedSource | None:
         draft = self._draft
         if draft is None:
             return self._sources.get(source_id)
@@ -76,13 +76,13 @@ class DraftedStore(MemoryStore):
             draft.sources[source_id] = copied(self._sources.get(source_id))
         return draft.sources[source_id]
 
-    def sources(self) -> Iterable[Listed]:
+    def sources(self) -> Iterable[ListedSource]:
         draft = self._draft
         if draft is None or not draft.put:
             return self._sources.values()
         return [s for s in ({**self._sources, **draft.written_sources()}).values() if s is not None]
 
-    def put_source(self, listed: Listed) -> None:
+    def put_source(self, listed: ListedSource) -> None:
         draft = self._draft
         if draft is None:
             return super().put_source(listed)
@@ -139,14 +139,14 @@ class DraftedStore(MemoryStore):
             draft.expired.add(source_id)
         return None
 
-    def gone(self, source_id: str) -> Gone | None:
+    def gone(self, source_id: str) -> FormerSource | None:
         draft = self._draft
         if draft is None:
             return super().gone(source_id)
         found = draft.gone.get(source_id, self._gone.get(source_id))
         return found if found is not None and found.until_s > draft.now else None
 
-    def bury(self, source_id: str, gone: Gone, most: int) -> None:
+    def bury(self, source_id: str, gone: FormerSource, most: int) -> None:
         draft = self._draft
         if draft is None:
             return super().bury(source_id, gone, most)

@@ -20,15 +20,27 @@ from mx.errors import ConfigError
 #: Grows when what is written can no longer be read by the version before.
 VERSION = 1
 
+#: The classes by the names that are written, which stay when a class is called otherwise.
+_WRITTEN: Mapping[str, type[Any]] = {
+    "Answered": changes.AnswerChange,
+    "Gone": store.FormerSource,
+    "Kept": name_state.ReservedName,
+    "Listed": answers.ListedSource,
+    "Meant": changes.NameMeaning,
+}
 _VALUES: tuple[type[Any], ...] = (
-    answers.Listed, binding.Binding, binding._Files, bound_name.BoundName, bound_name.Revision,
-    changes.Answered, changes.Change, changes.Meant, name_state.Kept, name_state.NameState,
-    store.Gone, topology.Gpu, topology.GpuPeer, topology.Nic, topology.NumaNode, topology.Place,
-    types.AddressTable, types.ManifestRef, types.ModelKey, types.Region, types.SourceRecord,
+    *_WRITTEN.values(), binding.Binding, binding._Files, bound_name.BoundName, bound_name.Revision,
+    changes.Change, name_state.NameState, topology.Fact, topology.Gpu, topology.GpuPeer,
+    topology.Nic, topology.NumaNode, topology.Place, types.AddressTable, types.ManifestRef,
+    types.ModelKey, types.Region, types.SourceRecord,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (changes.ChangeKind, types.SourceRole, types.SourceState)
 _SCALARS = (str, int, float, bool, type(None))
-_CLASSES: Mapping[str, type[Any]] = {each.__name__: each for each in (*_VALUES, *_ENUMS)}
+_CLASSES: Mapping[str, type[Any]] = {
+    **{each.__name__: each for each in (*_VALUES, *_ENUMS) if each not in _WRITTEN.values()},
+    **_WRITTEN,
+}
+_NAMES: Mapping[type[Any], str] = {each: name for name, each in _CLASSES.items()}
 _NO_DEFAULT = object()
 
 
@@ -108,14 +120,14 @@ def _plain(value: Any) -> Any:
     if kind is dict:
         return {"d": [[_plain(key), _plain(each)] for key, each in value.items()]}
     if kind in _ENUMS:
-        return {"e": value.value, "c": kind.__name__}
+        return {"e": value.value, "c": _NAMES[kind]}
     if kind in _FIELDS:
         said = {}
         for name, default in _FIELDS[kind].items():
             each = getattr(value, name)
             if each != default:
                 said[name] = _plain(each)
-        return {"c": kind.__name__, "f": said}
+        return {"c": _NAMES[kind], "f": said}
     raise TypeError(f"a {kind.__name__} is not kept")
 
 

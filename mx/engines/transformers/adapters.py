@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from mx.engines.transformers.pipelines import when_imported
 
 if TYPE_CHECKING:
-    from mx.engines.transformers.patched import Patched
+    from mx.engines.transformers.patched import Patches
 
 
-def install(made: Patched) -> None:
+def install(made: Patches) -> None:
     """Patch PEFT, now or when it is imported."""
     for name in ("peft.config", "peft.peft_model"):
         when_imported(made, name, functools.partial(_replace, made))
 
 
-def _replace(made: Patched, module: ModuleType) -> None:
+def _replace(made: Patches, module: ModuleType) -> None:
     owner = vars(module).get("PeftConfigMixin")
     for name in ("from_pretrained", "_get_peft_type"):
         if owner is not None and module.__name__ == "peft.config" and name in vars(owner):
@@ -31,7 +31,7 @@ def _replace(made: Patched, module: ModuleType) -> None:
         made.when_undone(functools.partial(setattr, module, "load_peft_weights", original))
 
 
-def _method(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _method(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _from_folder(made, functools.partial(original, cls))(*args, **kwargs)
@@ -39,7 +39,7 @@ def _method(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _from_folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _from_folder(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that gives the original, in place of a served adapter's name, the folder
     with its files, where a placeholder stands for its weights."""
 

@@ -14,7 +14,7 @@ from mx.core.variant import ProcessingKey
 from mx.engines.transformers.lookup import ServedModel
 from mx.errors import ConfigError
 from mx.fleet import pull_offered
-from mx.wire.cache import HeldAt
+from mx.wire.cache import CachedModelAddress
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ def why_not(model: Any, info: Mapping[str, Any], memory: range) -> str:
     return "" if made >= _WORTH_BYTES else "nothing was converted"
 
 
-def adopt(model: Any, held: HeldAt, settings: config.Settings) -> None:
+def adopt(model: Any, held: CachedModelAddress, settings: config.Settings) -> None:
     """Replace a model's tensors by views of the cache's copy, which frees their own memory.
 
     Raises:

@@ -18,7 +18,7 @@ from mx.errors import ConfigError, MxError, UnknownModelError
 from mx.fetching.report import PullReport
 from mx.fleet import ask_offered, offer, pull_offered
 from mx.log import event
-from mx.wire.cache import HeldAt
+from mx.wire.cache import CachedModelAddress
 
 log = logging.getLogger(__name__)
 #: transformers' own: it shows what was taken to users who ask it to say more.
@@ -133,7 +133,7 @@ class ModelLoad:
         #: Names what transformers makes of the weights; None if others are not to share it.
         self.key: ProcessingKey | None = None
         #: Where the cache holds that; None if it does not.
-        self.converted: HeldAt | None = None
+        self.converted: CachedModelAddress | None = None
         self._lookup = lookup
         self._pull: Pull | None = None
         self._failure: MxError | None = None

@@ -42,7 +42,7 @@ _AUTO = (
 _NEEDED = ("cached_files", "list_repo_templates", "resolve_revision", "has_file")
 
 _lock = threading.RLock()
-_patched: Patched | None = None
+_patched: Patches | None = None
 
 
 class _ThreadLoads(threading.local):
@@ -56,7 +56,7 @@ class _ThreadLoads(threading.local):
         self.from_disk = ""
 
 
-class Patched:
+class Patches:
     """The replaced functions, and what they share."""
 
     def __init__(self, settings: config.Settings, coordinator: str) -> None:
@@ -192,7 +192,7 @@ def patch(
                     hint="call unpatch() first",
                 )
             return ExitStack()
-        made = Patched(settings, address)
+        made = Patches(settings, address)
         try:
             _install(made)
             _preload()
@@ -222,7 +222,7 @@ def unpatch() -> None:
             _unpatch(_patched)
 
 
-def _unpatch(made: Patched) -> None:
+def _unpatch(made: Patches) -> None:
     """Undo what one call of `patch` has replaced, unless it is undone."""
     global _patched
     with _lock:
@@ -231,7 +231,7 @@ def _unpatch(made: Patched) -> None:
             made.undo()
 
 
-def _install(made: Patched) -> None:
+def _install(made: Patches) -> None:
     try:
         import safetensors.torch
         import transformers
@@ -285,7 +285,7 @@ def _install(made: Patched) -> None:
 # -- files -------------------------------------------------------------------------------------
 
 
-def _cached_files(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _cached_files(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
         revision, why = kwargs.get("revision"), ""
@@ -313,7 +313,7 @@ def _has_code(filenames: Any) -> bool:
     return any(str(name).endswith(".py") for name in names)
 
 
-def _list_repo_templates(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _list_repo_templates(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def list_repo_templates(repo_id: Any, *args: Any, **kwargs: Any) -> Any:
         found = made.find(repo_id, kwargs.get("revision"))
@@ -325,7 +325,7 @@ def _list_repo_templates(made: Patched, original: Callable[..., Any]) -> Callabl
     return list_repo_templates
 
 
-def _resolve_revision(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _resolve_revision(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **kwargs: Any) -> Any:
         found = made.resolved(path_or_repo_id, revision)
@@ -334,7 +334,7 @@ def _resolve_revision(made: Patched, original: Callable[..., Any]) -> Callable[.
     return resolve_revision
 
 
-def _has_file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _has_file(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def has_file(path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         revision = args[0] if args else kwargs.get("revision")
@@ -346,7 +346,7 @@ def _has_file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]
     return has_file
 
 
-def _auto(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _auto(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a class method that reads a configuration and the files that belong to it: none of a
     peer, if it may run code that they name."""
 
@@ -359,7 +359,7 @@ def _auto(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def _pipeline(made: Patched, module: Any) -> None:
+def _pipeline(made: Patches, module: Any) -> None:
     """Replace `transformers.pipeline`, which gives a configuration to the model that it makes."""
     original = module.pipeline
 
@@ -385,7 +385,7 @@ _FILES = {
 }
 
 
-def _tokenizer(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _tokenizer(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
@@ -402,7 +402,7 @@ def _tokenizer(made: Patched, original: Callable[..., Any]) -> Callable[..., Any
 # -- weights -----------------------------------------------------------------------------------
 
 
-def _safe_open(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _safe_open(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
         found = made.lookup.weights_at(filename)
@@ -420,7 +420,7 @@ def _safe_open(made: Patched, original: Callable[..., Any]) -> Callable[..., Any
     return safe_open
 
 
-def _conversions(made: Patched, modeling_utils: Any) -> Callable[..., Any]:
+def _conversions(made: Patches, modeling_utils: Any) -> Callable[..., Any]:
     original = modeling_utils.get_model_conversion_mapping
 
     @functools.wraps(original)
@@ -434,7 +434,7 @@ def _conversions(made: Patched, modeling_utils: Any) -> Callable[..., Any]:
 
 
 def _from_pretrained(
-    made: Patched, original: Callable[..., Any], version: str
+    made: Patches, original: Callable[..., Any], version: str
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(
@@ -481,7 +481,7 @@ def _from_pretrained(
 
 
 def _from_disk(
-    made: Patched,
+    made: Patches,
     name: object,
     call: Callable[[], Any],
     reason: str,

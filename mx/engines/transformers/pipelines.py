@@ -19,7 +19,7 @@ from mx.engines.transformers.loads import LeftToDiskError
 from mx.engines.transformers.lookup import ServedModel, say_why_not
 
 if TYPE_CHECKING:
-    from mx.engines.transformers.patched import Patched
+    from mx.engines.transformers.patched import Patches
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ _OTHER_FILES = (
 )
 
 
-def install(made: Patched) -> None:
+def install(made: Patches) -> None:
     """Patch the modules of diffusers that are imported now, and the others once they are."""
     for name in sorted({module for module, _, _ in _METHODS}):
         when_imported(made, name, functools.partial(_replace, made))
 
 
-def when_imported(made: Patched, name: str, then: Callable[[ModuleType], None]) -> None:
+def when_imported(made: Patches, name: str, then: Callable[[ModuleType], None]) -> None:
     """Call `then` with a module: now, if it is imported, or when it is.
 
     Args:
@@ -71,7 +71,7 @@ def _remove(finder: _Finder) -> None:
         sys.meta_path.remove(finder)
 
 
-def _replace(made: Patched, module: ModuleType) -> None:
+def _replace(made: Patches, module: ModuleType) -> None:
     for name, owner, method in _METHODS:
         if name == module.__name__:
             make = _MAKERS[owner, method]
@@ -113,18 +113,18 @@ class _Loader(importlib.abc.Loader):
         self._imported(module)
 
 
-def _found(made: Patched, name: object, kwargs: dict[str, Any]) -> ServedModel | None:
+def _found(made: Patches, name: object, kwargs: dict[str, Any]) -> ServedModel | None:
     if any(kwargs.get(argument) for argument in _OTHER_FILES):
         return None
     return made.find(name, kwargs.get("revision"))
 
 
-def _why_not(made: Patched, name: object, kwargs: dict[str, Any]) -> str:
+def _why_not(made: Patches, name: object, kwargs: dict[str, Any]) -> str:
     given = [argument for argument in _OTHER_FILES if kwargs.get(argument)]
     return f"`{given[0]}` was given" if given else made.why_not(name, kwargs.get("revision"))
 
 
-def _config(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _config(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of `ConfigMixin.load_config`, which schedulers use, too."""
 
     @functools.wraps(original)
@@ -136,7 +136,7 @@ def _config(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return load_config
 
 
-def _download(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _download(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def download(cls: Any, pretrained_model_name: Any, **kwargs: Any) -> Any:
         found = _found(made, pretrained_model_name, kwargs)
@@ -148,7 +148,7 @@ def _download(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _from_pretrained(
-    made: Patched, original: Callable[..., Any], *, by_name: bool
+    made: Patches, original: Callable[..., Any], *, by_name: bool
 ) -> Callable[..., Any]:
     """Return a replacement of `from_pretrained` of a pipeline or model, which loads again from disk
     if a source was lost. With `by_name` the original finds the folder itself."""

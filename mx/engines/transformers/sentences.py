@@ -16,7 +16,7 @@ from mx.engines.transformers.lookup import WEIGHTS
 from mx.engines.transformers.pipelines import when_imported
 
 if TYPE_CHECKING:
-    from mx.engines.transformers.patched import Patched
+    from mx.engines.transformers.patched import Patches
 
 _MODULE = "sentence_transformers.util.file_io"
 #: The module of the class whose constructor loads a model.
@@ -25,13 +25,13 @@ _MODELS = "sentence_transformers.base.model"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".xml", ".h5", ".msgpack")
 
 
-def install(made: Patched) -> None:
+def install(made: Patches) -> None:
     """Patch sentence-transformers, now or when it is imported."""
     for name in (_MODULE, _MODELS):
         when_imported(made, name, functools.partial(_replace, made))
 
 
-def _replace(made: Patched, module: ModuleType) -> None:
+def _replace(made: Patches, module: ModuleType) -> None:
     owner: Any = module if module.__name__ == _MODULE else vars(module).get("BaseModel")
     for name, make in (_MAKERS if owner is module else {"__init__": _model}).items():
         original = vars(owner).get(name) if owner is not None else None
@@ -40,7 +40,7 @@ def _replace(made: Patched, module: ModuleType) -> None:
             made.when_undone(functools.partial(setattr, owner, name, original))
 
 
-def _model(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _model(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of the original that takes modules, configuration and weights from one
     source."""
 
@@ -53,7 +53,7 @@ def _model(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def _file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _file(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def hf_hub_download(repo_id: str, filename: str, **named: Any) -> Any:
         found = made.find(repo_id, named.get("revision"))
@@ -73,7 +73,7 @@ def _file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return hf_hub_download
 
 
-def _folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _folder(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def snapshot_download(repo_id: str, **named: Any) -> Any:
         found = made.find(repo_id, named.get("revision"))
@@ -88,7 +88,7 @@ def _folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     return snapshot_download
 
 
-def _revision(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+def _revision(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resolve_revision(repo_id: str, revision: str | None = None, **named: Any) -> Any:
         found = made.resolved(repo_id, revision)
@@ -105,7 +105,7 @@ def _lacks(name: str, path: Path) -> OSError:
     )
 
 
-_MAKERS: dict[str, Callable[[Patched, Callable[..., Any]], Callable[..., Any]]] = {
+_MAKERS: dict[str, Callable[[Patches, Callable[..., Any]], Callable[..., Any]]] = {
     "hf_hub_download": _file,
     "snapshot_download": _folder,
     "_hub_resolve_revision": _revision,

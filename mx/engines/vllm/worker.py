@@ -17,7 +17,7 @@ STATUS_METHOD = "mx_peer_status"
 _EXTENSION, _UPDATE, _RELOAD = "an extension", "an update", "a reload"
 
 
-class _Watched:
+class _WatchedModel:
     """What one worker loaded, and lends."""
 
     def __init__(self, loading: RankLoading, vllm_config: Any) -> None:
@@ -41,10 +41,10 @@ class _Watched:
             self.loading.lender.written(what)
 
 
-_watched: list[_Watched] = []
+_watched: list[_WatchedModel] = []
 
 
-def _watched_of(worker: Any) -> _Watched | None:
+def _watched_of(worker: Any) -> _WatchedModel | None:
     config = getattr(worker, "vllm_config", None)
     return next((each for each in _watched if each.vllm_config is config), None)
 
@@ -109,7 +109,7 @@ def watch(loading: RankLoading, vllm_config: Any) -> None:
     """
     for each in [each for each in _watched if each.vllm_config is vllm_config]:
         _close(each)  # the worker loads its model anew
-    _watched.append(_Watched(loading, vllm_config))
+    _watched.append(_WatchedModel(loading, vllm_config))
     module, _, name = str(vllm_config.parallel_config.worker_cls).rpartition(".")
     worker = getattr(sys.modules.get(module), name, None)
     if worker is None or STATUS_METHOD in vars(worker):
@@ -145,15 +145,17 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     return method
 
 
-def _sleep(watched: _Watched, call: Call, level: int = 1, *_: Any, **__: Any) -> Any:
+def _sleep(watched: _WatchedModel, call: Call, level: int = 1, *_: Any, **__: Any) -> Any:
     return _fall_asleep(watched, call, discards=level >= 2)
 
 
-def _discard(watched: _Watched, call: Call, tags: Iterable[str] = (), *_: Any, **__: Any) -> Any:
+def _discard(
+    watched: _WatchedModel, call: Call, tags: Iterable[str] = (), *_: Any, **__: Any
+) -> Any:
     return _fall_asleep(watched, call, discards=True) if "weights" in tags else call()
 
 
-def _fall_asleep(watched: _Watched, call: Call, *, discards: bool) -> Any:
+def _fall_asleep(watched: _WatchedModel, call: Call, *, discards: bool) -> Any:
     watched.withdraw(ASLEEP)
     if discards:
         watched.withdraw(DISCARDED)
@@ -165,24 +167,24 @@ def _fall_asleep(watched: _Watched, call: Call, *, discards: bool) -> Any:
         raise
 
 
-def _wake_up(watched: _Watched, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
+def _wake_up(watched: _WatchedModel, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
     result = call()
     if tags is None or "weights" in tags:
         watched.restore(ASLEEP)
     return result
 
 
-def _begin_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _begin_update(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     watched.withdraw(_UPDATE)
     return _go_on(watched, call)
 
 
-def _reset(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _reset(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     watched.written("the worker's `reset_weights` was called")
     return call()
 
 
-def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _go_on(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     try:
         return call()
     except BaseException:
@@ -190,14 +192,14 @@ def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
         raise
 
 
-def _end_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _end_update(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     result = _go_on(watched, call)
     watched.restore(DISCARDED)
     watched.restore(_UPDATE)
     return result
 
 
-def _reload(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _reload(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     watched.withdraw(_RELOAD)
     try:
         result = call()
@@ -209,19 +211,19 @@ def _reload(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     return result
 
 
-def _compile(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _compile(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     result = call()  # the last of what compiles before requests come
     if watched.loading.caches is not None:
         watched.loading.caches.compiled()
     return result
 
 
-def _shut_down(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+def _shut_down(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     _close(watched)
     return call()
 
 
-def _close(watched: _Watched) -> None:
+def _close(watched: _WatchedModel) -> None:
     if watched.loading.lender is not None:
         watched.loading.lender.close()
     if watched.loading.caches is not None:

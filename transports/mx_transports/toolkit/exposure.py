@@ -26,7 +26,7 @@ from mx import forks, users
 from mx.errors import ClosedError, LocalError, MxError
 from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import framing, proof
-from mx_transports.toolkit.listeners import Listen, Unproved, dispensable, host_of
+from mx_transports.toolkit.listeners import Listen, UnprovedConnection, dispensable, host_of
 from mx_transports.toolkit.stream import SocketStream
 
 PREAMBLE_DEADLINE_S = 2.0
@@ -105,7 +105,7 @@ class SocketExposure(ABC):
         except OSError as error:
             self.listeners.close()
             raise LocalError(f"{name}: no socket for readers: {error.strerror}") from error
-        self._unproved: dict[socket.socket, Unproved] = {}
+        self._unproved: dict[socket.socket, UnprovedConnection] = {}
         self._acceptor = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
 
     def start(self) -> None:
@@ -300,7 +300,7 @@ class SocketExposure(ABC):
         self._make_place(MAX_UNPROVED)
         deadline = time.monotonic() + PREAMBLE_DEADLINE_S
         host = host_of(listener.family, address)
-        self._unproved[sock] = Unproved(sock, host, deadline, tls is not None)
+        self._unproved[sock] = UnprovedConnection(sock, host, deadline, tls is not None)
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _make_place(self, most: int) -> None:
@@ -308,12 +308,12 @@ class SocketExposure(ABC):
         if len(self._unproved) >= most:
             self._drop(dispensable(self._unproved.values()))
 
-    def _drop(self, unproved: Unproved) -> None:
+    def _drop(self, unproved: UnprovedConnection) -> None:
         del self._unproved[unproved.sock]
         self._selector.unregister(unproved.sock)
         unproved.sock.close()
 
-    def _receive(self, unproved: Unproved) -> None:
+    def _receive(self, unproved: UnprovedConnection) -> None:
         """Receive the bytes of a preamble that have arrived."""
         if not unproved.begun:
             unproved.begun = True
@@ -341,7 +341,7 @@ class SocketExposure(ABC):
         elif got == framing.PREAMBLE.size:
             self._admit(unproved)
 
-    def _admit(self, unproved: Unproved) -> None:
+    def _admit(self, unproved: UnprovedConnection) -> None:
         magic, key, secret = framing.PREAMBLE.unpack(unproved.received)
         with self.lock:
             # Threads that have ended are dropped here; `_run` joins the others at the end.
@@ -381,7 +381,7 @@ class SocketExposure(ABC):
         stream.abort()
         return True
 
-    def _start_serving(self, unproved: Unproved, grant: GrantState) -> bool:
+    def _start_serving(self, unproved: UnprovedConnection, grant: GrantState) -> bool:
         """Hand the connection to a thread of its own; `lock` is held. Return False if none can
         start."""
         try:

@@ -118,7 +118,7 @@ def _listen_at(host: str, port: int, family: int) -> tuple[socket.socket, socket
 
 
 @dataclass
-class Unproved:
+class UnprovedConnection:
     """A connection that has not presented a secret yet, from a host; `begun` is True once it has
     sent something."""
 
@@ -142,7 +142,7 @@ def host_of(family: int, address: Any) -> bytes:
     return socket.inet_pton(family, address[0])[:8] if of_network else b""
 
 
-def dispensable(unproved: Collection[Unproved]) -> Unproved:
+def dispensable(unproved: Collection[UnprovedConnection]) -> UnprovedConnection:
     """Return the connection to drop for another one: the oldest of the share that has most.
 
     Args:

@@ -67,14 +67,14 @@ POLL_S = 1e-3
 _loaded = False
 
 
-class Installed(NamedTuple):
+class NixlPackage(NamedTuple):
     package: str
     version: str
     bindings: str  # the path of the extension module
 
 
 @functools.cache
-def find() -> Installed | None:
+def find() -> NixlPackage | None:
     """Return the copy of NIXL to use, None if there is none, without importing any of it."""
     loaded = [package for package in PACKAGES if package in sys.modules]
     for package in (*loaded, *PACKAGES):
@@ -83,7 +83,7 @@ def find() -> Installed | None:
             for suffix in importlib.machinery.EXTENSION_SUFFIXES:
                 path = Path(folder, f"_bindings{suffix}")
                 if path.is_file():
-                    return Installed(package, _version(Path(folder)), str(path))
+                    return NixlPackage(package, _version(Path(folder)), str(path))
     return None
 
 
