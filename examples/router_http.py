@@ -169,7 +169,7 @@ async def post(address: str, path: str, body: bytes) -> bytes:
     """POST to HOST:PORT and return the answer's body.
 
     Raises:
-        OSError, EOFError, ValueError: As `posted`; or its answer is no success, or too long.
+        OSError, EOFError, ValueError: As `posted`; or its answer is not a success, or too long.
     """
     return await _whole(address, f"POST {path} HTTP/1.1\r\n", body)
 

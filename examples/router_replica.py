@@ -74,7 +74,7 @@ async def serve(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.St
                 length = min(int(value), 1 << 20)
         status, found = "200 OK", await _answer(engine, await reader.readexactly(length))
         if found is None:
-            status, found = "400 Bad Request", {"error": 'the body is no JSON like {"prompt": "x"}'}
+            status, found = "400 Bad Request", {"error": 'the body is not {"prompt": "x"}'}
         body = json.dumps(found).encode()
         writer.write(
             f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n"

@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
 
     if name in _MODULES:
         return importlib.import_module(f"mx.{name}")
-    # A submodule is no attribute until it is imported; all else may be a pack's.
+    # A submodule is not an attribute until it is imported; all else may be a pack's.
     if name not in __all__ and (name.startswith("_") or importlib.util.find_spec(f"mx.{name}")):
         raise AttributeError(f"module 'mx' has no attribute {name!r}")
     value = getattr(importlib.import_module("mx.api"), name)

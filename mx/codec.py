@@ -119,7 +119,7 @@ def by_name(kind: Callable[..., _T], value: Any, **given: Any) -> _T:
 
     Args:
         kind: The class to make.
-        value: A message where that is no class of messages, else an object.
+        value: A message where that is not a class of messages, else an object.
         given: Fields that are made otherwise, or have other names there.
     """
     names = _shared_names(kind, value.__class__)

@@ -303,7 +303,7 @@ class IncompleteError(SourceError):
 
 
 class SupersededError(IncompleteError):
-    """What a name meant when a pull began can't be had whole any more, and what it means now
+    """What a name meant when a pull began can't be obtained whole any more, and what it means now
     can."""
 
 

@@ -137,7 +137,7 @@ def set_up(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
-    # gRPC logs calls that end with a process, which is no news to the user.
+    # gRPC logs calls that end with a process, which is not news to the user.
     logging.getLogger("grpc").setLevel(logging.NOTSET if level == "debug" else logging.CRITICAL + 1)
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())

@@ -193,7 +193,7 @@ class LenderKey(NameKey):
         """Return the key in a file that `issue` made.
 
         Raises:
-            ConfigError: It can't be read, or is no such file of this user alone.
+            ConfigError: It can't be read, or is not such a file of this user alone.
         """
         try:
             found = json.loads(keyfile.read(path, 0))

@@ -130,7 +130,7 @@ class TransportContext:
     """What transports get of a pull's or a source's settings, and add to its place.
 
     `setting` returns the value of a setting by its name. `facts` are for the `Place`. `broken` has
-    a stand-in, which says why, for each transport whose facts could not be had.
+    a stand-in, which says why, for each transport whose facts could not be obtained.
     """
 
     setting: Callable[[str], Any] = field(default=config.Settings().value, repr=False)

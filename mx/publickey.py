@@ -93,7 +93,7 @@ def parse(text: str) -> PublicKey:
 
 @functools.lru_cache(maxsize=4096)
 def _fault(data: bytes) -> str:
-    """Return why bytes are no public key, "" if they are one."""
+    """Return why bytes are not a public key, "" if they are one."""
     if len(data) != KEY_BYTES:
         return f"it has {len(data)} bytes, and a key {KEY_BYTES}"
     if len(set(data[1:])) == 1 and data[0] in (data[1], 1):
@@ -117,7 +117,7 @@ def _known(data: bytes) -> PublicKey:
 
 def is_signed(public: bytes, signature: bytes, text: bytes) -> bool:
     """Return True if a text was signed with the private half of a public key. False as well if the
-    bytes are no public key."""
+    bytes are not a public key."""
     try:
         return _known(public).verifies(signature, text)
     except ConfigError:

@@ -62,8 +62,8 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             raises RevisionChangedError, as does `tensors()` of an event from before. Nothing that
             the pull returns from then on is of the old revision; tensors that the caller has keep
             its bytes. A pull that is complete follows no further.
-        allow_older: Take the newest revision that can be had whole, if what the name means cannot;
-            the report then says what that is (`newest`).
+        allow_older: Take the newest revision that can be obtained whole, if what the name means
+            cannot; the report then says what that is (`newest`).
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
             of them are ready at once, and empty. With `only` or `slices` the pull serves nothing to
             others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a

@@ -37,7 +37,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class SourceTable:
-    """One source's table, in execution order. `error` says why it could not be had.
+    """One source's table, in execution order. `error` says why it could not be obtained.
 
     `live` is True if the source lends memory where it is.
     """
@@ -74,7 +74,8 @@ class LayerUse:
 @dataclass(frozen=True)
 class SourceMemory:
     """Where a source has a model's bytes, as its table says. `regions` has those with bytes of the
-    model. `error` says why the rows of its table could not be had; then there are no regions."""
+    model. `error` says why the rows of its table could not be obtained; then there are no
+    regions."""
 
     record: SourceRecord
     regions: tuple[RegionUse, ...] = ()
@@ -163,7 +164,7 @@ async def _memory(
     except MxError as error:
         return SourceMemory(source, error=error.message)
     except TimeoutError:
-        return SourceMemory(source, error=f"its {rows} did not come in {_WAIT_S:g} s")
+        return SourceMemory(source, error=f"its {rows} did not arrive in {_WAIT_S:g} s")
 
 
 def _arenas(source: SourceRecord, layout: Layout, sizes: Sequence[int]) -> SourceMemory:
@@ -223,7 +224,7 @@ def _memory_of(
 
 
 async def _extents(locator: Locator, source: SourceRecord, layout: Layout) -> ExtentMap:
-    """Return the map of a source. Raises MxError: its rows can't be had, or are wrong."""
+    """Return the map of a source. Raises MxError: its rows can't be obtained, or are wrong."""
     if source.table.row_count > sum(len(layer.extents) for layer in layout.layers):
         raise PeerProtocolError(f"{source.endpoint} has more rows than the model has tensors")
     return await in_thread(ExtentMap.of_table, layout, await locator.table(source))

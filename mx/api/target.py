@@ -108,7 +108,7 @@ class DescribedPull:
         try:
             return self._loop.run(_files_of(self._job), left_s)
         except TimeoutError:
-            raise TimeoutError("the side files have not come yet") from None
+            raise TimeoutError("the side files have not arrived yet") from None
 
     async def files_async(self) -> dict[str, bytes]:
         """Return what `files` returns, without a limit of time, in the caller's own event loop.

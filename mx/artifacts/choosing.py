@@ -72,7 +72,7 @@ class Search:
         self._trust = Trust.load(Path(trust))
 
     def choices(self) -> list[ChosenSet]:
-        """Return the sets that may be used, the newest first. Faults of other sets are no errors.
+        """Return the sets that may be used, the newest first. Faults of other sets are not errors.
 
         Raises:
             ConfigError: A setting is wrong.

@@ -117,7 +117,7 @@ def decode(data: bytes) -> Document:
     """Return the document that untrusted bytes encode.
 
     Raises:
-        ArtifactError: They are no document in its one encoding, or a value is out of its bounds.
+        ArtifactError: They are not a document in its one encoding, or a value is out of its bounds.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         _refuse(f"its document has {len(data)} bytes, more than {MAX_DOCUMENT_BYTES}")

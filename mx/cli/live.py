@@ -119,7 +119,8 @@ def _follow_plainly(pull: Pull, state: Callable[[Progress], str]) -> PullReport:
 
 class RecentRate:
     """The rate at which a pull's bytes have come in the last seconds of its phase: those that were
-    there before, as after a resume, have not come. `phase_s` is how long the phase lasts by now."""
+    there before, as after a resume, have not arrived. `phase_s` is how long the phase lasts by
+    now."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
-#: What the machine refuses is no fault of mx.
+#: What the machine refuses is not a fault of mx.
 _MACHINES = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 )

@@ -88,7 +88,7 @@ def pull(
         bool,
         typer.Option(
             "--allow-older",
-            help="Take an older revision where the one that NAME means can't be had whole.",
+            help="Take an older revision where the one that NAME means can't be obtained whole.",
         ),
     ] = False,
     only: options.Only = None,

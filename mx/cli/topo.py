@@ -36,7 +36,7 @@ def topo(
 
     With --sources also the paths from each registered source to the devices of this machine;
     over a network one for each pair of interfaces that share a subnet. Figures are estimates
-    until a pull measures them. What a machine lacks is no error: the exit code is 0.
+    until a pull measures them. What a machine lacks is not an error: the exit code is 0.
 
     **Examples**
 

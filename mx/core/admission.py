@@ -121,7 +121,7 @@ def _is_strange(name: BoundName | None, claim: RegistrationClaim) -> bool:
 def _plain(
     name: BoundName | None, key: ModelKey, ref: ManifestRef, claim: RegistrationClaim
 ) -> Admission | BindingError:
-    """Decide about a source that is no update."""
+    """Decide about a source that is not an update."""
     binding = None if name is None else name.get(key)
     receipt = claim.receipt
     fits = receipt is not None and (receipt.key, receipt.identity) == (key, ref.identity)

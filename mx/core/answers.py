@@ -42,7 +42,7 @@ class ResolveAnswer(NamedTuple):
     one's origins first. `in_turn` says which to keep of too many.
 
     `newest` is what the name means; of a question with a pin only if that is another revision, and
-    can be had whole, and None with a revision. `older` are older revisions that can be, if the
+    can be obtained whole, and None with a revision. `older` are older revisions that can be, if the
     newest cannot. `seen` is what the asker knows of the name then, None for nothing. `vouch` is
     what the name's owner says of the weights, b"" if that is not known.
     """
@@ -90,9 +90,9 @@ class BundleStatus:
     """A bundle: the ranks of one revision that make a whole, and which of them no whole source
     serves.
 
-    `variant` is the ranks' processing key with `*` in place of each rank. A variant that is no rank
-    of several is a bundle of one. `missing` has the first of `missing_count` variants. `named` is
-    True for the revision that NAME means.
+    `variant` is the ranks' processing key with `*` in place of each rank. A variant that is not a
+    rank of several is a bundle of one. `missing` has the first of `missing_count` variants. `named`
+    is True for the revision that NAME means.
     """
 
     name: str
@@ -123,7 +123,7 @@ def away(meant: ModelKey, older: Sequence[ModelKey]) -> tuple[str, str]:
 
     Args:
         meant: What the name means.
-        older: Older revisions that can be had.
+        older: Older revisions that can be obtained.
     """
     # With the revision, also where that is "main": the name alone means the newest.
     named = [f"{key.name}:{key.revision}" for key in older[:_MOST_NAMED]]

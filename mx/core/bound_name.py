@@ -57,7 +57,8 @@ class BoundName:
         return bool(commitment) and commitment == self.owner
 
     def root(self, revision: str) -> str:
-        """Return the revision that this one is an update of, or `revision` if it is no update."""
+        """Return the revision that this one is an update of, or `revision` if it is not an
+        update."""
         entry = self.revisions.get(revision)
         if entry is not None and entry.base:
             return entry.base
@@ -169,8 +170,8 @@ class BoundName:
 
     def completed(self, root: str, bundle: str) -> int:
         """Return the number of the newest revision in which a bundle has been complete, -1 for
-        none; or of what is still to come. A variant that is no rank of several is complete once it
-        is bound."""
+        none; or of what is still to come. A variant that is not a rank of several is complete once
+        it is bound."""
         return max(self._completed(root, bundle), self._awaited.get((root, bundle), -1))
 
     def _completed(self, root: str, bundle: str) -> int:

@@ -18,7 +18,7 @@ from mx.units import KIB
 
 #: A pull has one grant for each transport that it uses to read from one source.
 MOST_PER_CONNECTION = 16
-#: Fewer bytes than this are no progress: else one byte a second would hold a place for ever.
+#: Fewer bytes than this are not progress: else one byte a second would hold a place for ever.
 LEAST_PROGRESS_BYTES = 64 * KIB
 #: At a bound, a grant that has moved nothing for this long ends in favour of a new one.
 YIELD_S = 3.0

@@ -30,7 +30,7 @@ class Notes:
     no room for. `companions` has the bytes of each companion by its path. `repository`, `commit`
     and, by path, `sha256` (in hexadecimal) are those of the hub's cache that the files are in; ""
     and {} for another folder. `base` is the model that an adapter names as its base, "" for weights
-    that are no adapter.
+    that are not an adapter.
     """
 
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def adapter_base(config: bytes) -> str:
 
 def _text(found: Any) -> str:
     if not isinstance(found, str):
-        raise TypeError("this is no text")
+        raise TypeError("this is not text")
     return plain(found)[:_MOST_CHARS]
 
 

@@ -240,7 +240,7 @@ def read_policy(text: str) -> Policy:
     """Return the policy that a file's text has.
 
     Raises:
-        ConfigError: The text is no policy; the message has the line.
+        ConfigError: The text is not a policy; the message has the line.
     """
     try:
         document = tomllib.loads(text)

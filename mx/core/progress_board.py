@@ -47,7 +47,7 @@ class PullChanges:
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     def push(self, before: PullStatus | None, status: PullStatus) -> None:
-        """Record a report. One that differs from the last by the time alone is no change."""
+        """Record a report. One that differs from the last by the time alone is not a change."""
         same = before is not None and before._replace(seconds=status.seconds) == status
         if not same or status.pull_id not in self._last:
             self._gone.pop(status.pull_id, None)

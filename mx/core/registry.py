@@ -438,8 +438,8 @@ class Registry:
             revision: "" for the newest one that its owner has published; for a rank the one that
                 NAME means for all ranks of its bundle.
             variant: "" for "checkpoint", or the only one that is listed.
-            allow_older: Without a pin or a revision, answer with an older revision that can be had
-                whole if the newest cannot.
+            allow_older: Without a pin or a revision, answer with an older revision that can be
+                obtained whole if the newest cannot.
             sees: Says of which names the caller may learn that they are bound; None: of all.
 
         Returns:
@@ -491,8 +491,8 @@ class Registry:
             )
 
     def _superseding(self, key: ModelKey) -> ModelKey | None:
-        """Return what NAME means for a variant, if it is another revision that can be had whole;
-        else None."""
+        """Return what NAME means for a variant, if it is another revision that can be obtained
+        whole; else None."""
         state = self._bindings.of(key.name)
         meant = key._replace(revision=state.means(membership(key.variant).bundle))
         binding = state.get(meant)

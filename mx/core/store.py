@@ -79,7 +79,7 @@ class Store(ABC):
         """Begin. Reading verbs answer from here on.
 
         Raises:
-            MxError: The state cannot be had; the message says why.
+            MxError: The state cannot be obtained; the message says why.
         """
 
     async def close(self) -> None:  # noqa: B027

@@ -166,7 +166,7 @@ class ProcessingKey:
             text: FIELD=VALUE,FIELD=VALUE …
 
         Raises:
-            ConfigError: It is no such text; the message says what is wrong with it.
+            ConfigError: It is not such a text; the message says what is wrong with it.
         """
         fields: dict[str, Any] = {}
         for part in text.split(","):
@@ -266,7 +266,7 @@ def note_document(document: str) -> str:
         Its digest, as the key has it.
 
     Raises:
-        ConfigError: It is no such document.
+        ConfigError: It is not such a document.
     """
     digest = document_digest(document.encode()).hex()[:_DIGEST_CHARS]
     if digest not in _documents:
@@ -404,7 +404,7 @@ def main_variant(variant: str) -> str:
 class Membership(NamedTuple):
     """What a variant is a rank of: the text of its bundle, and how many ranks that has.
 
-    A variant that is no rank of several is a bundle by itself.
+    A variant that is not a rank of several is a bundle by itself.
     """
 
     bundle: str
@@ -477,7 +477,7 @@ def nearest(asked: str, listed: Iterable[str]) -> tuple[str, tuple[Difference, .
 
     Args:
         asked: The variant that was asked for.
-        listed: The variants to choose from; those that are no keys are left out.
+        listed: The variants to choose from; those that are not keys are left out.
 
     Returns:
         None if `asked` is not a key, or none is listed. Differences have the listed value first.

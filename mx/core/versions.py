@@ -101,7 +101,7 @@ def decode(text: str) -> Versions:
         text: What `Versions.encode` returns, or anything else.
 
     Raises:
-        PeerProtocolError: It is no such text.
+        PeerProtocolError: It is not such a text.
     """
     # The length first: the pattern is only tried on short texts.
     if len(text) <= MAX_TEXT_CHARS and _TEXT.fullmatch(text):

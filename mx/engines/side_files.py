@@ -25,7 +25,7 @@ def check_code(name: str, files: Mapping[str, bytes]) -> None:
 
     Raises:
         ConfigError: One names code (`auto_map`); it is named.
-        ManifestError: One is no valid JSON.
+        ManifestError: One is not a valid JSON.
     """
     for path, data in files.items():
         if not path.lower().endswith(".json") or not any(each in data for each in _MAYBE_CODE):

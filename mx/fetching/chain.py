@@ -131,7 +131,7 @@ class Chain:
         return "no path attaches to memory of this host"
 
     def stored(self, step: str, error: MxError | None, nbytes: int = 0) -> None:
-        """Record what a store gave; `error` says why not everything."""
+        """Record what a store gave; `error` is the reason where it did not give all."""
         if error is None:
             self.completed = step
             self.note(StepReport(step, USED, "", nbytes))

@@ -262,8 +262,8 @@ class ConnectionPool:
         self._edition.changed.set()
 
     def _look_ahead(self, sources: Sequence[SourceRecord]) -> None:
-        """End the pull if its weights can't be had whole any more, and the name means others that
-        can. At the second look: what sources hold is said a little late. A source that is not
+        """End the pull if its weights can't be obtained whole any more, and the name means others
+        that can. At the second look: what sources hold is said a little late. A source that is not
         listed any more may still be read from to its end."""
         newest, before, self._stuck = self._locator.superseded_by, self._stuck, False
         if newest is None:

@@ -2,7 +2,7 @@
 others know it.
 
 A pull has one present edition. When another one follows (the model has changed, or what was begun
-is given up for a store), the old one ends as a whole: nothing of it can be had
+is given up for a store), the old one ends as a whole: nothing of it can be obtained
 from then on, and what its threads still do stays in it. Tensors that the caller has keep their
 memory, and their bytes.
 """

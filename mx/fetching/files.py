@@ -205,7 +205,8 @@ class SideFiles:
 
     @property
     def here(self) -> dict[str, bytes] | None:
-        """The files by path, None if they have not come, or not been asked for; on any thread."""
+        """The files by path, None if they have not arrived, or not been asked for; on any
+        thread."""
         files = self._files
         return None if files is None else dict(files)
 

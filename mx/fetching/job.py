@@ -230,8 +230,8 @@ class Job:
     # -- from sources -----------------------------------------------------------------------------
 
     async def _from_newest_peers(self) -> PullReport:
-        """Pull; when a name means a newer revision by now and the one of before can't be had, or
-        with `follow` when its sources are gone or hold other weights, go over to what the name
+        """Pull; when a name means a newer revision by now and the one of before can't be obtained,
+        or with `follow` when its sources are gone or hold other weights, go over to what the name
         means then, and keep what is equal."""
         while True:
             try:

@@ -75,7 +75,7 @@ class PageFetcher:
 
     async def rest(self, within_s: float, model: str) -> None:
         """Wait so many seconds for the pages that verifying did not need. Raises the last cause why
-        one is not to be had; an error of its own names the model."""
+        one can't be obtained; an error of its own names the model."""
         try:
             async with asyncio.timeout(within_s):
                 await self.run()

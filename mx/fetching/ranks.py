@@ -203,7 +203,7 @@ class _Meeting:
         )
 
     def _greeted(self, sock: socket.socket, closing: contextlib.ExitStack) -> tuple[int, int]:
-        """Return the rank that has connected, and its ring; (0, -1): what came is no hello."""
+        """Return the rank that has connected, and its ring; (0, -1): what came is not a hello."""
         sock.settimeout(_ANSWER_S)
         fds: list[int] = []
         try:
@@ -274,7 +274,7 @@ class _Meeting:
             sock.close()
             raise
         sock.close()
-        raise _Alone(f"rank 0 did not come within {self._ranks.wait_s:g} s")
+        raise _Alone(f"rank 0 did not arrive within {self._ranks.wait_s:g} s")
 
     def _introduced(self, sock: socket.socket) -> list[tuple[int, socket.socket, int]]:
         """Return what rank 0 sends. Raises TimeoutError while nothing has come."""

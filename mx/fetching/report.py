@@ -185,8 +185,8 @@ class PullReport:
     none, and has `files`. `fallback` is the step ("disk", "hub", "objects") with which a pull was
     complete that its peers did not complete. `defined_by` is that step if nothing but what it holds
     says which weights these are: neither a pin nor any source. `steps` is empty but for a pull from
-    "auto". `newest` is what the name meant, if that could not be had whole and `model` is an older
-    revision (`allow_older`). `notes` is what the source says of its folder, see `folder`.
+    "auto". `newest` is what the name meant, if that could not be obtained whole and `model` is an
+    older revision (`allow_older`). `notes` is what the source says of its folder, see `folder`.
     `companions` are those that were written.
     """
 
@@ -361,7 +361,7 @@ def final_error(
 
 
 def superseded(key: ModelKey, newest: ModelKey, why: str = "") -> SupersededError:
-    """Return the error of a pull by name whose weights can't be had whole any more."""
+    """Return the error of a pull by name whose weights can't be obtained whole any more."""
     why = why or f"no sources hold all of {key} any more"
     return SupersededError(
         f"{why}; {key.name} means {newest} now",

@@ -32,7 +32,7 @@ class Ring:
             writable: True for the rank that made it.
 
         Raises:
-            PeerProtocolError: It is no ring for this model.
+            PeerProtocolError: It is not a ring for this model.
             OSError: It can't be mapped.
         """
         self.fd = fd
@@ -70,7 +70,7 @@ class Ring:
             if fd >= 0:
                 os.close(fd)
             raise CapacityError(
-                f"{format_bytes(size)} to share with other ranks are not to be had: "
+                f"{format_bytes(size)} to share with other ranks can't be obtained: "
                 f"{error.strerror}",
                 hint="free memory, or leave out `local_ranks`",
             ) from error

@@ -86,7 +86,7 @@ def export(
             or a CUgraph. It stays the caller's.
         region: The memory that the graph uses, all of it.
         outputs: The tensors that a replay writes, by name.
-        inputs: Those that it reads and that are no weights; their bytes now are the golden ones.
+        inputs: Those that it reads and that are not weights; their bytes now are the golden ones.
             What a replay changes for the next one, such as a cache of keys, is an input too.
         weights: Those that a target pulls, by their names in the checkpoint.
         images: The image of each kernel that travels, by its CUfunction as an int: of a kernel of

@@ -61,7 +61,7 @@ class Capture:
             data: What its `to_bytes` returned.
 
         Raises:
-            GraphError: It is no such thing.
+            GraphError: It is not such a thing.
         """
         if len(data) > MAX_MESSAGE_BYTES + MAX_IMAGES_BYTES:
             raise GraphError(f"CUDA graph: a capture of {len(data)} bytes")

@@ -5,7 +5,7 @@ no special cases:
 
 - eight bytes that are an address of a region in both captures, at the same offset of it, moved with
   the region: a pointer;
-- bytes that are the same in both and are no address of a region, nor one that the driver knows:
+- bytes that are the same in both and are not address of a region, nor one that the driver knows:
   scalars;
 - all else refuses the graph: an address of other memory, one that was split or packed, a counter,
   a handle.

@@ -369,7 +369,8 @@ def prove(
     Args:
         driver: The calls.
         executable: The instantiated graph.
-        regions: The graph's memory. What is no weight is zero before each replay, and afterwards.
+        regions: The graph's memory. What is not a weight is zero before each replay, and
+        afterwards.
         graph: The graph.
         inputs: Other bytes for each input, by name.
         expected: What each output has to be for them.

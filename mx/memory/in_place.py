@@ -30,7 +30,7 @@ class InPlace:
                 dict leaves out.
 
         Raises:
-            ConfigError: Some are no tensors with memory of their own.
+            ConfigError: Some are not tensors with memory of their own.
         """
         self._tensors = tensors
         self._optional = frozenset(optional)
@@ -69,7 +69,7 @@ class InPlace:
         if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
             self._arrays = _arrays(now)  # the pull may have waited long for a source
         found = list(map(self._arrays.get, layout.forms[0]))
-        there = list(filter(None, found))  # an array is no empty tuple
+        there = list(filter(None, found))  # an array is not an empty tuple
         held = TensorColumns(layout, there) if len(there) == len(found) else None
         apart = held is not None and held.apart
         overlapping = {} if apart else self._overlapping(layout, found)
@@ -197,7 +197,7 @@ class InPlace:
 def _fit(layout: Layout, arrays: Sequence[Array | None]) -> bool:
     """Return True if all tensors are there, with the model's forms. Models have many tensors and
     few forms: each pair of forms is compared once."""
-    if not all(arrays):  # an array is no empty tuple
+    if not all(arrays):  # an array is not an empty tuple
         return False
     _, kinds, kind = layout.forms
     forms = map(attrgetter("dtype", "shape", "stride", "writable"), arrays)

@@ -260,8 +260,8 @@ class LiveMemory:
             tensors: Returns them as they are now.
             what: Who uses the memory, for the error that another one gets.
             fills: Whether it is to be filled: then no other pull or source may use it.
-            overlapping: The layers with tensors that share memory with others which are no views of
-                them in the layout: what is written to one is written to the other.
+            overlapping: The layers with tensors that share memory with others which are not views
+                of them in the layout: what is written to one is written to the other.
             held: Where `arrays` are, if that is known.
 
         Raises:

@@ -127,7 +127,7 @@ local found = redis.call('HMGET', meta, 'epoch', 'commit', 'token')
 return {clock_ms, refused, found, left}
 """
 
-#: Begin a state where there is none. The probe of an exchange is no state.
+#: Begin a state where there is none. The probe of an exchange is not a state.
 BEGIN = """
 if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
   redis.call('HSET', KEYS[1], 'version', ARGV[2], 'doubt', ARGV[3], 'commit', '0', 'latest',

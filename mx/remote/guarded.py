@@ -79,7 +79,7 @@ class GuardedStore:
         for file in found:
             sound = isinstance(file, ListedFile) and isinstance(file.path, str)
             if not sound or not isinstance(file.nbytes, int) or not 0 <= file.nbytes < _MOST_BYTES:
-                what = f"{shown(str(file))}, which is no mx.stores.ListedFile with a size"
+                what = f"{shown(str(file))}, which is not an mx.stores.ListedFile with a size"
             elif file.path in paths:
                 what = f"{shown(file.path)} twice"
             else:

@@ -39,8 +39,8 @@ def expose(
             exposure = transport.expose(held.regions(), options)
         except MxError as error:
             reasons.append(f"{name}: {error}")
-            # A missing permission is no surprise, nor a transport for GPUs and memory of the host;
-            # most transports cannot expose memory that is still being filled, or a GPU's.
+            # A missing permission is not a surprise, nor a transport for GPUs and memory of the
+            # host; most transports cannot expose memory that is still being filled, or a GPU's.
             others = held.device != "cpu" and type(error) is LocalError
             expected = isinstance(error, NotAllowedError | UnsuitedError)
             usual = held.growing or held.live or others or expected

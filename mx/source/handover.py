@@ -24,9 +24,9 @@ _ASK_AGAIN_S = 0.5
 class Handover:
     """The outdated models of one source; on the loop. `close` it before the server.
 
-    A variant that is no rank of several hands over at once. The ranks of a bundle do so together:
-    NAME means their previous revision until all have registered the new one, so that each goes on
-    serving it until then.
+    A variant that is not a rank of several hands over at once. The ranks of a bundle do so
+    together: NAME means their previous revision until all have registered the new one, so that each
+    goes on serving it until then.
     """
 
     def __init__(self, server: SourceServer) -> None:

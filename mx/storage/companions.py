@@ -27,7 +27,7 @@ def take_companions(
     weights: Collection[str],
     left_out: dict[str, str],
 ) -> tuple[tuple[str, StoredFile], ...]:
-    """Return the paths and the files of a checkpoint's companions: what is no copy of the main
+    """Return the paths and the files of a checkpoint's companions: what is not a copy of the main
     weights, or was asked for.
 
     Args:

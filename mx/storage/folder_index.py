@@ -67,7 +67,8 @@ class FolderIndex:
         return ""
 
     def record(self, files: Collection[Stamp], identity: str, began_ns: int) -> bool:
-        """Remember what these files hold. Return False where it does not count.
+        """Remember what these files hold. Returns False if it was not written: the files
+        may have changed meanwhile.
 
         Args:
             files: Their stamps, the same before and after they were hashed.

@@ -61,7 +61,7 @@ class StoredBytes(Protocol):
 
     def stamp(self) -> tuple[int, int, int, int, int] | None:
         """Return (device, inode, size, mtime_ns, ctime_ns) of the file of this machine that was
-        read; None if it may have been changed since, or is no such file."""
+        read; None if it may have been changed since, or is not such a file."""
 
     def close(self) -> None:
         """Close the file, when no read is running. Idempotent."""

@@ -28,7 +28,7 @@ _PIECE_BYTES = 4 * MIB
 @dataclass(frozen=True)
 class HubFiles:
     """Files in the cache: by path the sha256 that a file's blob is named by, in hexadecimal, and
-    the blob. `commit` is "" where the folder is no snapshot."""
+    the blob. `commit` is "" where the folder is not a snapshot."""
 
     repository: str = ""
     commit: str = ""

@@ -73,7 +73,7 @@ class Lock:
 
         Raises:
             BlockingIOError: Another process has the lock, or another lock of this one.
-            OSError: It can't be had.
+            OSError: It can't be obtained.
         """
         works = flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._claim: _LockFile | None = None

@@ -112,7 +112,7 @@ class Checkpoint:
         return notes.encode()
 
     def _base(self) -> str:
-        """Return the model that these weights adapt; "" if they are no adapter of PEFT's."""
+        """Return the model that these weights adapt; "" if they are not an adapter of PEFT's."""
         if [file.path for file in self.files] != [ADAPTER_WEIGHTS]:
             return ""
         digests = [side.digest for side in self.packaging.side_files if side.path == ADAPTER]

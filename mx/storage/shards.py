@@ -217,7 +217,8 @@ def ties(files: Iterable[StoredFile], owners: dict[str, StoredFile]) -> tuple[Al
         specs = {tensor.spec.name: tensor.spec for tensor in file.tensors}
         for name, target in file.metadata.items():
             spec = specs.get(target)
-            # Every writer adds an entry "format", which is no tie even if a tensor is named "pt".
+            # Every writer adds an entry "format", which is not a tie even if a tensor is named
+            # "pt".
             if spec is None or name in owners or name == "format":
                 continue
             if name in found and found[name].target == target:

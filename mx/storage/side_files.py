@@ -79,7 +79,7 @@ def walk(
         taken: The paths of its main tensor files.
         follow: Folders that links of side files may lead to, beside `root` and, where the tensor
             files are links into it, the `blobs` of one repository in Hugging Face's cache.
-        left_out: Gets what is no file that may be read, with the reasons.
+        left_out: Gets what is not a file that may be read, with the reasons.
 
     Raises:
         OSError: A folder can't be listed.
@@ -166,7 +166,7 @@ def resolved_folders(follow: Collection[str | Path]) -> list[Path]:
     for given, folder in zip(follow, found, strict=True):
         if not folder.is_dir():
             raise ConfigError(
-                f"{given} is no folder", hint="`follow` names folders that links may lead to"
+                f"{given} is not a folder", hint="`follow` names folders that links may lead to"
             )
     return found
 
@@ -223,7 +223,7 @@ class _Walk:
 
     def _bad_link(self, location: Path, *, is_tensors: bool) -> str | None:
         """Return why a link from the checkpoint's folder to `location` may not be followed. Tensors
-        may be anywhere: what is no safetensors file is refused.
+        may be anywhere: what is not a safetensors file is refused.
 
         A folder from a stranger could link config.json to a private key, which serving would
         publish. So a link is followed only inside the folder and below folders that the user has

@@ -147,7 +147,7 @@ class Peers:
 
     async def _greet(self, record: SourceRecord, neighbours: Neighbours | None) -> None:
         """Dial a peer and send a hello; if it accepts, serve the stream until it ends. For an
-        origin `neighbours` is None: it is no neighbour, since it does not read here."""
+        origin `neighbours` is None: it is not a neighbour, since it does not read here."""
         key, own = record.key, self._own()
         if own is None:
             return

@@ -115,7 +115,7 @@ class CoordinatorClient(SourceCalls):
             variant: "" for "checkpoint", or the only one that is listed.
             documents: Request the documents of a small manifest, too.
             serves: The caller is going to serve it.
-            allow_older: Take the newest revision that can be had whole.
+            allow_older: Take the newest revision that can be obtained whole.
             seen: What an earlier answer said that was seen of the name.
 
         Raises:

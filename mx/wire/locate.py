@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 class LocateRequest:
     """Where to look, and for what: `name` may be NAME@PIN. `peer` is asked in place of the
     coordinator, which `hold` tells that the model is going to be served. `allow_older` takes an
-    older revision where the newest can't be had whole. With `owners` the answer has to be
+    older revision where the newest can't be obtained whole. With `owners` the answer has to be
     what one of these keys vouches for (`mx.fetching.owners`)."""
 
     name: str
@@ -79,9 +79,9 @@ class LocatedModel:
 
     All `sources` hold the weights of `ref`, or parts of them; their files may differ. `inlined` are
     those of the documents that came with the answer, by digest. `newest` is what the name means to
-    the coordinator, and `older` are older revisions that can be had where that can't; None and ()
-    for a pin, a revision or a peer that the user named. `vouch` is what the name's owner is said to
-    say of the weights, b"" for nothing.
+    the coordinator, and `older` are older revisions that can be obtained where that can't; None and
+    () for a pin, a revision or a peer that the user named. `vouch` is what the name's owner is said
+    to say of the weights, b"" for nothing.
     """
 
     key: ModelKey
@@ -116,7 +116,7 @@ class Locator:
         self.where = self._where = where
         self._client: CoordinatorClient | None = None
         #: How many sources there were when `again` was called last; what the name means by then,
-        #: if that is another revision which can be had whole.
+        #: if that is another revision which can be obtained whole.
         self.source_count = 0
         self.superseded_by: ModelKey | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}

@@ -59,7 +59,7 @@ class Site:
         self.rotations += 1
         for name in _CERTIFIED:
             made = self._authority.certificate(f"{name}-{self.rotations}", _HERE)
-            # The key first: for a moment the two are no pair, and a process that reads them then
+            # The key first: for a moment the two are not a pair, and a process that reads them then
             # has to go on with those that it has.
             for file, kind in ((made.key, "key"), (made.certificate, "pem")):
                 shutil.copy(file, self.folder / "fresh")

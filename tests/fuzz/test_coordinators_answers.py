@@ -16,7 +16,7 @@ from tests.support.http2 import SETTINGS, frame, frames
 
 pytestmark = pytest.mark.integration
 
-#: Asks until its standard input ends. Prints whatever is no error of mx.
+#: Asks until its standard input ends. Prints whatever is not an error of mx.
 CLIENT = """
 import select, sys
 from mx import api

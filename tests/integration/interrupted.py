@@ -235,7 +235,7 @@ def main() -> None:
         got = pull.state_dict()
         right = got.keys() == expected.keys() and all(
             torch.equal(got[name].view(torch.uint8), expected[name].view(torch.uint8))
-            for name in expected  # as bytes: some are no numbers
+            for name in expected  # as bytes: some are not numbers
         )
     found = {"before": before, "after": after, "interrupted": out, "right": right}
     json.dump(found | opened, sys.stdout)

@@ -231,7 +231,7 @@ def test_the_compose_file_is_closed() -> None:
 
 
 def healthy(address: str) -> bool:
-    """Return what a probe by gRPC learns, which is no client of mx."""
+    """Return what a probe by gRPC learns, which is not a client of mx."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)

@@ -50,7 +50,7 @@ def run(
     code = _COMMANDS.format(checkpoint=str(checkpoint), serve=serve, commands=commands)
     ended = finish(major, code, **settings)
     assert ended.returncode == 0, ended.stderr
-    # cuda_ipc is not for the host's memory: that is no news.
+    # cuda_ipc is not for the host's memory: that is not news.
     assert "does not serve the model" not in ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 

@@ -245,7 +245,7 @@ def test_a_cache_that_dies_before_it_gives_what_was_converted(
     said, log = dying.ran(caching.environment, *arguments)
     assert said["models"][0]["same"]
     assert said["counts"] == {"converted": 0, "cache": 0, "host": 0, "peer": 1, "disk": 1}
-    assert "org/mixtral: what was converted could not be had" in log
+    assert "org/mixtral: what was converted could not be obtained" in log
 
 
 def test_without_a_cache_from_a_peer(site: Site, caching: Caching) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 12 MB in 6 layers, a file, and one that is no part of the checkpoint."""
+    """About 12 MB in 6 layers, a file, and one that is not a part of the checkpoint."""
     root = tmp_path_factory.mktemp("hub")
     write_checkpoint(root / "model.safetensors", llama_shapes(4, 384, 1024, 1024))
     (root / "config.json").write_text('{"model_type": "llama"}')

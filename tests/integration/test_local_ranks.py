@@ -247,7 +247,7 @@ def test_ranks_that_do_not_come_are_not_waited_for(
     said = [each.getMessage() for each in caplog.records if "shares with no other" in each.message]
     assert said == [
         "rank 0 shares with no other on this host: none came within 0.2 s",
-        "rank 1 shares with no other on this host: rank 0 did not come within 0.2 s",
+        "rank 1 shares with no other on this host: rank 0 did not arrive within 0.2 s",
     ]
 
 

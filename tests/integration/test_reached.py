@@ -63,7 +63,7 @@ def test_loopback_is_not_registered_elsewhere(site: Site, checkpoint: Path) -> N
     assert "127.0.0.1:7601" in refusal(advertised)
     wildcard = site.serve("far", checkpoint, "--advertise", "0.0.0.0:7601")
     assert "0.0.0.0:7601" in refusal(wildcard)
-    # The coordinator's own machine is no exception: others ask it too.
+    # The coordinator's own machine is not an exception: others ask it too.
     assert f"--listen {site.near}:0" in refusal(site.serve("near", checkpoint))
     assert site.endpoints() == set()
 

@@ -93,7 +93,7 @@ def test_a_replica_elsewhere_is_reached_at_an_address_of_its_host(
     place = json.dumps(run_in("far", "topo", "--json").json()["place"])
     assert place_from_json(place).addresses
     router = script_in("near", "-c", ROUTER, coordinator, place)
-    # One says where it is reached, the other does not: it reports from there. They are no sources,
+    # One says where it is reached, the other does not: it reports from there. They are not sources,
     # or the far host would have one that a pull there attaches to.
     for where in ({"MX_PEER_LISTEN": f"{far}:0"}, {}):
         script_in("far", REPLICA, coordinator, "m", "alone", "0", **where)

@@ -113,7 +113,7 @@ async def test_a_name_that_was_rebound_in_redis_is_not_used(
 async def test_an_old_value_and_a_deleted_one_show_as_well(
     server: RedisServer, attacker: Any
 ) -> None:
-    """Each was written by a coordinator; together they are no state that one has signed."""
+    """Each was written by a coordinator; together they are not a state that one has signed."""
     async with coordinator(server) as state:
         record = await register(state, documents=HONEST)
         await register(state, "other", documents=HONEST)

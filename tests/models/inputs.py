@@ -20,7 +20,7 @@ SEARCH_S = 30.0
 CORRECTIONS = 6
 MOST_CORRECTED = 20
 
-#: What is no input of a plain forward.
+#: What is not an input of a plain forward.
 _NEVER = re.compile(
     r"(.*_)?labels?|.*past_key_values?|cache_position|.*cache.*|return_.*|output_.*|use_.*|interpolate_.*|mm_.*|logits_to_keep"
     r"|kwargs|self|.*inputs_embeds|.*_embeddings|.*head_mask|encoder_outputs|decoder_attention_mask|.*_loss"

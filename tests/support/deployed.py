@@ -47,7 +47,7 @@ def pods(overlay: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield each["metadata"]["name"], each["spec"]["template"]
 
 
-#: Where what is no pod of the overlay is: labels of its namespace, and its own.
+#: Where what is not a pod of the overlay is: labels of its namespace, and its own.
 _OUTSIDE = {
     "prometheus": ("monitoring", {"app.kubernetes.io/name": "prometheus"}),
     "names": ("kube-system", {"k8s-app": "kube-dns"}),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.daemon import ROOT
 
-#: Packages of `mx`, and of `mx_transports`, that are no part of the kernel.
+#: Packages of `mx`, and of `mx_transports`, that are not a part of the kernel.
 PACKS = (
     *("artifacts", "engines", "fleet", "graphs", "metrics", "operations", "redis_state"),
     *("remote", "testing"),

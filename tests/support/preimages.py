@@ -66,7 +66,7 @@ def forged(right: bytes | memoryview, wanted: bytes | memoryview) -> bytes:
     Args:
         right: The bytes.
         wanted: As many bytes. Of each KiB all but the last 128 bytes come from here; the end, up to
-            the last whole KiB that the last 64 bytes are no part of, is that of `right`.
+            the last whole KiB that the last 64 bytes are not a part of, is that of `right`.
     """
     end = (len(right) - STRIPE_BYTES) // KIB * KIB  # the last 64 bytes are added once more
     return b"".join(

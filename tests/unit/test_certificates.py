@@ -52,7 +52,7 @@ def test_certificates_lead_to_authorities(tmp_path: Path) -> None:
         ("stranger",),
         ("below",),
         ("stranger", "between"),
-        ("by-member", "member"),  # which is no authority
+        ("by-member", "member"),  # which is not an authority
         ("below", *["other"] * 8, "between"),
         (),
     ):

@@ -25,4 +25,4 @@ def test_no_two_classes_have_one_name() -> None:
                     places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     doubles = {name: where for name, where in places.items() if len(where) > 1}
     assert not {name: where for name, where in doubles.items() if name not in ALLOWED}
-    assert doubles.keys() == ALLOWED.keys()  # what is no double any more is not allowed
+    assert doubles.keys() == ALLOWED.keys()  # what is not a double any more is not allowed

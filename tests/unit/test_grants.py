@@ -65,7 +65,7 @@ def test_a_grant_that_makes_progress_keeps_its_place() -> None:
     book.open("g", of(1), 0.0)
     book.moved("g", LEAST_PROGRESS_BYTES, 10.0)
     assert book.admit(of(2), 10.0 + YIELD_S - 0.1) is None
-    book.moved("g", 2 * LEAST_PROGRESS_BYTES - 1, 12.0)  # a trickle is no progress
+    book.moved("g", 2 * LEAST_PROGRESS_BYTES - 1, 12.0)  # a trickle is not progress
     assert book.admit(of(2), 10.0 + YIELD_S) == ["g"]
     book.moved("gone", LEAST_PROGRESS_BYTES, 10.0)
     assert book.idle(10.0 + IDLE_S - 0.1) == []

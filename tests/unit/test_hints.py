@@ -25,7 +25,7 @@ def tensors(folder: Path, name: str = "model.safetensors") -> Path:
 
 
 def refused(path: Path, kind: type[MxError] = ConfigError) -> MxError:
-    """Return the error for a path that is no checkpoint: the user's, not the bytes'."""
+    """Return the error for a path that is not a checkpoint: the user's, not the bytes'."""
     with pytest.raises(kind) as caught:
         open_checkpoint(path)
     return caught.value

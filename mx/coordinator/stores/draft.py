@@ -29,7 +29,7 @@ class Draft:
     `decided` and `put` say which ones they wrote. A dropped source and a forgotten tombstone are
     None. `expired` are the dropped sources whose leases had ended. `renewals` are of sources that
     are listed here first. `epoch` is a new one, until when it is in doubt, and the lowest number
-    of its last entry. `refused`: the steps need what cannot be had now.
+    of its last entry. `refused`: the steps need what cannot be obtained now.
     """
 
     now: float = 0.0

@@ -77,7 +77,7 @@ def decode(text: str | bytes) -> Any:
     """Return the value that `encode` wrote.
 
     Raises:
-        ConfigError: It is no such text.
+        ConfigError: It is not such a text.
     """
     try:
         return _value(json.loads(text))

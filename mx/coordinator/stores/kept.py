@@ -176,7 +176,7 @@ class KeptStore(DraftedStore):
         return found
 
     def _check_refused(self, draft: Draft) -> None:
-        """Raise what is the matter if the steps of a draft need what cannot be had."""
+        """Raise what is the matter if the steps of a draft need what cannot be obtained."""
         if draft.refused and self._trouble is not None:
             raise another(self._trouble)
 

@@ -241,7 +241,7 @@ class Receiver:
         """Record that the chunk is verified here, whether it is still requested or not.
 
         Args:
-            peer: The peer that sent it. Any number that is no peer's if it came from elsewhere,
+            peer: The peer that sent it. Any number that is not a peer's if it came from elsewhere,
                 such as a disk.
             chunk: Its number.
             now_s: The time.

@@ -181,7 +181,7 @@ def choose(
         revision: The only revision to take; "" for the newest.
         checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
         pinned: Whether to take only weights that are made of `checkpoint`. Where `revision` names
-            none, they may be of any revision that is no update.
+            none, they may be of any revision that is not an update.
 
     Returns:
         The choice; with the state "" if there is nothing to take.

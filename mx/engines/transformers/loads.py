@@ -40,7 +40,7 @@ _ON_DISK = "`device_map` leaves a part on disk, where it is read again later"
 
 class LeftToDiskError(BaseException):
     """Ends a call that has taken a configuration from peers, but whose weights have to come from
-    disk, for `reason`: the whole call begins again, from disk. It is no Exception, so that no
+    disk, for `reason`: the whole call begins again, from disk. It is not an Exception, so that no
     library in between handles it."""
 
     def __init__(self, reason: str) -> None:

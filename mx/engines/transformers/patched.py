@@ -461,7 +461,9 @@ def _from_pretrained(
                 except Exception:
                     if found.failure is None or found.converted is None:
                         raise
-                    log.info("%s: what was converted could not be had: %s", name, found.failure)
+                    log.info(
+                        "%s: what was converted could not be obtained: %s", name, found.failure
+                    )
                     found = made.here.load = found.unconverted()  # the cache may be gone
                     with found:
                         return found.run(bound, name, args, kwargs)

@@ -189,7 +189,7 @@ class Pending(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no classmethod for mypy
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is not a classmethod for mypy
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
@@ -331,7 +331,7 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_own(written: object) -> bool:
-    """Return True if an operator may write to a tensor: it is no view of one of the model's."""
+    """Return True if an operator may write to a tensor: it is not a view of one of the model's."""
     return isinstance(written, Pending) and written.mx_value.own
 
 

@@ -105,7 +105,7 @@ class _Told:
 
 
 class WeightsFile:
-    """What `safetensors.safe_open` returns, for weights that are no file."""
+    """What `safetensors.safe_open` returns, for weights that are not a file."""
 
     def __init__(self, weights: Weights, finished: Callable[[], None] | None) -> None:
         """

@@ -99,7 +99,7 @@ async def look(subject: ExaminedHost, *, coordinators_only: bool = False) -> Fle
 
     answers = await ask()
     apart = _apart(answers)
-    if apart:  # what came or went between the answers is no difference
+    if apart:  # what came or went between the answers is not a difference
         await asyncio.sleep(_SETTLES_S)
         apart = {
             name: ids

@@ -53,7 +53,7 @@ def top(
     """Watch pulls and sources, until q or Ctrl-C.
 
     Each pull by layer, in order: ready, in part, not yet; each source by readers
-    and by what it serves. Where standard output is no terminal it is shown once.
+    and by what it serves. Where standard output is not a terminal it is shown once.
 
     **Examples**
 

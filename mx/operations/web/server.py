@@ -335,7 +335,7 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=16 << 10,
     )
-    # What strangers send is no warning of this process.
+    # What strangers send is not a warning of this process.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config.load()
     return config

@@ -219,7 +219,7 @@ class ThreadedSession:
         """Raise StaleGenerationError if the grant's generation is not between 0 and `most`."""
         if not 0 <= self.grant.generation <= most:
             raise StaleGenerationError(
-                f"{self.peer}: {self.grant.generation} is no generation", peer=self.peer
+                f"{self.peer}: {self.grant.generation} is not a generation", peer=self.peer
             )
 
     def _named(self, read: Read, error: MxError) -> MxError:

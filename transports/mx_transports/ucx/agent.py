@@ -63,7 +63,7 @@ def load_bindings(path: str) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader("_bindings", path)
     spec = importlib.util.spec_from_file_location("_bindings", path, loader=loader)
     if spec is None:
-        raise ImportError(f"{path} is no extension module")
+        raise ImportError(f"{path} is not an extension module")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

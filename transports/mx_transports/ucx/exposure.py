@@ -102,7 +102,7 @@ class UcxExposure(SocketExposure):
     def grant(self, grant_id: str) -> bytes:
         ticket = super().grant(grant_id)
         if len(self.listeners.sockets) == 1:
-            # The reader will be here in a moment; which NIC it chooses is no question.
+            # The reader will be here in a moment; which NIC it chooses is not a question.
             self._agent_at(self.listeners.sockets[0].getsockname()[0])
         return ticket
 

@@ -71,4 +71,4 @@ def _receive_info(stream: SocketStream, peer: str) -> AgentInfo:
             said = bytes(data[:500]).decode(errors="replace")
             raise PeerRefusedError(f"{peer} by ucx: {said}", peer=peer)
         if kind != STARTING:
-            raise PeerProtocolError(f"{peer}: {kind} is no kind of answer", peer=peer)
+            raise PeerProtocolError(f"{peer}: {kind} is not a kind of answer", peer=peer)
