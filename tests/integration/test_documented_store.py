@@ -262,9 +262,9 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("init", "no store", EXIT_NO_SOURCE),
         ("none", "TypeError", EXIT_NO_SOURCE),
-        ("strings", "no mx.stores.ListedFile", EXIT_NO_SOURCE),
+        ("strings", "not an mx.stores.ListedFile", EXIT_NO_SOURCE),
         ("twice", "twice", EXIT_NO_SOURCE),
-        ("negative", "no mx.stores.ListedFile", EXIT_NO_SOURCE),
+        ("negative", "not an mx.stores.ListedFile", EXIT_NO_SOURCE),
         ("outside", "holds no .safetensors file", EXIT_NO_SOURCE),
         ("endless", "holds no .safetensors file", EXIT_NO_SOURCE),
         ("exit", "SystemExit", EXIT_NO_SOURCE),
