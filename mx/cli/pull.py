@@ -219,7 +219,7 @@ def _closing(pull: Pull) -> Iterator[Pull]:
     """Close the pull at the end; of one that a signal ends, say how to go on from what it left.
 
     Raises:
-        outcome.Interrupted: Ctrl-C ended it; its hint is what the pull has kept.
+        outcome.CommandInterrupted: Ctrl-C ended it; its hint is what the pull has kept.
     """
     try:
         with pull:

@@ -95,7 +95,7 @@ class Lock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
+class _LockClaim:
     """What a claim says, and how long ago it was written to, by the clock of the file system."""
 
     text: str
@@ -230,7 +230,7 @@ def _opened(folder: int, name: str) -> Iterator[tuple[int, str]]:
         os.close(fd)
 
 
-def _read(folder: int, name: str) -> _Claim | None:
+def _read(folder: int, name: str) -> _LockClaim | None:
     """Return what a claim says; None if there is none."""
     with _opened(folder, name) as (fd, text):
         if fd < 0:
@@ -239,7 +239,7 @@ def _read(folder: int, name: str) -> _Claim | None:
     probe = f"{name}.{secrets.token_hex(8)}"
     fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
     try:
-        return _Claim(text, os.fstat(fd).st_mtime - written_s)
+        return _LockClaim(text, os.fstat(fd).st_mtime - written_s)
     finally:
         os.close(fd)
         os.unlink(probe, dir_fd=folder)
