@@ -117,7 +117,7 @@ class CacheWatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _CacheFile:
+class _ObjectFile:
     made: tuple[int, int, int]
     read_ns: int
 
@@ -138,8 +138,8 @@ def _keeps_times(root: Path) -> bool:
         return False
 
 
-def _objects(root: Path) -> dict[str, _CacheFile]:
-    found: dict[str, _CacheFile] = {}
+def _objects(root: Path) -> dict[str, _ObjectFile]:
+    found: dict[str, _ObjectFile] = {}
     for part in COMPONENTS:
         for at, folders, names in os.walk(root / part):
             if "locks" in folders:
@@ -153,17 +153,17 @@ def _objects(root: Path) -> dict[str, _CacheFile]:
                 except FileNotFoundError:
                     continue  # a temporary file
                 made = status.st_ino, status.st_size, status.st_mtime_ns
-                found[os.path.relpath(path, root)] = _CacheFile(made, status.st_atime_ns)
+                found[os.path.relpath(path, root)] = _ObjectFile(made, status.st_atime_ns)
     return found
 
 
-def _unread(root: Path, objects: dict[str, _CacheFile]) -> dict[str, _CacheFile]:
+def _unread(root: Path, objects: dict[str, _ObjectFile]) -> dict[str, _ObjectFile]:
     """Set the times of access back, since most file systems note only the first after a change."""
     found = {}
     for path, seen in objects.items():
         with contextlib.suppress(OSError):
             os.utime(root / path, ns=(seen.made[2], seen.made[2]))
-            seen = _CacheFile(seen.made, seen.made[2])
+            seen = _ObjectFile(seen.made, seen.made[2])
         found[path] = seen
     return found
 

@@ -399,7 +399,8 @@ def test_what_was_seen_is_kept_or_that_is_said(site: Site) -> None:
 def test_processes_at_once_do_not_go_back(tmp_path: Path) -> None:
     folder, many, last = tmp_path / "mx", 8, 60
     script = (
-        "import sys; from pathlib import Path; from mx.fetching.owners import _OwnerStatement, _remembered\n"
+        "import sys; from pathlib import Path\n"
+        "from mx.fetching.owners import _OwnerStatement, _remembered\n"
         "for n in range(1, int(sys.argv[2])):\n"
         "    newest = _remembered(Path(sys.argv[1]), 'owner-x', _OwnerStatement(n, 'i', 'p'))\n"
         "    assert newest.issued_us >= n\n"
