@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ async def test_a_pull_is_seen_at_the_other_coordinator_and_ends_there(server: Re
                     return [each.layers_ready for each in found] == [ready]
 
                 await until(filled)
-            await report(replace(pull(ready=LAYERS), phase=PullPhase.COMPLETE))
+            await report(pull(ready=LAYERS)._replace(phase=PullPhase.COMPLETE))
 
         async def ended() -> bool:
             return not await looks.list_pulls()
@@ -215,7 +214,7 @@ async def test_what_is_told_is_bounded_and_principals_take_turns(
         # Of one principal, more than fits into all entries that are kept.
         small = pull(9999, name="small")
         large, most = pull(layers=1 << 16, ready=1 << 16), 0
-        many = [replace(large, pull_id=str(uuid.UUID(int=number))) for number in range(1, 1501)]
+        many = [large._replace(pull_id=str(uuid.UUID(int=number))) for number in range(1, 1501)]
 
         def report_all() -> None:
             for each in many:
