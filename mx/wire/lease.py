@@ -51,6 +51,9 @@ _MAX_RETRY_S = 30.0
 LAST_WORDS = (PeerBusyError, PeerUntrustedError, StaleGenerationError)
 #: How long to wait for the source's answer when a lease is given back.
 _GIVE_BACK_S = 1.0
+#: What grpc.aio says where a source refuses a call before its first message is written: the
+#: source's word is lost then, and the call is made again.
+_LOST_WORD = "Internal error from Core"
 #: A lease moves no sooner than so long after it has, or was to.
 _MOVE_AGAIN_S = 5.0
 
@@ -189,7 +192,13 @@ class Lease:
     async def _first_event(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
         """Send the first message, and return the event that answers it. Raises SourceError."""
         async with self._translating(timeout_s):
-            await self._call.write(request)
+            try:
+                await self._call.write(request)
+            except grpc.aio.AioRpcError as error:
+                if error.details() != _LOST_WORD or self._stub is None:
+                    raise
+                self._call = self._stub.Open()
+                await self._call.write(request)
             while True:
                 event = await self._next()
                 # None: what a later release says besides.

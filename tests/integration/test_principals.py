@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from mx import discovery
@@ -209,6 +211,39 @@ async def test_a_grant_can_be_read_by_the_certificate_that_opened_it_alone(
     with pytest.raises(PeerUntrustedError, match="may not pull"):
         async with _granted(endpoint, site.files("stranger"), record):
             pass
+
+
+async def test_a_refusal_that_comes_before_the_request_is_written_is_told(
+    site: Site, checkpoint: Path
+) -> None:
+    await asyncio.to_thread(site.coordinator, "--policy", str(site.policy))
+    _, endpoint = await asyncio.to_thread(site.serve, checkpoint, "--policy", str(site.policy))
+    record, stranger = await listed(site, site.files("reader")), site.files("stranger")
+    channel = dial(endpoint, tls=stranger)
+    lease = Lease(channel, record, lambda: None, tls=stranger)
+    assert lease._stub is not None
+    make, calls = lease._stub.Open, list[Any]()
+
+    async def fails(_: object) -> None:  # as grpc.aio does then
+        code, none = grpc.StatusCode.INTERNAL, grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(code, none, none, "Internal error from Core")
+
+    def called() -> Any:
+        calls.append(make())
+        if len(calls) == 1:
+            calls[0].write = fails
+        return calls[-1]
+
+    vars(lease._stub)["Open"] = called
+    try:
+        with pytest.raises(PeerUntrustedError, match="may not pull"):
+            await lease.open(discovery.here(), ["tcp"], 10.0)
+        assert len(calls) == 2
+    finally:
+        for call in calls:
+            call.cancel()
+        await lease.close()
+        await channel.close(None)
 
 
 async def test_a_source_is_at_hosts_that_its_certificate_names_and_its_registrants(
