@@ -226,7 +226,7 @@ async def test_a_refusal_that_comes_before_the_request_is_written_is_told(
 
     async def fails(_: object) -> None:  # as grpc.aio does then
         code, none = grpc.StatusCode.INTERNAL, grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(code, none, none, "Internal error from Core")
+        raise grpc.aio.AioRpcError(code, none, none, "Internal error from Core", "")
 
     def called() -> Any:
         calls.append(make())

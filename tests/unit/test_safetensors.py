@@ -463,7 +463,7 @@ def test_links_are_followed_below_folders_that_the_user_names(tmp_path: Path) ->
         "generation_config.json",
     }
     assert checkpoint.left_out.keys() == {"vocab.txt", "merges.txt", "notes.txt"}
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         resolved_folders([store / "nowhere"])
 
 
