@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -69,13 +70,14 @@ class Child:
             LocalError: The command printed no object, or nothing in time.
         """
         lines: list[str] = []
-        assert self._process.stdout is not None
-        reader = threading.Thread(
-            target=lambda out: lines.append(out.readline()),
-            args=(self._process.stdout,),
-            name=f"{self.name}-answer",
-            daemon=True,
-        )
+        out = self._process.stdout
+        assert out is not None
+
+        def read() -> None:
+            with contextlib.suppress(ValueError):  # it was closed, as this process is interrupted
+                lines.append(out.readline())
+
+        reader = threading.Thread(target=read, name=f"{self.name}-answer", daemon=True)
         reader.start()
         reader.join(timeout_s)
         if not lines:
