@@ -1,4 +1,4 @@
-"""The pack of stores that a URL names: object stores, and those of other distributions."""
+"""The pack of stores elsewhere: object stores, those of other distributions, and the hub."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from mx.contexts import Undo
 from mx.core.naming import natural_key
 from mx.core.packaging import MAX_SIDE_FILE_BYTES
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.companions import take_companions
-from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
+from mx.storage.header import MAX_HEADER_BYTES, FileTensor, Places, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.safetensors import Checkpoint, assembled
 from mx.storage.shards import check_paths, chosen_files, shards_of, weight_map
@@ -46,10 +47,9 @@ class RangedFile:
 class RangedBytes:
     """The `StoredBytes` of a `RangedFile`."""
 
-    alignment_bytes = 1
-
     def __init__(self, file: RangedFile) -> None:
         self._file = file
+        self.device = file.store.place
 
     def read_exactly(self, view: Any, position: int, nbytes: int) -> None:
         """Read as `StoredBytes.read_exactly` does. Raises also as `WeightStore.read`."""
@@ -64,6 +64,16 @@ class RangedBytes:
         """Read into the buffer. Raises as `read_exactly`."""
         self.read_exactly(buffer, begin, end - begin)
         return buffer[: end - begin]
+
+    def scatter(
+        self, begin: int, end: int, buffer: memoryview, places: Places
+    ) -> tuple[memoryview, list[tuple[int, int]]]:
+        """Read one place by itself, or all into the buffer: in either case by one request."""
+        if [position for position, _ in places] == [begin]:
+            view = places[0][1]
+            self.read_exactly(view, begin, end - begin)
+            return buffer[:0], [(0, len(view))]
+        return self.window(begin, end, buffer), [(0, 0) for _ in places]
 
     def check_unchanged(self) -> None:
         """Do nothing: a store that vouches for versions has checked it at every read."""
@@ -86,11 +96,8 @@ def open_listed(store: WeightStore) -> Checkpoint:
         CheckpointError: It is malformed.
         MxError: As `WeightStore.list` and `WeightStore.read`.
     """
-    try:
+    with Undo(store.close):
         return _open(store)
-    except BaseException:
-        store.close()
-        raise
 
 
 def _open(store: WeightStore) -> Checkpoint:

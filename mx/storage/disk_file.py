@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import re
+import struct
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mx.buffers import address_of
+from mx.core.types import Layout
 from mx.errors import CheckpointError
-from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
+from mx.storage.header import MAX_HEADER_BYTES, FileTensor, Places, StoredFile, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.mounts import is_local
 from mx.storage.osfile import open_regular, read_error
-from mx.units import align_up
+from mx.units import KIB, align_up
 
 #: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
 DIRECT_ALIGNMENT_BYTES = 4096
+#: Before Linux 6.3 what a drive writes to private memory while this process forks may be lost: the
+#: pages that it writes to can become the child's.
+_FORKS_ARE_SAFE = [int(n) for n in re.findall(r"\d+", os.uname().release)[:2]] >= [6, 3]
+#: What is shorter is copied.
+_IN_PLACE_BYTES = 64 * KIB
+#: Sectors are what addresses are aligned to where the kernel does not say it; else reads fail.
+_AT_FDCWD, _STATX_DIOALIGN, _DIO_MEM_ALIGN, _SECTOR_BYTES = -100, 0x2000, 0x98, 512
 #: File systems date a change by a clock that stands still for up to 10 ms: of two changes within
 #: that time the second one leaves no trace.
 _CLOCK_STEP_NS = 20_000_000
@@ -64,6 +78,11 @@ class DiskFile:
     stamp: FileStamp
     metadata: dict[str, str] | None
     tensors: tuple[FileTensor, ...]
+
+    @property
+    def device(self) -> int:
+        """The number of the drive (st_dev) that it is on."""
+        return self.stamp.device
 
     def open(self) -> DiskBytes:
         """Open the file. Raises as `StoredFile.open`."""
@@ -138,6 +157,7 @@ class DiskBytes:
         try:
             self._fd = open_regular(file.location)
             self._direct_fd = _open_direct(file)
+            self._memory_alignment = 1 if self._direct_fd < 0 else memory_alignment(file.location)
             self.check_unchanged()
         except OSError as error:
             self.close()
@@ -147,8 +167,13 @@ class DiskBytes:
             raise
 
     @property
-    def alignment_bytes(self) -> int:
-        return DIRECT_ALIGNMENT_BYTES if self._direct_fd >= 0 else 0
+    def device(self) -> int:
+        return self._file.stamp.device
+
+    @property
+    def direct_fd(self) -> int:
+        """The descriptor that reads by O_DIRECT; -1 where the file system has no such thing."""
+        return self._direct_fd
 
     def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
         """Read as `StoredBytes.read_exactly` does."""
@@ -183,6 +208,48 @@ class DiskBytes:
             self.read_exactly(pages, base, end - base)
         return buffer[begin - base : end - base]
 
+    def scatter(
+        self, begin: int, end: int, buffer: memoryview, places: Places
+    ) -> tuple[memoryview, list[tuple[int, int]]]:
+        """Read by one call, whole pages to their places where the addresses allow it."""
+        unit = DIRECT_ALIGNMENT_BYTES if self._direct_fd >= 0 else 1
+        at = base = begin - begin % unit
+        parts: list[memoryview] = []
+        there: list[tuple[int, int]] = []
+        try:
+            for position, view in places:
+                low, high = align_up(position, unit), (position + len(view)) // unit * unit
+                fits = high - low >= _IN_PLACE_BYTES and (unit == 1 or _FORKS_ARE_SAFE)
+                if fits and not (address_of(view) + low - position) % self._memory_alignment:
+                    parts += [buffer[at - base : low - base]] if at < low else []
+                    parts.append(view[low - position : high - position])
+                    there.append((low - position, high - position))
+                    at = high
+                else:
+                    there.append((0, 0))
+            if at < end:
+                parts.append(buffer[at - base : align_up(end, unit) - base])
+            self._read_parts(parts, base, end)
+        finally:
+            for part in parts:
+                part.release()
+        return buffer[begin - base : end - base], there
+
+    def _read_parts(self, parts: list[memoryview], position: int, end: int) -> None:
+        got = 0
+        try:
+            fd = self._fd if self._direct_fd < 0 else self._direct_fd
+            got = os.preadv(fd, parts, position)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise read_error(error, self._file.location) from error
+            self._memory_alignment = DIRECT_ALIGNMENT_BYTES  # enough for every disk
+        for part in parts:  # of a short read those that are not whole
+            if got < min(len(part), end - position):
+                self.read_exactly(part, position, min(len(part), end - position))
+            got -= len(part)
+            position += len(part)
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
         for fd in self._descriptors():
@@ -210,6 +277,29 @@ class DiskBytes:
         fd, self._direct_fd = self._direct_fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def memory_alignment(location: Path) -> int:
+    """Return what addresses are multiples of for O_DIRECT, as the file system says (Linux 6.1)."""
+    status = ctypes.create_string_buffer(256)
+    name = os.fsencode(location)
+    ctypes.CDLL(None).statx(_AT_FDCWD, name, 0, _STATX_DIOALIGN, status)
+    mask, nbytes = struct.unpack_from(f"I{_DIO_MEM_ALIGN - 4}xI", status)
+    return (nbytes or DIRECT_ALIGNMENT_BYTES) if mask & _STATX_DIOALIGN else _SECTOR_BYTES
+
+
+def arena_shift(files: Iterable[StoredFile], layout: Layout) -> int:
+    """Return how many bytes after a page an arena is to begin, for most of these files to be read
+    into place. Tensors stay aligned to 8 bytes, as in the files."""
+    place_of = {t.name: layout.layers[t.layer].arena_offset + t.offset for t in layout.tensors}
+    nbytes_of: Counter[int] = Counter()
+    for file in files:
+        if isinstance(file, DiskFile):
+            unit = memory_alignment(file.location)
+            for tensor in file.tensors:
+                shift = (tensor.begin - place_of[tensor.spec.name]) % unit
+                nbytes_of[0 if shift % 8 else shift] += tensor.end - tensor.begin
+    return max(nbytes_of, key=nbytes_of.__getitem__, default=0)
 
 
 def _open_direct(file: DiskFile) -> int:

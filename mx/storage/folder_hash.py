@@ -12,11 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from mx.core.types import Manifest
 from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex, settles_in_s
 from mx.storage.load import hash_opened
@@ -51,31 +49,8 @@ def identity_of(path: Path, threads: int = 1) -> tuple[str, tuple[Stamp, ...]]:
         MxError: As `open_checkpoint` and `fill`.
     """
     checkpoint = replace(open_checkpoint(path), companions=())  # they have identities of their own
-    manifest, stamps = hash_opened(checkpoint, threads=threads)
-    return manifest.ref.identity.hex(), stamps
-
-
-def manifest_of(
-    path: Path,
-    threads: int,
-    progress: Callable[[int, int], None] | None = None,
-    weights: Collection[str] = (),
-) -> tuple[Manifest, tuple[Stamp, ...]]:
-    """Return the manifest of a folder, and the stamps of its files.
-
-    Args:
-        path: As `identity_of`.
-        threads: As `identity_of`.
-        progress: Called with (bytes read, bytes in all), from the threads that read.
-        weights: As for `open_checkpoint`.
-
-    Returns:
-        The manifest; the stamps as `identity_of`.
-
-    Raises:
-        MxError: As `identity_of`.
-    """
-    return hash_opened(open_checkpoint(path, weights=weights), threads=threads, progress=progress)
+    found = hash_opened(checkpoint, threads=threads)
+    return found.manifest.ref.identity.hex(), found.stamps
 
 
 def remember(path: Path, state: Path) -> bool:

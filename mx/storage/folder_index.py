@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import users
+from mx.contexts import Undo
 from mx.core.json_bounds import check_json
 from mx.errors import NotAllowedError
 from mx.storage.disk_file import Stamp
@@ -110,16 +111,13 @@ def opened(folder: Path, *, make: bool) -> int:
             )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with Undo(os.close, fd):
         status = os.fstat(fd)
         if not users.is_own(status.st_uid, fd) or status.st_mode & 0o022:
             raise NotAllowedError(
                 f"others may write to {folder}",
                 hint="make it yours alone (chmod 700), or name another XDG_STATE_HOME",
             )
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

@@ -19,7 +19,7 @@ from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
 from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
-from mx.text import shown
+from mx.text import can_be_encoded, shown
 from mx.units import align_up
 
 MAX_HEADER_BYTES = 100_000_000
@@ -35,13 +35,16 @@ class FileTensor:
     end: int
 
 
+#: Positions in a file, and the views that the bytes from there on belong in.
+Places = Sequence[tuple[int, memoryview]]
+
+
 class StoredBytes(Protocol):
     """The bytes of one open file of a checkpoint. Methods are thread-safe."""
 
     @property
-    def alignment_bytes(self) -> int:
-        """What offset, length and address of a piece are multiples of, so that `read_exactly` moves
-        it with one copy less than `window`; 0 if it never does."""
+    def device(self) -> int | str:
+        """The number of the drive (st_dev) that it is on, or the name of a store."""
 
     def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
         """Fill the first `nbytes` of `view` with what begins at `position`. What follows in `view`
@@ -55,6 +58,25 @@ class StoredBytes(Protocol):
     def window(self, begin: int, end: int, buffer: memoryview) -> memoryview:
         """Return the bytes [begin, end). They may be in `buffer`, which is page-aligned, and longer
         by two times `DIRECT_ALIGNMENT_BYTES`. Raises as `read_exactly`."""
+
+    def scatter(
+        self, begin: int, end: int, buffer: memoryview, places: Places
+    ) -> tuple[memoryview, list[tuple[int, int]]]:
+        """Read the bytes [begin, end), as far as possible to their places, without a copy.
+
+        Args:
+            begin: The first byte.
+            end: After the last one.
+            buffer: As for `window`.
+            places: Positions between them, and the views that belong there, in order.
+
+        Returns:
+            The bytes, as `window`, without those that are in place; and for each place which bytes
+            of its view are, [first, end): (0, 0) if none are.
+
+        Raises:
+            MxError: As `read_exactly`.
+        """
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
@@ -124,11 +146,14 @@ def parse_header(
     return metadata, tuple(tensors)
 
 
-def header_bytes(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
+def header_bytes(
+    specs: Sequence[TensorSpec], metadata: dict[str, str] | None, alignment_nbytes: int = 8
+) -> bytes:
     """Return all bytes before the first tensor, length included, for tensors in this order.
 
     The header is spelt as the safetensors library spells it, so that a copy of a file that the
-    library wrote has the same bytes; it is padded with spaces to a multiple of 8.
+    library wrote has the same bytes; it is padded with spaces, so that the first tensor begins at
+    a multiple of `alignment_nbytes`.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
@@ -141,7 +166,7 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -
         }
         offset = end
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    header = header.ljust(align_up(len(header), 8))
+    header = header.ljust(align_up(8 + len(header), alignment_nbytes) - 8)
     return len(header).to_bytes(8, "little") + header
 
 
@@ -187,14 +212,14 @@ def _metadata(value: object, location: Path | str) -> dict[str, str] | None:
     if not isinstance(value, dict):
         fail(location, "its __metadata__ is not an object of strings")
     for key, text in value.items():
-        if not isinstance(text, str) or not _is_text(key + text):
+        if not isinstance(text, str) or not can_be_encoded(key + text):
             fail(location, f"its __metadata__ entry {shown(key)} is not a string")
     return value
 
 
 def _tensor(name: str, entry: object, start: int, location: Path | str) -> FileTensor:
     where = f"tensor {shown(name)}"
-    reason = bad_tensor_name(name) if _is_text(name) else "is half a surrogate pair"
+    reason = bad_tensor_name(name) if can_be_encoded(name) else "is half a surrogate pair"
     if reason is not None:
         fail(location, f"the name of {where} {reason}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -221,14 +246,6 @@ def _tensor(name: str, entry: object, start: int, location: Path | str) -> FileT
 
 def _are_ints(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def fail(location: Path | str, what: str, *, hint: str = _HINT) -> NoReturn:

@@ -1,13 +1,20 @@
-"""Finds a model in the cache that Hugging Face's library keeps, without that library."""
+"""Ids of the Hugging Face hub, and models in the cache that its library keeps, without it."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.errors import ConfigError
-from mx.storage.hub import is_hub_id
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+
+def is_hub_id(text: str) -> bool:
+    """Return True if this is the form of a repository's id: NAME or ORGANISATION/NAME."""
+    return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def hub_name(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import xxhash
 
+from mx.contexts import Undo
 from mx.core.types import ManifestRef
 
 _LAYER = b"layer "
@@ -105,12 +106,9 @@ class Journal:
         self._fd = os.open(
             path, flags | (os.O_CREAT | os.O_EXCL if new else 0), 0o666, dir_fd=folder
         )
-        try:
+        with Undo(self.close):
             # A newline ends a line that a crash tore, so that the next line is whole.
             self._append([heading(ref)] if new else [], before=b"" if new else b"\n")
-        except BaseException:
-            self.close()
-            raise
 
     def add(self, layers: Iterable[int]) -> None:
         """Record durably that these layers are on disk. Raises OSError."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from mx.contexts import Undo
 from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.types import Companion, Layout, Manifest
-from mx.errors import ClosedError
+from mx.errors import CheckpointError, ClosedError
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
@@ -18,6 +19,7 @@ from mx.storage.disk_file import Stamp
 from mx.storage.landing import ArenaDigests
 from mx.storage.reader import fill, hash_in_place
 from mx.storage.safetensors import Checkpoint
+from mx.storage.stages import Stages
 from mx.threads import Threads
 from mx.units import MIB
 from mx.views import DeviceView, HostView, ScatteredView
@@ -94,6 +96,7 @@ def load_opened(
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
     read_companion: Callable[[str, Checkpoint], Manifest] | None = None,
+    stages: Stages | None = None,
 ) -> LoadedCheckpoint[A]:
     """Read a checkpoint, whose headers were read, once into a new arena, hashing it on the way.
 
@@ -110,6 +113,7 @@ def load_opened(
             memory.
         read_companion: Called with the path of each companion, and the companion; returns its
             manifest. None: it is hashed, and not kept.
+        stages: As for `fill`.
 
     Returns:
         The manifest, the digests, and the arena, which the caller owns.
@@ -124,7 +128,7 @@ def load_opened(
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases, layout_version)
     total = layout.payload_nbytes
     arena = arena_of(layout)
-    try:
+    with Undo(arena.release):
         count = None if progress is None else (lambda done: progress(done, total))
         if isinstance(arena, DeviceArena) and checkpoint.reads_devices:
             filled = _fill_device(checkpoint, layout, arena, threads, count, cancelled)
@@ -142,13 +146,12 @@ def load_opened(
                     progress=count,
                     cancelled=cancelled,
                     on_layer=there.on_layer or on_layer,
+                    stages=stages,
+                    uploads=there.on_layer is not None,
                 )
-        manifest = _manifest_of(
-            checkpoint, layout, filled, read_companion or _hashing(threads, cancelled)
+        manifest = manifest_of_digests(
+            checkpoint, layout, filled, read_companion or hashing(threads, cancelled)
         )
-    except BaseException:
-        arena.release()
-        raise
     pages = Pages.whole(manifest, filled.pages)
     return LoadedCheckpoint(manifest, pages, filled.shortcuts, arena, filled.stamps)
 
@@ -191,13 +194,21 @@ def _fill_device(
     return hash_in_place(layout, arena.view, arena.hasher, cancelled=cancelled)
 
 
+class HashedCheckpoint(NamedTuple):
+    """What a checkpoint holds; `stamps` are as in `mx.storage.landing.ArenaDigests`."""
+
+    manifest: Manifest
+    pages: Pages
+    stamps: tuple[Stamp, ...]
+
+
 def hash_opened(
     checkpoint: Checkpoint,
     *,
     threads: int,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> tuple[Manifest, tuple[Stamp, ...]]:
+) -> HashedCheckpoint:
     """Read a checkpoint whose headers were read, and keep nothing.
 
     Args:
@@ -205,9 +216,6 @@ def hash_opened(
         threads: As for `load_opened`, and so are the others.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         cancelled: Called while reading; returning True stops it.
-
-    Returns:
-        The manifest; the stamps as in `mx.storage.landing.ArenaDigests`.
 
     Raises:
         MxError: As `load_opened`, but for memory.
@@ -222,21 +230,22 @@ def hash_opened(
         progress=progress and (lambda done: progress(done, layout.payload_nbytes)),
         cancelled=cancelled,
     )
-    manifest = _manifest_of(checkpoint, layout, filled, _hashing(threads, cancelled))
-    return manifest, filled.stamps
+    manifest = manifest_of_digests(checkpoint, layout, filled, hashing(threads, cancelled))
+    return HashedCheckpoint(manifest, Pages.whole(manifest, filled.pages), filled.stamps)
 
 
-def _hashing(threads: int, cancelled: Callable[[], bool]) -> Callable[[str, Checkpoint], Manifest]:
+def hashing(threads: int, cancelled: Callable[[], bool]) -> Callable[[str, Checkpoint], Manifest]:
     """Return what hashes a companion, and keeps nothing of it."""
-    return lambda path, opened: hash_opened(opened, threads=threads, cancelled=cancelled)[0]
+    return lambda path, opened: hash_opened(opened, threads=threads, cancelled=cancelled).manifest
 
 
-def _manifest_of(
+def manifest_of_digests(
     checkpoint: Checkpoint,
     layout: Layout,
     filled: ArenaDigests,
     read_companion: Callable[[str, Checkpoint], Manifest],
 ) -> Manifest:
+    """Return the manifest of a checkpoint whose blocks were hashed."""
     companions = []
     for path, _ in checkpoint.companions:
         manifest = read_companion(path, checkpoint.companion(path))
@@ -244,4 +253,9 @@ def _manifest_of(
         companions.append(Companion(path, nbytes, ref.identity, ref.packaging))
     packaging = checkpoint.packaging._replace(companions=tuple(companions))
     manifest = manifests.encode(layout, packaging, filled.roots, checkpoint.side_documents)
+    if checkpoint.identity not in (b"", manifest.ref.identity):
+        held = f"{checkpoint.root} holds {manifest.ref.identity.hex()}"
+        raise CheckpointError(
+            f"{held}, not {checkpoint.identity.hex()} as was written", hint="write it again"
+        )
     return replace(manifest, notes=checkpoint.notes)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from mx.contexts import Undo
 from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.storage.mounts import is_shared
 
@@ -123,11 +124,8 @@ class _LockFile:
         self._thread: threading.Thread | None = None
         if beats:
             thread = threading.Thread(target=self._beats, name="mx-claim", daemon=True)
-            try:
+            with Undo(self.release):
                 thread.start()
-            except BaseException:
-                self.release()
-                raise
             self._thread = thread
 
     def is_held(self) -> bool:

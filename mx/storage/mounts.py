@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+from mx.text import plain
 
 #: Those on disks, whose kernel code keeps device, inode, size, mtime and ctime itself, and dates a
 #: write to a shared map once the page has been written back. Not of them: network file systems,
@@ -31,15 +34,29 @@ def file_system_of(fd: int) -> str:
     """Return the type of the file system that an open file is on; "" if it can't be known."""
     try:
         info = Path(f"/proc/self/fdinfo/{fd}").read_text()
-        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:
         return ""
     found = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
-    if found is None:
-        return ""
+    return "" if found is None else _mounted(0, found[1])[0]
+
+
+def drive_of(device: int) -> str:
+    """Return what is mounted as the device of this number (st_dev): vda1, or HOST:FOLDER; its major
+    and minor number where that can't be known."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return _mounted(2, number)[1].removeprefix("/dev/") or number
+
+
+def _mounted(column: int, value: str) -> tuple[str, str]:
+    """Return the file system's type, and what is mounted, of the first mount with this value in a
+    column of its line; "" if there is none."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return "", ""
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
-        if before.split(" ", 1)[0] == found[1] and after:
-            name = after.split(" ", 1)[0]
-            return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), name)
-    return ""
+        if before.split(" ", 3)[column : column + 1] == [value] and after:
+            names = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), n) for n in after.split(" ")]
+            return names[0], plain(names[1] if len(names) > 1 else "")
+    return "", ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from mx import packs
 from mx.core.types import Companion, Manifest
 from mx.errors import MxError
 from mx.memory.device import HostReader
@@ -35,22 +36,31 @@ class Output:
         out: Path,
         manifest: Manifest,
         on_error: Callable[[BaseException], None],
+        page: Callable[[int], bytes | None],
         *,
         keep: bool,
         companions: Sequence[Companion] = (),
+        writer: Callable[..., CheckpointWriter] | None = None,
     ) -> None:
         """
         Args:
             out: The folder to make.
             manifest: The model's manifest.
             on_error: Called on the writing thread with an exception, which ends the pull.
+            page: Returns the page of a layer, which was verified by it; None if it is not known.
             keep: Whether `abort` keeps the written layers.
             companions: As for `CheckpointWriter`.
+            writer: Called as `CheckpointWriter` in its place, to write another form of the model.
 
         Raises:
             MxError: Errors of `CheckpointWriter`.
         """
-        self._writer = CheckpointWriter(out, manifest, keep=keep, companions=companions)
+        make = packs.optional("mx.snapshots.digests:WrittenDigests")
+        self._digests = None if make is None else make(manifest, page, bool(writer))
+        nbytes = 0 if self._digests is None else self._digests.nbytes
+        self._writer = (writer or CheckpointWriter)(
+            out, manifest, keep=keep, companions=companions, digests_nbytes=nbytes
+        )
         self._manifest = manifest
         self._on_error = on_error
         self._reader = HostReader()
@@ -76,8 +86,8 @@ class Output:
         folder = self._writer.companion_folder(number)
         if folder.exists():
             with contextlib.suppress(MxError):
-                manifest, _ = hash_opened(open_checkpoint(folder), threads=2)
-                if manifest.ref.pin.hex() == self._writer.companions[number].pin:
+                found = hash_opened(open_checkpoint(folder), threads=2)
+                if found.manifest.ref.pin.hex() == self._writer.companions[number].pin:
                     return None
             shutil.rmtree(folder)
         return folder
@@ -123,7 +133,10 @@ class Output:
 
     def _write(self, layer: int, view: View) -> None:
         try:
-            self._writer.write_layer(layer, self._reader.whole(view))
+            here = self._reader.whole(view)
+            self._writer.write_layer(layer, here)
+            if self._digests is not None:
+                self._digests.layer(layer, here)
         except BaseException as error:
             self._on_error(error)
             raise
@@ -150,6 +163,8 @@ class Output:
         self._reader.close()
         for side in self._manifest.packaging.side_files:
             self._writer.finish_side_file(side.path)
+        if self._digests is not None:
+            self._writer.write_digests(self._digests.data())
         self._pool.shutdown()
         self._writer.commit()
 

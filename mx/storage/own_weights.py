@@ -8,6 +8,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from mx.contexts import Undo
 from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.errors import CheckpointError, MxError
 from mx.storage.disk_file import DiskFile, FileStamp, Stamp
@@ -74,7 +75,7 @@ class OwnWeights:
         self._files: dict[str, DiskFile] = {}
         self._fds: dict[str, int] = {}
         self._tensors: dict[str, tuple[str, FileTensor]] = {}
-        try:
+        with Undo(self.close):
             for file in tensor_files(path)[0]:
                 try:
                     self._fds[file.path] = open_regular(file.location)
@@ -87,9 +88,6 @@ class OwnWeights:
             self.others = _others(path, self._files)
             if not self.unchanged():
                 raise CheckpointError(f"the files of {path} are being changed")
-        except BaseException:
-            self.close()
-            raise
 
     def unchanged(self) -> bool:
         """Return True if no file was changed since its header was read."""

@@ -1,22 +1,26 @@
 """Fills an arena: reads each file once and hashes its blocks as they land in layer space.
 
-A few threads, each with an aligned buffer, read the files with O_DIRECT, so that a model does not
-displace the page cache. Tensors start anywhere in their files, so blocks are written from the
-buffer to their places, and hashed there while they are in the cache. Where the alignment of file
-and arena agrees, they are read into place.
+A few threads for each drive, each with an aligned buffer, read the files with O_DIRECT, so that a
+model does not displace the page cache. Tensors start anywhere in their files, so blocks are written
+from the buffer to their places, and hashed there while they are in the cache. Where the alignment
+of file and arena agrees, they are read into place.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
+from mx.core.read_depth import MOST_READS, ReadDepth
 from mx.core.types import Layout
 from mx.errors import CapacityError, ClosedError
 from mx.memory.arena import MakeHasher, host_hasher
@@ -24,16 +28,20 @@ from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.landing import ArenaDigests, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
+from mx.storage.stages import HASH, UPLOAD, WAIT, Drive, Stages
 from mx.threads import Threads
 from mx.units import MIB, format_bytes
 from mx.views import HostView, View, as_bytes, contiguous, device_of, host_view
 
 SPAN_BYTES = 4 * MIB
-RING_BYTES = 16 * MIB
+RING_BYTES = 64 * MIB
+#: In the order of layers a read of so much ends where a layer does: to read some bytes of a later
+#: layer too early costs less than many short reads.
+_LAYER_BYTES = MIB
 #: Threads that copy from memory and hash.
 _COPY_THREADS = 2
-#: Blocks that a GPU is given at once.
-_GPU_BLOCKS = 128
+#: Blocks that a GPU is given at once: as many as it hashes in one launch.
+_GPU_BLOCKS = 512
 
 
 def fill(
@@ -49,12 +57,14 @@ def fill(
     progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
+    stages: Stages | None = None,
+    uploads: bool = False,
 ) -> ArenaDigests:
     """Read every tensor of a checkpoint to its place in `destination`, hashing it on the way.
 
-    Padding is not written. Apart from `destination` this needs buffers of 16 MiB, or of a MiB for
-    each thread if that is more, and some hundred bytes per tensor. All threads have ended when it
-    returns or raises.
+    Padding is not written. Apart from `destination` this needs a buffer of 4 MiB for each read in
+    flight, of 64 MiB in all (a MiB for each if that is more), and some hundred bytes per tensor.
+    All threads have ended when it returns or raises.
 
     Args:
         checkpoint: The checkpoint.
@@ -65,11 +75,14 @@ def fill(
         copy: Called with each block and its place, which it copies, in place of a copy to
             `destination`; for a `SubsetMemory`, whose view that is.
         shortcuts: Whether to compute the shortcut digests too.
-        threads: How many threads read.
-        in_layer_order: Read in the order of layers, whatever the order in the files.
+        threads: How many reads of each drive are in flight at first, and of a store always. While
+            more make it faster, there are up to 16 of all drives together.
+        in_layer_order: Read what the first layers need first, whatever the order in the files.
         progress: Called with the bytes landed so far, from the reader threads, one call at a time.
         cancelled: Called while reading; returning True stops it soon.
         on_layer: Called with each complete layer, whose bytes in `destination` are not read again.
+        stages: Gets where the time goes.
+        uploads: Whether `on_layer` copies the layer to a GPU.
 
     Returns:
         The digests.
@@ -80,33 +93,23 @@ def fill(
         CapacityError: The system has no memory for the arena.
         ClosedError: `cancelled` returned True.
     """
-    threads = max(1, threads)
-    span_nbytes = max(BLOCK_BYTES, min(SPAN_BYTES, RING_BYTES // threads))
-    buffer_nbytes = span_nbytes + 2 * DIRECT_ALIGNMENT_BYTES
     index_of = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
     readers: list[SpanReader] = []
+    spent = stages or Stages()
+
+    def complete(layer: int) -> None:
+        assert on_layer is not None
+        spent.mine.clock.lap(HASH)
+        on_layer(layer)
+        spent.mine.clock.lap(UPLOAD if uploads else WAIT, uploads * layout.layers[layer].nbytes)
+
     with as_bytes(destination) as view:
         arena = _arena(view, memfd, layout, copy)
-        job = _FillJob(layout, shortcuts, progress, cancelled, on_layer)
+        job = _FillJob(layout, shortcuts, progress, cancelled, on_layer and complete)
         try:
             for file in checkpoint.files:
                 readers.append(SpanReader(file, layout, index_of, arena))  # takes its tensors
-            found = [(reader, span) for reader in readers for span in reader.spans(span_nbytes)]
-            if in_layer_order:
-                found.sort(key=lambda each: each[0].place(each[1][0]))
-            spans = deque(found)
-
-            def work() -> None:
-                with _buffer(buffer_nbytes) as ring, memoryview(ring) as buffer:
-                    while job.goes_on():
-                        try:
-                            reader, span = spans.popleft()
-                        except IndexError:
-                            return
-                        reader.read(span, buffer, job.landing.landed)
-                        job.progressed(span[1] - span[0])
-
-            job.run(work, threads)
+            job.read(readers, max(1, threads), _LAYER_BYTES if in_layer_order else None, spent)
             for reader in readers:
                 reader.check_unchanged()
             found_stamps = [reader.stamp() for reader in readers]
@@ -160,7 +163,7 @@ def fill_from_tensors(
                 with host_view(view[base + start : base + end]) as here:
                     job.landing.landed(index, start // BLOCK_BYTES, here)
 
-        job.run(work, _COPY_THREADS)
+        job.run([work] * _COPY_THREADS, _COPY_THREADS)
         return job.filled()
 
 
@@ -210,7 +213,7 @@ def hash_in_place(
                 digest = digests[at : at + DIGEST_BYTES]
                 job.landing.hashed(index, start // BLOCK_BYTES, digest)
 
-    job.run(work_on_gpu if on_gpu else work, 1 if on_gpu else _COPY_THREADS)
+    job.run([work_on_gpu] if on_gpu else [work] * _COPY_THREADS, _COPY_THREADS)
     return job.filled()
 
 
@@ -252,6 +255,7 @@ class _FillJob:
         self._done_nbytes = 0
         self._stop = False
         self._was_cancelled = False
+        self._futures: deque[Future[None]] = deque()
 
     def goes_on(self) -> bool:
         """Return True while threads should go on reading."""
@@ -288,8 +292,70 @@ class _FillJob:
                 self._done_nbytes += nbytes
                 self._progress(self._done_nbytes)
 
-    def run(self, work: Callable[[], None], threads: int) -> None:
-        """Run `work` on each of `threads` threads; the first error stops them all and is raised."""
+    def read(
+        self, readers: list[SpanReader], threads: int, cut_nbytes: int | None, stages: Stages
+    ) -> None:
+        """Read files, those of each drive by threads of its own.
+
+        Args:
+            readers: The files.
+            threads: As for `fill`.
+            cut_nbytes: As for `SpanReader.spans`; the order is that of layers then.
+            stages: Gets where the time goes.
+        """
+        devices = {reader.device for reader in readers}
+        share = max(1, MOST_READS // len(devices))
+        most = {each: share if isinstance(each, int) else threads for each in devices}
+        first = {each: min(threads, most[each]) for each in devices}
+        span_nbytes = max(BLOCK_BYTES, min(SPAN_BYTES, RING_BYTES // sum(most.values())))
+        depths = {each: ReadDepth(first[each], most[each], time.monotonic()) for each in devices}
+        found = [(each, span) for each in readers for span in each.spans(span_nbytes, cut_nbytes)]
+        if cut_nbytes is not None:  # of one layer, in the order of the file
+            found.sort(key=lambda each: each[0].first_layer(each[1]))
+        spans = {at: deque(each for each in found if each[0].device == at) for at in devices}
+
+        def work(device: Drive) -> None:
+            ring = _buffer(span_nbytes + 2 * DIRECT_ALIGNMENT_BYTES)
+            with stages.clock(device) as clock, ring, memoryview(ring) as own:
+                while self.goes_on():
+                    try:
+                        reader, span = spans[device].popleft()
+                    except IndexError:
+                        return
+                    reader.read(span, own, self.landing.landed, clock)
+                    self.progressed(nbytes := span[1] - span[0])
+                    with self._lock:
+                        waited_s, clock.waited_s = clock.waited_s, 0.0
+                        count = depths[device].landed(nbytes, waited_s, time.monotonic())
+                        if not self._stop:
+                            for _ in range(count - 1):
+                                self._begin(partial(work, device))
+                    clock.lap(WAIT)
+                    if not count:
+                        return
+
+        works = [partial(work, each) for each in devices for _ in range(first[each])]
+        self.run(works, sum(most.values()))
+
+    def run(self, works: Sequence[Callable[[], None]], most: int) -> None:
+        """Run these on threads of their own, and what they begin; the first error stops them all
+        and is raised. There are `most` threads at most."""
+        with Threads(most, "mx-read") as self._pool:
+            try:
+                for work in works:
+                    self._begin(work)
+                while self._futures:  # those that readers begin are there before they end
+                    self._futures.popleft().result()
+            except BaseException:  # also an interrupt of this thread: the others end first
+                with self._lock:  # after this none begins another
+                    self._stop = True
+                self._futures.clear()  # their errors refer to views
+                raise
+        if self._was_cancelled:
+            raise ClosedError("reading was cancelled")
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        """Have a thread do it; one at a time calls this."""
 
         def guarded() -> None:
             try:
@@ -298,15 +364,7 @@ class _FillJob:
                 self._stop = True
                 raise
 
-        with Threads(threads, "mx-read") as pool:
-            try:
-                for future in [pool.submit(guarded) for _ in range(threads)]:
-                    future.result()
-            except BaseException:  # also an interrupt of this thread: the others end first
-                self._stop = True
-                raise
-        if self._was_cancelled:
-            raise ClosedError("reading was cancelled")
+        self._futures.append(self._pool.submit(guarded))
 
     def filled(self) -> ArenaDigests:
         """Return the digests, once everything has landed."""

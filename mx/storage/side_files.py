@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mx.core.digest import document_digest
 from mx.core.packaging import (
+    DIGESTS,
     INDEX_SUFFIX,
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
@@ -111,7 +112,7 @@ def take_side_files(
     listed = dict(files)
     # What loaders can't do without finds room whatever else is there.
     for path in sorted(listed, key=lambda each: not _is_needed(each)):
-        if path in taken or path in left_out:
+        if path in taken or path in left_out or path == DIGESTS:
             continue
         location = listed[path]
         reason = bad_side_path(path)

@@ -7,12 +7,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mx.buffers import address_of, copy_bytes
+from mx.buffers import copy_bytes
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import CapacityError
 from mx.memory.huge import HugePages
 from mx.storage.header import StoredFile
+from mx.storage.stages import HASH, PLACE, READ, StageClock
 from mx.views import HostView, ScatteredView, host_view
 
 #: To give up the interpreter lock takes longer than to copy so few bytes.
@@ -38,6 +39,9 @@ class ArenaWriter:
         copy: Callable[[int, memoryview], None] | None = None,
     ) -> None:
         self.view, self.memfd, self._copy = view, memfd, copy
+        #: Whether bytes are read into the view. Not where tensors lie in several places, which may
+        #: overlap: what is hashed are a file's bytes.
+        self.takes_views = memfd is None and copy is None and not isinstance(view, ScatteredView)
         self._huge_pages = None if memfd is None else HugePages(memfd, len(view))
 
     def write(self, place: int, data: memoryview) -> None:
@@ -100,8 +104,7 @@ class SpanReader:
         self, file: StoredFile, layout: Layout, index_of: dict[str, int], arena: ArenaWriter
     ) -> None:
         self._arena = arena
-        #: None where tensors lie in several places.
-        self._address = None if isinstance(arena.view, ScatteredView) else address_of(arena.view)
+        self._layer_of = [tensor.layer for tensor in layout.tensors]
         # (index in the layout, first byte in the file, bytes, place in the arena)
         self._tensors: list[tuple[int, int, int, int]] = []
         for tensor in file.tensors:
@@ -109,16 +112,16 @@ class SpanReader:
             if index is None:  # an earlier file holds it, too
                 continue
             there = layout.tensors[index]
-            same = (there.dtype, there.shape) == (tensor.spec.dtype, tensor.spec.shape)
-            if not same or there.stride:  # files are row-major
+            if (there.dtype, there.shape, there.stride) != tensor.spec[1:]:
                 raise ValueError(f"the layout has another {tensor.spec.name!r}")
             if there.nbytes:
                 place = layout.layers[there.layer].arena_offset + there.offset
                 self._tensors.append((index, tensor.begin, there.nbytes, place))
         self._begins = [begin for _, begin, _, _ in self._tensors]
         self._bytes = file.open()
+        self.device = self._bytes.device
 
-    def spans(self, span_nbytes: int) -> Iterator[tuple[int, int]]:
+    def spans(self, span_nbytes: int, cut_nbytes: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the tensors' part of the file as [start, end) ranges of whole blocks.
 
         A block that two threads read half each could be hashed only after both, when at least one
@@ -126,12 +129,17 @@ class SpanReader:
 
         Args:
             span_nbytes: The length of the longest range, at least a block's.
+            cut_nbytes: A range of this length or more ends where a layer does; shorter ones, and
+                all if it is None, hold what follows in the file, too.
         """
         if span_nbytes < BLOCK_BYTES:
             raise ValueError(f"{span_nbytes} bytes do not hold a block")
         start = at = self._begins[0] if self._begins else 0
-        for _, begin, nbytes, _ in self._tensors:
-            if begin != at:  # what is between is read from another file
+        layer = -1
+        for index, begin, nbytes, _ in self._tensors:
+            before, layer = layer, self._layer_of[index]
+            ends = cut_nbytes is not None and layer != before and at - start >= cut_nbytes
+            if begin != at or ends:  # what is between is read from another file
                 if start < at:
                     yield start, at
                 start = at = begin
@@ -147,12 +155,13 @@ class SpanReader:
         if start < at:
             yield start, at
 
-    def place(self, position: int) -> int:
-        """Return the place in the arena of the byte at `position`, which is a tensor's."""
-        _, begin, _, place = self._tensors[bisect_right(self._begins, position) - 1]
-        return place + position - begin
+    def first_layer(self, span: tuple[int, int]) -> int:
+        """Return the first layer that has bytes in a range that `spans` yielded."""
+        return min(self._layer_of[piece.index] for piece in self._pieces(*span))
 
-    def read(self, span: tuple[int, int], buffer: memoryview, landed: BlockLanded) -> None:
+    def read(
+        self, span: tuple[int, int], buffer: memoryview, landed: BlockLanded, clock: StageClock
+    ) -> None:
         """Read a span, put its blocks in place, and announce each while it is in the cache.
 
         Args:
@@ -161,6 +170,7 @@ class SpanReader:
                 two times `DIRECT_ALIGNMENT_BYTES`.
             landed: Called with each block that is in place. Its bytes may be in `buffer`, so it
                 must not keep them.
+            clock: This thread's.
 
         Raises:
             CheckpointError: The file has become too short.
@@ -169,22 +179,44 @@ class SpanReader:
         """
         start, end = span
         pieces = list(self._pieces(start, end))
-        if len(pieces) == 1 and self._fits(pieces[0]):
-            (piece,) = pieces
-            with host_view(self._arena.view[piece.place : piece.place + piece.nbytes]) as here:
-                self._bytes.read_exactly(here, start, piece.nbytes)
-                for at in range(0, piece.nbytes, BLOCK_BYTES):
-                    with here[at : at + BLOCK_BYTES] as block:
-                        landed(piece.index, (piece.offset + at) // BLOCK_BYTES, block)
-            return
-        with self._bytes.window(start, end, buffer) as window:
-            for piece in pieces:
-                first = piece.position - start
-                for at in range(0, piece.nbytes, BLOCK_BYTES):
-                    nbytes = min(BLOCK_BYTES, piece.nbytes - at)
-                    with window[first + at : first + at + nbytes] as block:
-                        self._arena.write(piece.place + at, block)
-                        landed(piece.index, (piece.offset + at) // BLOCK_BYTES, block)
+        views: list[memoryview] = []
+        try:
+            for piece in pieces if self._arena.takes_views else ():
+                place = piece.place
+                views.append(host_view(self._arena.view[place : place + piece.nbytes]))
+            places = [(each.position, view) for each, view in zip(pieces, views, strict=False)]
+            window, there = self._bytes.scatter(start, end, buffer, places)
+            clock.lap(READ, end - start)
+            with window:
+                for number, piece in enumerate(pieces):
+                    first, inside = piece.position - start, there[number] if there else (0, 0)
+                    with window[first : first + piece.nbytes] as rest:
+                        data = views[number] if inside[1] else rest
+                        self._land(piece, data, inside, rest, landed, clock)
+        finally:
+            for view in views:
+                view.release()
+
+    def _land(
+        self,
+        piece: SpanPiece,
+        data: memoryview,
+        inside: tuple[int, int],
+        rest: memoryview,
+        landed: BlockLanded,
+        clock: StageClock,
+    ) -> None:
+        """Put what is not `inside`, in place already, there; and announce the blocks of `data`."""
+        for at in range(0, piece.nbytes, BLOCK_BYTES):
+            end = min(at + BLOCK_BYTES, piece.nbytes)
+            for low, high in ((at, min(end, inside[0])), (max(at, inside[1]), end)):
+                if low < high:
+                    with rest[low:high] as copied:
+                        self._arena.write(piece.place + low, copied)
+                    clock.lap(PLACE, high - low)
+            with data[at:end] as block:
+                landed(piece.index, (piece.offset + at) // BLOCK_BYTES, block)
+            clock.lap(HASH, end - at)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
@@ -207,11 +239,3 @@ class SpanReader:
             high = min(end, begin + nbytes)
             offset = low - begin
             yield SpanPiece(index, offset, high - low, low, place + offset)
-
-    def _fits(self, piece: SpanPiece) -> bool:
-        """Return True if this piece can be read into place, as file and arena are aligned."""
-        alignment = self._bytes.alignment_bytes
-        if not alignment or self._arena.memfd is not None or self._address is None:
-            return False
-        address = self._address + piece.place
-        return not (piece.position | piece.nbytes | address) % alignment

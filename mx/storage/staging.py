@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mx import forks, users
+from mx.contexts import Undo
 from mx.core.types import Manifest
 from mx.errors import CapacityError, ConfigError, OutputError
 from mx.storage import folders
@@ -114,14 +115,10 @@ class Staging:
         self._fd = self._files = -1
         self._held: Lock | None = None
         self._parent = where.fd
-        try:
-            with self.errors():
-                _check_free(self.out)
-                self._open_parent(where.below[:-1])
-                self._lock()
-        except BaseException:
-            self.discard()
-            raise
+        with Undo(self.discard), self.errors():
+            _check_free(self.out)
+            self._open_parent(where.below[:-1])
+            self._lock()
 
     @property
     def fd(self) -> int:

@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mx import packs
+from mx.contexts import Undo
 from mx.errors import ConfigError
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
     from mx.stores import ListedFile, Opening
 
-DISK, HUB, OBJECTS = "disk", "hub", "objects"
+SNAPSHOT, DISK, HUB, OBJECTS = "snapshot", "disk", "hub", "objects"
 
 
 class CheckpointStore(Protocol):
@@ -93,13 +94,10 @@ class UrlStore:
 
     def open(self, opening: Opening) -> Checkpoint:
         """List it, and read its files' headers. Raises as `CheckpointStore.open`."""
-        try:
-            opener: Any = packs.load("mx.remote:open_checkpoint")
-        except ModuleNotFoundError as error:
-            if error.name != "mx.remote":
-                raise
+        opener = packs.optional("mx.remote:open_checkpoint")
+        if opener is None:
             why = "`object_url` needs the pack mx.remote, which is not there"
-            raise ConfigError(why, hint="install mx as a whole") from error
+            raise ConfigError(why, hint="install mx as a whole")
         opened: Checkpoint = opener(self.url, opening)
         return opened
 
@@ -122,8 +120,5 @@ class CompanionStore:
     def open(self, opening: Opening) -> Checkpoint:
         """Open it. Raises as `CheckpointStore.open`."""
         checkpoint = self.store.open(opening)
-        try:
+        with Undo(checkpoint.close):
             return checkpoint.companion(self.path)
-        except BaseException:
-            checkpoint.close()
-            raise

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from mx.core.layout import TensorSpec, permuted_stride
+from mx.core.packaging import DIGESTS
 from mx.core.types import Companion, Layout, Manifest, PackagedFile, Packaging, Tensor
 from mx.errors import OutputError
 from mx.storage.header import header_bytes
@@ -52,6 +53,8 @@ class CheckpointWriter(StagedWriter):
     writer left, according to its journal. The caller checks them (`read_layer`) and reports which
     are right (`have_layer`); those need not be written again.
 
+    With `digests_nbytes` there is room for those beside the weights, which `write_digests` writes.
+
     `companions` are written by others, each into its `companion_folder`, before `commit`.
 
     The constructor reserves the space of all files. `write_layer`, `write_side_page` and
@@ -64,6 +67,9 @@ class CheckpointWriter(StagedWriter):
         OutputError: Writing fails.
     """
 
+    #: What the first tensor of each file begins at a multiple of.
+    header_alignment_bytes = 8
+
     def __init__(
         self,
         out: Path,
@@ -71,6 +77,7 @@ class CheckpointWriter(StagedWriter):
         *,
         keep: bool = False,
         companions: Sequence[Companion] = (),
+        digests_nbytes: int = 0,
     ) -> None:
         packaging = manifest.packaging
         if not packaging.files:  # the source served tensors, not a checkpoint
@@ -80,6 +87,7 @@ class CheckpointWriter(StagedWriter):
         self.companions = companions
         self._manifest = manifest
         self._packaging = packaging
+        self._digests_nbytes = digests_nbytes
         self._fds: list[int] = []
         # Per layer: its tensors, without the empty ones, with descriptor and offset in the file.
         self._pieces: list[list[tuple[Tensor, int, int]]] = [[] for _ in manifest.layout.layers]
@@ -161,6 +169,15 @@ class CheckpointWriter(StagedWriter):
         with self._lock:
             self._layers_left.discard(index)
 
+    def write_digests(self, parts: Iterable[bytes]) -> None:
+        """Write the file of digests, if there is room for one, before `commit`. Raises as the
+        class."""
+        if self._digests_nbytes:
+            with self._using(), open(self._staging.open_file(DIGESTS, os.O_WRONLY), "wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+
     def _missing(self) -> str:
         if not self._layers_left and not self._side_files:
             return ""
@@ -201,7 +218,7 @@ class CheckpointWriter(StagedWriter):
         for file in self._packaging.files:
             members = [tensors[name] for name in file.tensors]
             specs = [TensorSpec(t.name, t.dtype, t.shape) for t in members]
-            header = header_bytes(specs, file.metadata)
+            header = header_bytes(specs, file.metadata, self.header_alignment_bytes)
             plans.append((file.path, header, members, len(header) + sum(t.nbytes for t in members)))
         ref, folder = self._manifest.ref, self._staging.fd
         claimed = read(JOURNAL, ref, len(self._pieces), folder=folder) if keep else None
@@ -217,11 +234,16 @@ class CheckpointWriter(StagedWriter):
             self._records = Records(JOURNAL, ref, self.claimed, folder=folder)
         wanted = sum(nbytes for *_, nbytes in plans)
         wanted += sum(side.nbytes for side in self._side_files.values())
+        wanted += self._digests_nbytes
         if not self.claimed:  # else some of them may be there
             wanted += sum(companion.nbytes for companion in self.companions)
         self._staging.require(wanted)
         self._staging.warn()
         flags |= os.O_RDWR
+        if self._digests_nbytes:
+            fd = self._staging.open_file(DIGESTS, flags | os.O_CREAT)
+            self._fds.append(fd)
+            os.posix_fallocate(fd, 0, self._digests_nbytes)
         for path, header, members, nbytes in plans:
             fd = self._staging.open_file(path, flags)
             self._fds.append(fd)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from mx.units import format_seconds
 
 log = logging.getLogger(__name__)
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 #: What is downloaded: the weights, and the files that may travel with them.
 _PATTERNS = (
     f"*{TENSOR_SUFFIX}",
@@ -39,11 +37,6 @@ _LEAST_STALL_S = 10.0
 #: The child says each second that it waits for another process's download: it does so no more if it
 #: has not said so for this long.
 _WAITED_S = 4.0
-
-
-def is_hub_id(text: str) -> bool:
-    """Return True if this is the form of a repository's id: NAME or ORGANISATION/NAME."""
-    return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 @dataclass(frozen=True, slots=True)
