@@ -3,9 +3,9 @@
     PYTHONPATH=.:transports python -m benchmarks.gpu [--rounds 5] [--gib 8] [--resident-gb 100]
 
 Sources are processes of their own; bare copies are the driver's calls on memory of this process,
-in the same chunks, without any messages. Rounds interleave them; a row is a ratio of medians. A
-measurement that does not fit is scaled down and says so. Needs one GPU, cuda-bindings, and Triton
-for the digests.
+in the same steps, without any messages: trips of 256 MiB, and steps of 64 MiB between the host and
+a GPU, as in a pull. Rounds interleave them; a row is a ratio of medians. A measurement that does
+not fit is scaled down and says so. Needs one GPU, cuda-bindings, and Triton for the digests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mx import config
+from mx.core.paths import FIRST_STREAMS
 from mx.core.topology import Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import CudaEvent, CudaStream, Device, DeviceMemory, PinnedMemory, PinnedRegion
@@ -30,11 +31,14 @@ from mx.transport import Grant, Piece, Read, Session, Span, Transport, Unavailab
 from mx.units import GIB, MIB
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
+from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES
+from mx_transports.toolkit.cuda.hosts import STEP_BYTES
 
 from . import harness
 from .processes import Child
 
-READ_BYTES = 64 * MIB
+#: Of a read, as a pull's trips have them.
+READ_BYTES = 256 * MIB
 #: GPU memory that the source does not serve, and that this process needs.
 SPARE_BYTES = 4 * GIB
 
@@ -90,11 +94,12 @@ class Remote:
     place: Place
 
     def open(self) -> Session:
+        streams = config.load().streams
         return self.transport.open(
             Grant(
                 *("bench", self.ticket, 1, (self.nbytes,), "source"),
                 place=self.place,
-                streams=config.load().streams,
+                streams=streams if isinstance(streams, int) else FIRST_STREAMS,
             )
         )
 
@@ -134,7 +139,7 @@ class _Countdown:
 
 
 def read_all(session: Session, target: Span) -> float:
-    """Return the seconds to read region 0 into `target`, by reads of 64 MiB as in a pull."""
+    """Return the seconds to read region 0 into `target`, by trips as in a pull."""
     starts = range(0, len(target), READ_BYTES)
     sink = _Countdown(len(starts))
     begun_s = time.perf_counter()
@@ -154,13 +159,15 @@ def read_all(session: Session, target: Span) -> float:
 Copy = Callable[[int, int, int, int], None]
 
 
-def bare(device: Device, copy: Copy, target: int, source: int, nbytes: int) -> float:
-    """Return the seconds for the driver's copies alone, in the same pieces, on one stream."""
+def bare(
+    device: Device, copy: Copy, target: int, source: int, nbytes: int, step_nbytes: int
+) -> float:
+    """Return the seconds for the driver's copies alone, in the same steps, on one stream."""
     with CudaStream(device) as stream, CudaEvent(device) as event:
         begun_s = time.perf_counter()
         with device.current():
-            for at in range(0, nbytes, READ_BYTES):
-                copy(target + at, source + at, min(READ_BYTES, nbytes - at), stream.handle)
+            for at in range(0, nbytes, step_nbytes):
+                copy(target + at, source + at, min(step_nbytes, nbytes - at), stream.handle)
         event.record(stream)
         event.synchronize()
         return time.perf_counter() - begun_s
@@ -205,7 +212,8 @@ def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> h
                 {
                     "mx": lambda: read_all(session, target),
                     "bare": lambda: bare(
-                        device, driver.copy_dtod, _address(target), own.address, nbytes
+                        *(device, driver.copy_dtod, _address(target), own.address),
+                        *(nbytes, DIRECT_STEP_BYTES),
                     ),
                 },
                 rounds,
@@ -229,14 +237,18 @@ def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[ha
                 "host",
                 place,
                 target,
-                lambda: bare(device, driver.copy_htod, own.address, pinned.address, nbytes),
+                lambda: bare(
+                    device, driver.copy_htod, own.address, pinned.address, nbytes, STEP_BYTES
+                ),
             ),
             (
                 "device to host",
                 "vmm",
                 on_host,
                 room,
-                lambda: bare(device, driver.copy_dtoh, pinned.address, own.address, nbytes),
+                lambda: bare(
+                    device, driver.copy_dtoh, pinned.address, own.address, nbytes, STEP_BYTES
+                ),
             ),
         ]
         for work, kind, here, into, reference in paths:
@@ -269,7 +281,7 @@ def _registered_row(device: Device, target: int, nbytes: int, rounds: int) -> ha
             def once() -> float:
                 begun_s = time.perf_counter()
                 with PinnedRegion(device, address, nbytes):
-                    bare(device, device.driver.copy_htod, target, address, nbytes)
+                    bare(device, device.driver.copy_htod, target, address, nbytes, STEP_BYTES)
                     return time.perf_counter() - begun_s
 
             samples = harness.interleave({"register and copy": once}, rounds)
@@ -282,7 +294,7 @@ def _registered_row(device: Device, target: int, nbytes: int, rounds: int) -> ha
 
 
 def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
-    """Measure digests of 1 MiB blocks, in the batches that a read of 64 MiB makes."""
+    """Measure digests of 1 MiB blocks, in the batches that a trip makes."""
     from mx.cuda.digest import BlockDigester
 
     with DeviceMemory(device, nbytes) as memory:

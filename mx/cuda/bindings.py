@@ -190,34 +190,41 @@ class Driver(DriverCalls):
 
     # -- virtual memory management -----------------------------------------------------------------
 
-    def _properties(self, ordinal: int) -> Any:
+    def _locate(self, location: Any, where: int, host: bool) -> None:
+        kinds = self._d.CUmemLocationType
+        location.type = (
+            kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA if host else kinds.CU_MEM_LOCATION_TYPE_DEVICE
+        )
+        location.id = where
+
+    def _properties(self, where: int, host: bool) -> Any:
         d = self._d
         properties = d.CUmemAllocationProp()
         properties.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.requestedHandleTypes = self._fd_type
-        properties.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = ordinal
-        if self.device_attribute(ordinal, DeviceAttribute.RDMA_VMM):
+        self._locate(properties.location, where, host)
+        if not host and self.device_attribute(where, DeviceAttribute.RDMA_VMM):
             properties.allocFlags.gpuDirectRDMACapable = 1
         return properties
 
-    def vmm_granularity(self, ordinal: int) -> int:
+    def vmm_granularity(self, where: int, *, host: bool = False) -> int:
         """Return the granularity of sizes and addresses of exportable allocations
-        (cuMemGetAllocationGranularity, RECOMMENDED)."""
+        (cuMemGetAllocationGranularity, RECOMMENDED), placed as by `vmm_create`."""
         flags = self._d.CUmemAllocationGranularity_flags
         return int(
             self._call(
                 "cuMemGetAllocationGranularity",
-                self._properties(ordinal),
+                self._properties(where, host),
                 flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
             )
         )
 
-    def vmm_create(self, ordinal: int, nbytes: int) -> int:
-        """Allocate device memory that can be exported as a descriptor, and return its handle; it
-        has no address yet (cuMemCreate, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)."""
-        detail = format_bytes(nbytes)
-        return int(self._call("cuMemCreate", nbytes, self._properties(ordinal), 0, detail=detail))
+    def vmm_create(self, where: int, nbytes: int, *, host: bool = False) -> int:
+        """Allocate memory of a device, or with `host` pinned memory of a NUMA node, that can be
+        exported as a descriptor, and return its handle; it has no address yet (cuMemCreate,
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, DEVICE or HOST_NUMA)."""
+        properties, detail = self._properties(where, host), format_bytes(nbytes)
+        return int(self._call("cuMemCreate", nbytes, properties, 0, detail=detail))
 
     def vmm_release(self, handle: int) -> None:
         """Release a handle; the memory is freed with its last map, handle and descriptor
@@ -247,12 +254,12 @@ class Driver(DriverCalls):
         """Unmap a range (cuMemUnmap). Synchronise first: running work that uses it would fault."""
         self._call("cuMemUnmap", address, nbytes)
 
-    def vmm_set_access(self, address: int, nbytes: int, ordinal: int) -> None:
-        """Let a device read and write a mapped range (cuMemSetAccess)."""
+    def vmm_set_access(self, address: int, nbytes: int, where: int, *, host: bool = False) -> None:
+        """Let a device, or with `host` the processors, read and write a mapped range
+        (cuMemSetAccess). The processors may have only what was created with `host`."""
         d = self._d
         access = d.CUmemAccessDesc()
-        access.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = ordinal
+        self._locate(access.location, where, host)
         access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
@@ -363,6 +370,11 @@ class Driver(DriverCalls):
         """Copy between addresses that the current context can access (cuMemcpyDtoDAsync)."""
         self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy between addresses of devices or of host memory that the driver made
+        (cuMemcpyAsync)."""
+        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+
     def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Set `nbytes` bytes to `value` (cuMemsetD8Async)."""
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
@@ -380,10 +392,14 @@ class Driver(DriverCalls):
         """cuMemFreeHost."""
         self._call("cuMemFreeHost", address)
 
-    def host_register(self, address: int, nbytes: int) -> None:
-        """Pin existing memory (cuMemHostRegister, PORTABLE | DEVICEMAP)."""
+    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Pin existing memory (cuMemHostRegister, PORTABLE | DEVICEMAP); with `read_only` for
+        copies from it only, as memory that is mapped to be read only needs (READ_ONLY, see
+        `DeviceAttribute.READ_ONLY_REGISTER`)."""
         d = self._d
         flags = int(d.CU_MEMHOSTREGISTER_PORTABLE) | int(d.CU_MEMHOSTREGISTER_DEVICEMAP)
+        if read_only:
+            flags |= int(d.CU_MEMHOSTREGISTER_READ_ONLY)
         detail = format_bytes(nbytes)
         self._call("cuMemHostRegister", address, nbytes, flags, detail=detail)
 

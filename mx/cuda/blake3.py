@@ -1,7 +1,7 @@
-"""Compiles the kernels of `mx.cuda.blake3_kernel` for a GPU.
+"""Compiles the kernel of `mx.cuda.blake3_kernel` for a GPU.
 
-Triton compiles them ahead of the launch (a few seconds, then kept in its own cache), and the driver
-launches them on mx's streams: neither torch nor a C compiler is needed.
+Triton compiles it ahead of the launch (a few seconds, then kept in its own cache), and the driver
+launches it on mx's streams: neither torch nor a C compiler is needed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from mx.errors import LocalError
 CHUNK_BYTES = 1024
 #: Chunks of the longest input, 1 MiB.
 MAX_CHUNKS = 1024
-#: Chunks that a program hashes, one for each of its threads.
-PROGRAM_CHUNKS = 128
-#: The kernels load units of so many bytes: inputs start at a multiple of it.
+#: Chunks that a program hashes at a time, one for each of its threads.
+PROGRAM_CHUNKS = 256
+#: The kernel loads units of so many bytes: inputs start at a multiple of it.
 UNIT_BYTES = 16
 DIGEST_BYTES = 32
-#: Bytes of `chains` for one input: two halves, of which each has room for all chunks.
-CHAINS_BYTES = 2 * MAX_CHUNKS * DIGEST_BYTES
+#: Bytes of `chains` for one input.
+CHAINS_BYTES = MAX_CHUNKS * DIGEST_BYTES
+_POINTERS = {
+    **{"inputs": "*i64", "lengths": "*i64"},
+    **dict.fromkeys(("expected", "found", "wrong", "chains"), "*u32"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class CompiledKernel:
     """A compiled kernel.
 
     `parameters` is its number of 64-bit parameters: its own, then those that Triton adds for
-    scratch memory, which these kernels do not need; they stay 0.
+    scratch memory, which this kernel does not need; they stay 0.
     """
 
     name: str
@@ -40,43 +44,24 @@ class CompiledKernel:
     parameters: int
 
 
-@dataclass(frozen=True, slots=True)
-class Blake3Kernels:
-    """The two kernels of a digest."""
-
-    chain_chunks: CompiledKernel
-    hash_parents: CompiledKernel
-
-
 @functools.cache
-def compiled(capability: int) -> Blake3Kernels:
-    """Return the kernels for a compute capability (90 is 9.0).
+def compiled(capability: int) -> CompiledKernel:
+    """Return the kernel `digest_blocks` for a compute capability (90 is 9.0).
 
     Raises:
-        LocalError: Triton is missing or can't compile them.
+        LocalError: Triton is missing or can't compile it.
     """
     try:
         from triton import TritonError
 
-        from mx.cuda import blake3_kernel as kernels
+        from mx.cuda import blake3_kernel
     except ImportError as error:
         raise LocalError(
             f"digests on a GPU need Triton, which can't be imported: {error}",
             hint="pip install triton (it comes with torch for CUDA)",
         ) from error
     try:
-        return Blake3Kernels(
-            _compile(
-                kernels.chain_chunks,
-                {"inputs": "*i64", "lengths": "*i64", "chains": "*u32"},
-                capability,
-            ),
-            _compile(
-                kernels.hash_parents,
-                {"lengths": "*i64", "chains": "*u32", "digests": "*u32"},
-                capability,
-            ),
-        )
+        return _compile(blake3_kernel.digest_blocks, capability)
     except (TritonError, RuntimeError, OSError) as error:
         raise LocalError(
             f"Triton could not compile the digest for compute capability {capability / 10}: "
@@ -85,17 +70,20 @@ def compiled(capability: int) -> Blake3Kernels:
         ) from error
 
 
-def _compile(function: object, pointers: dict[str, str], capability: int) -> CompiledKernel:
-    """Compile a kernel that takes these pointers, and then `lanes` and `row`."""
+def is_compiled() -> bool:
+    """Return True if this process has the kernel, for some compute capability."""
+    return compiled.cache_info().currsize > 0
+
+
+def _compile(function: object, capability: int) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    own = len(pointers)
-    threads = PROGRAM_CHUNKS
+    own, threads = len(_POINTERS), PROGRAM_CHUNKS
     source = ASTSource(
         fn=function,
-        signature={**pointers, "lanes": "constexpr", "row": "constexpr"},
+        signature={**_POINTERS, "lanes": "constexpr", "row": "constexpr"},
         constexprs={(own,): threads, (own + 1,): MAX_CHUNKS},
     )
     made = triton.compile(

@@ -1,10 +1,10 @@
-"""blake3 (plain hash, 32 bytes) of many inputs of 1 byte to 1 MiB at once, as two Triton kernels.
+"""blake3 (plain hash, 32 bytes) of many inputs of 1 byte to 1 MiB at once, as a Triton kernel.
 
 From the BLAKE3 specification (github.com/BLAKE3-team/BLAKE3-specs). An input is cut into chunks of
 1024 bytes, and a chunk into 64-byte messages, which are compressed one after another into the
-chunk's chaining value. `chain_chunks` does so, one thread for each chunk. The chaining values are
-the leaves of a binary tree, and a parent is the compression of its two children. `hash_parents`
-goes up the tree, one program for each input.
+chunk's chaining value, by a thread for each chunk. The chaining values are the leaves of a binary
+tree, and a parent is the compression of its two children. A program hashes one input, and goes up
+its tree.
 
 All arithmetic is on 32-bit words, little endian. A chaining value `h` is a tuple of 8 tensors, a
 message `m` one of 16; their lanes are different chunks or parents. Importing this module imports
@@ -149,24 +149,28 @@ def _chosen(condition, x, y):
 
 
 @triton.jit
-def chain_chunks(inputs, lengths, chains, lanes: tl.constexpr, row: tl.constexpr):
-    """Compute the chaining value of each chunk. Grid: (row / lanes or fewer, inputs).
+def digest_blocks(
+    inputs, lengths, expected, found, wrong, chains, lanes: tl.constexpr, row: tl.constexpr
+):
+    """Compute the digest of each input, and compare it. Grid: (inputs, 1).
 
     `inputs`: int64 addresses, multiples of 16; `lengths`: int64 bytes, of which those up to the
-    next multiple of 16 are read as well; `chains`: uint32 [inputs, 2, row, 8], of which the first
-    half of each input is written, as far as it has chunks. An only chunk is the root.
+    next multiple of 16 are read as well; `expected`, `found`: uint32 [inputs, 8], digests;
+    `wrong`: uint32, set to 1 if any input has another digest than is expected; `chains`: uint32
+    [inputs, row, 8], the program's own while it runs.
     """
-    index = tl.program_id(1)
-    first = tl.program_id(0) * lanes
+    index = tl.program_id(0)
     nbytes = tl.load(lengths + index).to(tl.int32)
-    if first * 1024 < nbytes:
-        words = tl.multiple_of(tl.load(inputs + index).to(tl.pointer_type(tl.uint32)), 16)
-        end = (nbytes + 15) // 16 * 4
+    base = tl.multiple_of(chains + index.to(tl.int64) * (row * 8), 16)
+    words = tl.multiple_of(tl.load(inputs + index).to(tl.pointer_type(tl.uint32)), 16)
+    end = (nbytes + 15) // 16 * 4
+    # An only chunk is the root.
+    end_flags = tl.where(nbytes <= 1024, _CHUNK_END | _ROOT, _CHUNK_END)
+    for first in range(0, (nbytes + 1023) // 1024, lanes):
         chunk = first + tl.arange(0, lanes)
         left = nbytes - chunk * 1024
         # Lanes after the last chunk compute what is not stored.
         last = (tl.minimum(tl.maximum(left, 1), 1024) - 1) // 64
-        end_flags = tl.where(nbytes <= 1024, _CHUNK_END | _ROOT, _CHUNK_END)
         count = (tl.minimum(nbytes - first * 1024, 1024) + 63) // 64
         ragged = (nbytes % 16 != 0) & (nbytes <= (first + lanes) * 1024)
         h = _initial(lanes)
@@ -183,40 +187,29 @@ def chain_chunks(inputs, lengths, chains, lanes: tl.constexpr, row: tl.constexpr
             flags = flags | tl.where(index_in_chunk == 0, _CHUNK_START, 0)
             size = tl.minimum(tl.maximum(here, 0), 64)
             h = _chosen(index_in_chunk <= last, _compress(h, m, chunk, size, flags, lanes), h)
-        place = chains + index.to(tl.int64) * (2 * row * 8) + chunk * 8
         for i in tl.static_range(8):
-            tl.store(place + i, h[i], mask=left > 0)
-
-
-@triton.jit
-def hash_parents(lengths, chains, digests, lanes: tl.constexpr, row: tl.constexpr):
-    """Compute the digests from the chunks' chaining values. Grid: (inputs, 1).
-
-    `lengths`, `chains`: as for `chain_chunks`; `digests`: uint32 [inputs, 8]. Neighbours become a
-    parent, and a last one without a neighbour goes up as it is; so left subtrees are the largest
-    complete ones. The levels are in the two halves of `chains` by turns.
-    """
-    index = tl.program_id(0)
-    count = (tl.load(lengths + index).to(tl.int32) + 1023) // 1024
-    base = tl.multiple_of(chains + index.to(tl.int64) * (2 * row * 8), 16)
-    level = 0
-    while count > 1:
-        source = level % 2 * (row * 8)
-        parents = (count + 1) // 2
-        for first in range(0, parents, lanes):
+            tl.store(base + chunk * 8 + i, h[i], mask=left > 0)
+    # Neighbours become a parent, and a last one without a neighbour goes up as it is; so left
+    # subtrees are the largest complete ones. Parents take the place of children that are read.
+    level = (nbytes + 1023) // 1024
+    zero = tl.zeros((lanes,), tl.int32)
+    while level > 1:
+        flags = zero + tl.where(level == 2, _PARENT | _ROOT, _PARENT)
+        for first in range(0, (level + 1) // 2, lanes):
             parent = first + tl.arange(0, lanes)
-            zero = tl.zeros((lanes,), tl.int32)
+            # Other threads load what these have stored, and store where these load.
+            tl.debug_barrier()
             # A message is two chaining values side by side.
-            m = _message(_load(base + source, parent * 16, count * 8), lanes)
-            flags = zero + tl.where(count == 2, _PARENT | _ROOT, _PARENT)
+            m = _message(_load(base, parent * 16, level * 8), lanes)
+            tl.debug_barrier()
             h = _compress(_initial(lanes), m, zero, zero + 64, flags, lanes)
-            h = _chosen(parent * 2 + 1 < count, h, m[:8])
-            place = base + (row * 8 - source) + parent * 8
+            h = _chosen(parent * 2 + 1 < level, h, m[:8])
             for i in tl.static_range(8):
-                tl.store(place + i, h[i], mask=parent < parents)
-        # The next level is loaded by other threads than those that stored it.
-        tl.debug_barrier()
-        count = parents
-        level += 1
+                tl.store(base + parent * 8 + i, h[i], mask=parent * 2 < level)
+        level = (level + 1) // 2
+    tl.debug_barrier()
     word = tl.arange(0, 8)
-    tl.store(digests + index * 8 + word, tl.load(base + level % 2 * (row * 8) + word))
+    digest = tl.load(base + word)
+    tl.store(found + index * 8 + word, digest)
+    differs = digest != tl.load(expected + index * 8 + word)
+    tl.store(wrong + tl.zeros((8,), tl.int32), tl.full((8,), 1, tl.uint32), mask=differs)

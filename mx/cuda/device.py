@@ -15,8 +15,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from mx.contexts import OwnContext, Undo
 from mx.cuda.driver import RELAXED_CAPTURE, DeviceAttribute
 from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import ClosedError, ConfigError
@@ -95,7 +96,7 @@ def _in_context(driver: Driver, context: int) -> Iterator[None]:
             driver.context_pop()
 
 
-class Device:
+class Device(OwnContext):
     """A GPU whose primary context this object keeps alive.
 
     `ordinal` is its number in this process, `key` "cuda:GPU-...", `context` the driver's handle.
@@ -175,12 +176,6 @@ class Device:
         """Allow no new resources; the context ends with the last resource made from it."""
         self._finalizer()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _ContextHold:
     """Counts the users of a primary context, and releases it after the last one."""
@@ -200,19 +195,19 @@ class _ContextHold:
             self._holders -= 1
             last = not self._holders
         if last:
-            with _giving_back(), relaxed(self._driver):
+            with giving_back(), relaxed(self._driver):
                 self._driver.context_release(self._ordinal)
 
     def free(self, context: int, free: Callable[[], None]) -> None:
         try:
-            with _giving_back(), _in_context(self._driver, context):
+            with giving_back(), _in_context(self._driver, context):
                 free()
         finally:
             self.drop()
 
 
 @contextlib.contextmanager
-def _giving_back() -> Iterator[None]:
+def giving_back() -> Iterator[None]:
     """Log errors of giving something back, which is of no more use and goes with the process; not
     those that say that the context or the driver ended, which frees everything."""
     try:
@@ -257,14 +252,14 @@ class WaitingStreams:
             if mine:
                 self._later = [each for each in now if each[0] != device.ordinal]
         for free in mine:
-            with _giving_back(), device.current():
+            with giving_back(), device.current():
                 free()
 
 
 waiting_streams = WaitingStreams()
 
 
-class DeviceResource:
+class DeviceResource(OwnContext):
     """Base class of owners of a device resource, freed by `close`; idempotent, thread-safe."""
 
     device: Device
@@ -276,11 +271,8 @@ class DeviceResource:
         If it fails the resource is freed.
         """
         self.device = device
-        try:
+        with Undo(free):
             self._finalizer = device.own(self, free)
-        except BaseException:
-            free()
-            raise
 
     @property
     def closed(self) -> bool:
@@ -290,12 +282,6 @@ class DeviceResource:
     def close(self) -> None:
         """Free the resource. Idempotent; if the driver refuses, that is logged."""
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class CudaStream(DeviceResource):
@@ -441,11 +427,28 @@ class PinnedMemory(DeviceResource):
 
 
 class PinnedRegion(DeviceResource):
-    """Existing host memory, pinned for DMA until `close`. The caller keeps it until then."""
+    """Existing host memory, pinned for DMA until `close`. The caller keeps it until then, or
+    `owner` does, which is referred to for as long."""
 
-    def __init__(self, device: Device, address: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        address: int,
+        nbytes: int,
+        *,
+        read_only: bool = False,
+        owner: object = None,
+    ) -> None:
         driver = device.driver
         self.address, self.nbytes = address, nbytes
+
+        def free() -> None:
+            nonlocal owner
+            driver.host_unregister(address)
+            owner = None
+
+        # To unregister waits for streams that wait: what keeps the memory lets it wait for them.
+        later = partial(waiting_streams.free, device.ordinal, free)
         with device.current():
-            driver.host_register(address, nbytes)
-            self._owns(device, lambda: driver.host_unregister(address))
+            driver.host_register(address, nbytes, read_only=read_only)
+            self._owns(device, free if owner is None else later)

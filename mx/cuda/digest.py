@@ -2,6 +2,7 @@
 
 `BlockDigester` hashes blocks of up to 1 MiB on the device, many at a time; `RingDigester` copies
 them to the host. `digester` returns one of them. `DeviceHasher` hashes the blocks of one read.
+`mx.cuda.digest_table` hashes what a pull receives, by the same kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 from mx.core.digest import block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.cuda import blake3
-from mx.cuda.blake3 import CHAINS_BYTES, CHUNK_BYTES, DIGEST_BYTES, PROGRAM_CHUNKS, UNIT_BYTES
+from mx.cuda.blake3 import CHAINS_BYTES, DIGEST_BYTES, UNIT_BYTES
 from mx.cuda.device import CudaEvent, CudaStream, Device, DeviceMemory, PinnedMemory
 from mx.cuda.driver import DeviceAttribute
 from mx.cuda.errors import GONE_CODES, CudaError
@@ -26,10 +27,10 @@ from mx.transport import DeviceView
 
 log = logging.getLogger(__name__)
 
-#: Blocks in a batch: 8 MiB of chaining values on the device.
-_BATCH_BLOCKS = 128
-#: Bytes of the longest list of addresses and lengths; the digests follow it.
-_LIST_BYTES = _BATCH_BLOCKS * (8 + 8)
+#: The most blocks of a launch: those of 512 MiB, with 16 MiB of chaining values.
+LAUNCH_BLOCKS = 512
+#: Bytes of the longest list of addresses and lengths; the digests follow it, then a word.
+_LIST_BYTES = LAUNCH_BLOCKS * (8 + 8)
 
 #: A block of this many bytes of this value is hashed before all others: several chunks, and a part.
 _TRIAL_BYTES, _TRIAL_VALUE = 5000, 0x6D
@@ -49,8 +50,8 @@ class Digester(Protocol):
 
 
 def digester(device: Device, ring: Callable[[], PinnedRing]) -> Digester:
-    """Return a digester that works on the device, or one on the host where its kernels don't work:
-    there is no compiler, or the driver does not load what it made. The log says so.
+    """Return a digester that works on the device, or one on the host where its kernel can't: there
+    is no compiler, or the driver does not load what it made. The log says so.
 
     Args:
         device: The GPU, which the caller keeps open.
@@ -70,6 +71,11 @@ def digester(device: Device, ring: Callable[[], PinnedRing]) -> Digester:
         return RingDigester(ring())
 
 
+def kernel_of(found: Digester) -> DigestKernel | None:
+    """Return the kernel of a digester that works on the device; None for one on the host."""
+    return found.kernel if isinstance(found, BlockDigester) else None
+
+
 class RingDigester:
     """A `Digester` that copies the blocks to pinned memory, and hashes them there. The ring stays
     the caller's."""
@@ -84,21 +90,17 @@ class RingDigester:
         pass
 
 
-class BlockDigester:
-    """Computes digests of blocks on the device. Thread-safe; simultaneous callers share a batch.
-
-    Owns a stream, 8 MiB of device memory and 6 KiB of pinned memory until `close`, before which all
-    calls must have returned.
+class DigestKernel:
+    """The kernel of digests, loaded into a device's context, with which it stays.
 
     Raises:
-        LocalError: The kernels can't be compiled, or compute something else.
-        CudaError: Memory is short, or the driver fails.
+        LocalError: It can't be compiled.
+        CudaError: The driver does not load it.
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         driver = device.driver
-        self._ends = contextlib.ExitStack()
         major, minor = (
             driver.device_attribute(device.ordinal, attribute)
             for attribute in (
@@ -106,12 +108,47 @@ class BlockDigester:
                 DeviceAttribute.COMPUTE_CAPABILITY_MINOR,
             )
         )
-        self._kernels = kernels = blake3.compiled(10 * major + minor)
-        self._functions: dict[str, int] = {}
+        self._image = image = blake3.compiled(10 * major + minor)
         with device.current():
-            for kernel in (kernels.chain_chunks, kernels.hash_parents):
-                module = driver.module_load(kernel.cubin)
-                self._functions[kernel.name] = driver.module_function(module, kernel.name)
+            self._function = driver.module_function(driver.module_load(image.cubin), image.name)
+
+    def launch(self, count: int, places: Sequence[int], stream: int) -> None:
+        """Queue the digests of up to `LAUNCH_BLOCKS` blocks. The device's context is current.
+
+        Args:
+            count: How many blocks.
+            places: Device addresses of the kernel's arguments, in its order.
+            stream: The stream's handle.
+
+        Raises:
+            CudaError: The driver fails.
+        """
+        image = self._image
+        self.device.driver.launch(
+            self._function,
+            (count, 1),
+            image.threads,
+            image.shared_nbytes,
+            stream,
+            (*places, *(0,) * (image.parameters - len(places))),
+        )
+
+
+class BlockDigester:
+    """Computes digests of blocks on the device. Thread-safe; simultaneous callers share a batch.
+
+    Owns a stream, 16 MiB of device memory and 24 KiB of pinned memory until `close`, before which
+    all calls must have returned.
+
+    Raises:
+        LocalError: The kernel can't be compiled, or computes something else.
+        CudaError: Memory is short, or the driver fails.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ends = contextlib.ExitStack()
+        self.kernel = DigestKernel(device)
         self._view = memoryview(b"")
         self._queue_lock = threading.Lock()
         self._work_lock = threading.Lock()
@@ -120,17 +157,17 @@ class BlockDigester:
             undo.callback(self.close)
             own = self._ends.enter_context
             # Both on the host and on the device: addresses, lengths; and digests.
-            nbytes = _LIST_BYTES + _BATCH_BLOCKS * DIGEST_BYTES
+            nbytes = _LIST_BYTES + LAUNCH_BLOCKS * DIGEST_BYTES
             self._host = own(PinnedMemory(device, nbytes))
-            self._lists = own(DeviceMemory(device, nbytes))
-            self._chains = own(DeviceMemory(device, _BATCH_BLOCKS * CHAINS_BYTES))
+            self._lists = own(DeviceMemory(device, nbytes + UNIT_BYTES))
+            self._chains = own(DeviceMemory(device, LAUNCH_BLOCKS * CHAINS_BYTES))
             self._stream, self._hashed = own(CudaStream(device)), own(CudaEvent(device))
             self._view = self._host.view()
             self._try()
             undo.pop_all()
 
     def _try(self) -> None:
-        """Raise LocalError unless the kernels compute blake3 on this device."""
+        """Raise LocalError unless the kernel computes blake3 on this device."""
         with DeviceMemory(self._device, _TRIAL_BYTES + UNIT_BYTES) as trial:
             with self._device.current():
                 self._device.driver.memset(
@@ -138,7 +175,7 @@ class BlockDigester:
                 )
             found = self.digests([(trial.address, _TRIAL_BYTES)])
         if found != [block_digest(bytes([_TRIAL_VALUE]) * _TRIAL_BYTES)]:
-            raise LocalError(f"the kernels compute a wrong digest on {self._device.key}")
+            raise LocalError(f"the kernel computes a wrong digest on {self._device.key}")
 
     def digests(self, blocks: Sequence[Block]) -> list[bytes]:
         """Return the blake3 digest of each block, 32 bytes.
@@ -175,8 +212,8 @@ class BlockDigester:
         found: list[bytes] = []
         try:
             with self._device.current():
-                for first in range(0, len(blocks), _BATCH_BLOCKS):
-                    found += self._batch(blocks[first : first + _BATCH_BLOCKS])
+                for first in range(0, len(blocks), LAUNCH_BLOCKS):
+                    found += self._batch(blocks[first : first + LAUNCH_BLOCKS])
         except BaseException as caught:
             error = caught
             raise
@@ -186,21 +223,16 @@ class BlockDigester:
                 request.digests, found = found[: len(request.blocks)], found[len(request.blocks) :]
 
     def _batch(self, blocks: Sequence[Block]) -> list[bytes]:
-        driver, stream, kernels = self._device.driver, self._stream.handle, self._kernels
+        driver, stream = self._device.driver, self._stream.handle
         count = len(blocks)
         addresses, sizes = zip(*blocks, strict=True)
         struct.pack_into(f"<{2 * count}Q", self._view, 0, *addresses, *sizes)
         inputs = self._lists.address
-        lengths, digests, chains = inputs + 8 * count, inputs + _LIST_BYTES, self._chains.address
+        lengths, digests = inputs + 8 * count, inputs + _LIST_BYTES
+        word = digests + DIGEST_BYTES * LAUNCH_BLOCKS  # of a comparison, which says nothing here
         driver.copy_htod(inputs, self._host.address, 16 * count, stream)
-        programs = -(-max(sizes) // (CHUNK_BYTES * PROGRAM_CHUNKS))
-        for kernel, grid, own in (
-            (kernels.chain_chunks, (programs, count), (inputs, lengths, chains)),
-            (kernels.hash_parents, (count, 1), (lengths, chains, digests)),
-        ):
-            parameters = (*own, *(0,) * (kernel.parameters - len(own)))
-            function = self._functions[kernel.name]
-            driver.launch(function, grid, kernel.threads, kernel.shared_nbytes, stream, parameters)
+        places = (inputs, lengths, digests, digests, word, self._chains.address)
+        self.kernel.launch(count, places, stream)
         driver.copy_dtoh(self._host.address + _LIST_BYTES, digests, DIGEST_BYTES * count, stream)
         driver.event_record(self._hashed.handle, stream)
         driver.event_synchronize(self._hashed.handle)  # asleep, as no wait for a stream is

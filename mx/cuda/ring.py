@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 
 from mx import forks
 from mx.buffers import address_of, copy_bytes, seal
+from mx.contexts import Undo
 from mx.cuda.device import CudaEvent, CudaStream, Device, PinnedMemory, PinnedRegion
 from mx.errors import ClosedError
 from mx.units import MIB
@@ -73,14 +74,23 @@ class SharedPinned:
 class RingSlot:
     """A piece of the ring, with one user at a time: `view` (writable bytes) at host `address`."""
 
-    __slots__ = ("address", "event", "view")
+    __slots__ = ("address", "copying", "event", "view")
 
     def __init__(self, view: memoryview, address: int, event: CudaEvent) -> None:
         self.view, self.address, self.event = view, address, event
+        #: False once the last copy is known to be done.
+        self.copying = False
+
+    def record(self, stream: CudaStream) -> None:
+        """Record that the copies that are queued on a stream are the slot's. Raises CudaError."""
+        self.copying = True
+        self.event.record(stream)
 
     def wait(self) -> None:
         """Sleep until the slot's last copy is done. Raises CudaError."""
-        self.event.synchronize()
+        if self.copying:
+            self.event.synchronize()
+            self.copying = False
 
 
 class PinnedRing:
@@ -100,28 +110,51 @@ class PinnedRing:
     ) -> None:
         self.device = device
         self.slot_nbytes = slot_nbytes
+        self._memory = memory
         with contextlib.ExitStack() as undo:
-            self.memory = memory(device, slots * slot_nbytes)
-            undo.enter_context(self.memory)
             self._up = undo.enter_context(CudaStream(device))
             self._down = undo.enter_context(CudaStream(device))
-            events = [undo.enter_context(CudaEvent(device)) for _ in range(slots)]
             self._uploaded = undo.enter_context(CudaEvent(device))
+            #: The first slots' memory.
+            self.memory, found = self._slots(undo, slots)
             self._ends = undo.pop_all()
-        #: All of the slots' memory.
         self.view = self.memory.view()
-        self._free = deque(
-            RingSlot(
-                self.view[i * slot_nbytes : (i + 1) * slot_nbytes],
-                self.memory.address + i * slot_nbytes,
-                event,
-            )
-            for i, event in enumerate(events)
-        )
+        self._free = deque(found)
         self.slots = slots
         self._wake = threading.Condition()
         self._turns: deque[object] = deque()  # of threads that wait for a slot
         self._closed = False
+
+    def _slots(
+        self, undo: contextlib.ExitStack, slots: int
+    ) -> tuple[PinnedMemory | SharedPinned, list[RingSlot]]:
+        """Return memory for more slots, and these; `undo` frees them."""
+        nbytes = self.slot_nbytes
+        memory = self._memory(self.device, slots * nbytes)
+        undo.enter_context(memory)
+        view = memory.view()
+        events = [undo.enter_context(CudaEvent(self.device)) for _ in range(slots)]
+        return memory, [
+            RingSlot(view[at : at + nbytes], memory.address + at, event)
+            for at, event in zip(range(0, slots * nbytes, nbytes), events, strict=True)
+        ]
+
+    def extend(self, slots: int) -> None:
+        """Add `slots` slots, which lie outside of `view`.
+
+        Raises:
+            CudaMemoryError: So much more memory can't be pinned; nothing has changed.
+            ClosedError: The ring was closed.
+        """
+        with contextlib.ExitStack() as undo:
+            _, found = self._slots(undo, slots)
+            with self._wake:
+                if self._closed:
+                    raise ClosedError("the ring of pinned memory was closed")
+                self._ends.push(undo.pop_all())
+                self._free.extend(found)
+                self.slots += slots
+                self._wake.notify_all()
 
     # -- slot by slot ------------------------------------------------------------------------------
 
@@ -164,11 +197,8 @@ class PinnedRing:
         return self._free.popleft()
 
     def _ready(self, slot: RingSlot) -> RingSlot:
-        try:
+        with Undo(self.give, slot):
             slot.wait()
-        except BaseException:
-            self.give(slot)
-            raise
         return slot
 
     def give(self, slot: RingSlot) -> None:
@@ -179,18 +209,38 @@ class PinnedRing:
                 self._wake.notify_all()
             self._end_if_idle()
 
-    def push(self, slot: RingSlot, target: int, nbytes: int, *, offset: int = 0) -> None:
-        """Queue a copy of the slot's bytes from `offset` to device address `target`."""
+    def push(self, slot: RingSlot, target: int, nbytes: int) -> None:
+        """Queue a copy of the slot's first bytes to device address `target`."""
         with self.device.current():
-            self.device.driver.copy_htod(target, slot.address + offset, nbytes, self._up.handle)
-        slot.event.record(self._up)
+            self.push_all(slot, ((target, 0, nbytes),))
+            self.mark(slot)
+
+    def push_all(self, slot: RingSlot, places: Iterable[tuple[int, int, int]]) -> None:
+        """Queue copies of the slot's bytes; call `mark` after it. The context is current.
+
+        Args:
+            slot: The slot.
+            places: The device address, the offset in the slot, and the bytes of each copy.
+        """
+        copy, stream = self.device.driver.copy_htod, self._up.handle
+        for target, offset, nbytes in places:
+            copy(target, slot.address + offset, nbytes, stream)
+
+    def mark(self, slot: RingSlot) -> None:
+        """Have `slot.wait` wait for all that is queued for uploads now."""
+        slot.record(self._up)
+
+    @property
+    def up(self) -> int:
+        """The handle of the stream of uploads."""
+        return self._up.handle
 
     def fetch(self, slot: RingSlot, source: int, nbytes: int, *, offset: int = 0) -> None:
         """Queue a copy of device memory into the slot, from `offset` on; call `slot.wait()` before
         reading it."""
         with self.device.current():
             self.device.driver.copy_dtoh(slot.address + offset, source, nbytes, self._down.handle)
-        slot.event.record(self._down)
+        slot.record(self._down)
 
     def gather(self, slot: RingSlot, spans: Iterable[DeviceView], *, offset: int = 0) -> None:
         """Queue copies of device memory into the slot, one after the other from `offset` on, as
@@ -208,7 +258,7 @@ class PinnedRing:
                 if run:
                     copy(into, address, run, stream)
             finally:
-                slot.event.record(self._down)
+                slot.record(self._down)
 
     # -- whole ranges ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from math import prod
 
 from mx.core.layout import MAX_TENSORS
@@ -28,7 +29,6 @@ from mx.text import shown
 from mx.units import GIB, KIB, MIB
 
 DIGEST_BYTES = 32
-POINTER_BYTES = 8
 MAX_MESSAGE_BYTES = 32 * MIB
 MAX_FIELDS = 64
 MAX_REGIONS = 8
@@ -41,6 +41,14 @@ MAX_IMAGE_BYTES = 256 * MIB
 MAX_IMAGES_BYTES = GIB
 MAX_LIBRARIES = 64
 MAX_CALLS = 1024
+MAX_TRIED = 400_000
+MAX_GRAPHS = 1024
+#: Places that the graphs of a package are for.
+MAX_BASES = 16
+#: Of all graphs of a package: nodes, and edges.
+MAX_ALL = 1_000_000
+#: Of a library: the largest have a gigabyte.
+MAX_FATBIN_BYTES = 4 * GIB
 MAX_PARAMETERS = 4096
 #: The parameters of one kernel, since CUDA 12.1.
 MAX_PARAMETERS_BYTES = 32_764
@@ -62,6 +70,12 @@ MAX_DIMENSIONS = 16
 #: cooperative, cluster dimension, cluster scheduling, priority, domain map, domain, preferred
 #: cluster dimension, shared memory carve-out.
 ATTRIBUTES = {2: 4, 4: 12, 5: 4, 8: 4, 9: 2, 10: 4, 11: 12, 14: 4}
+#: The attributes of kernels that have to agree (CUfunction_attribute): threads of a block, static
+#: shared, constant and local memory, registers, versions, and the clusters that it needs.
+COMPARED = frozenset({0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13})
+#: Those that are set: dynamic shared memory, carve-out, non-portable clusters, their scheduling.
+SETTABLE = frozenset({8, 9, 14, 15})
+FUNCTION_ATTRIBUTES = COMPARED | SETTABLE
 #: How many of each a message may have.
 COUNTS = {
     "environment": MAX_FIELDS,
@@ -75,34 +89,58 @@ COUNTS = {
     "kernels": MAX_KERNELS,
     "nodes": MAX_NODES,
     "edges": MAX_EDGES,
+    "fatbins": MAX_KERNELS,
+    "tried": MAX_TRIED,
+    "work": MAX_TENSORS,
+    "sizes": MAX_GRAPHS - 1,
 }
 _NAMES = re.compile(r"[A-Za-z_$.][A-Za-z0-9_$.@]*")
 _BUILD_ID = re.compile(r"([0-9a-f]{2}){1,64}")
 
 
-def check(graph: Graph) -> None:
+def check(graph: Graph, of: Graph | None = None, taken: Taken | None = None) -> None:
     """Check everything about a graph that can be known before something is loaded.
+
+    Args:
+        graph: The graph.
+        of: Another graph of its package, which was checked, with the same tuples of `SHARED`: they
+            are not checked again, and neither are nodes and edges that are the same objects.
+        taken: Where weights and work memory are, by regions: what was checked is added to it.
 
     Raises:
         GraphError: Something is out of its bounds; the message says what and where.
     """
+    taken = {} if taken is None else taken
     for what, most in COUNTS.items():
         least = what in ("regions", "outputs", "nodes")
-        _count(what, getattr(graph, what), most, int(least))
+        _count(what, getattr(graph, what, ()), most, int(least))
+    _text("name", graph.name, NAME_CHARS)
+    if of is None:
+        _check_shared(graph)
+    if graph.regions not in taken:
+        _require(len(taken) < MAX_BASES, f"graphs at more than {MAX_BASES} addresses")
+        _check_regions(graph.regions)
+        taken[graph.regions] = _check_shared_places(graph)
+    _check_places(graph, taken[graph.regions])
+    spans = _Spans((r.base, r.nbytes) for r in graph.regions)
+    known = of.nodes if of is not None and of.regions == graph.regions else ()
+    for at, (node, same) in enumerate(zip_longest(graph.nodes, known[: len(graph.nodes)])):
+        if node is not same:
+            _check_node(graph, at, node, spans)
+    if of is None or graph.edges is not of.edges or len(graph.nodes) != len(of.nodes):
+        _check_edges(graph)
+    _check_tried(graph)
+
+
+def _check_shared(graph: Graph) -> None:
     _text("pin", graph.pin, NAME_CHARS)
     names = [name for name, _ in graph.environment]
     _require(names == sorted(set(names)), "environment: names are not in order")
     for name, value in graph.environment:
         _text("environment", name, 64)
         _text(f"environment {name}", value, NAME_CHARS)
-    _check_regions(graph.regions)
-    _check_places(graph)
     _check_images(graph)
     _check_kernels(graph)
-    spans = _Spans(graph.regions)
-    for at, node in enumerate(graph.nodes):
-        _check_node(graph, at, node, spans)
-    _check_edges(graph)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -124,16 +162,26 @@ def _digest(what: str, digest: bytes) -> None:
 
 
 class _Spans:
-    """Answers whether addresses are in regions."""
+    """Answers whether addresses are in spans (begin, nbytes), which do not overlap."""
 
-    def __init__(self, regions: Sequence[RegionSpec]) -> None:
-        ordered = sorted((r.base, r.base + r.nbytes) for r in regions)
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(spans)
         self._bases = [base for base, _ in ordered]
-        self._ends = [end for _, end in ordered]
+        self._ends = [base + nbytes for base, nbytes in ordered]
 
     def has(self, address: int, nbytes: int) -> bool:
         at = bisect_right(self._bases, address) - 1
         return at >= 0 and address + nbytes <= self._ends[at]
+
+    def touch(self, address: int, nbytes: int) -> bool:
+        """Return True if some of these bytes are in a span."""
+        at = bisect_right(self._bases, address)
+        within = at > 0 and address < self._ends[at - 1]
+        return within or (at < len(self._bases) and self._bases[at] < address + nbytes)
+
+
+#: Where weights and work memory are, by the regions of graphs.
+Taken = dict[tuple[RegionSpec, ...], _Spans]
 
 
 def _check_regions(regions: Sequence[RegionSpec]) -> None:
@@ -154,24 +202,36 @@ def _disjoint(spans: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def _check_places(graph: Graph) -> None:
-    total = 0
+def _check_shared_places(graph: Graph) -> _Spans:
+    """Check weights and work memory, and return where they are."""
+    _check_named("weight", graph.weights, graph.regions)
+    _check_named("work place", graph.work, graph.regions)
+    # Tied weights are one place with two names.
+    spans = {(graph.regions[p.region].base + p.offset, p.nbytes) for p in graph.weights}
+    spans |= {(graph.regions[p.region].base + p.offset, p.nbytes) for p in graph.work}
+    _require(_disjoint(spans), "weights and work memory overlap")
+    return _Spans(spans)
+
+
+def _check_places(graph: Graph, taken: _Spans) -> None:
+    inputs = [read.place for read in graph.inputs]
     for read in graph.inputs:
         _require(len(read.value) == read.place.nbytes, f"input {read.place.name}: another length")
-        total += len(read.value)
+    total = sum(place.nbytes for place in inputs)
     _require(total <= MAX_GOLDEN_BYTES, f"golden inputs of more than {MAX_GOLDEN_BYTES} bytes")
     for output in graph.outputs:
         _digest(f"output {shown(output.place.name)}", output.digest)
-    inputs, outputs = [i.place for i in graph.inputs], [o.place for o in graph.outputs]
-    for what, places in (("weight", graph.weights), ("input", inputs), ("output", outputs)):
-        names = {place.name for place in places}
-        _require(len(names) == len(places), f"{what}s: a name twice")
-        for place in places:
-            _check_place(what, place, graph.regions)
-    # Tied weights are one place with two names.
-    fixed = {(place.region, place.offset, place.nbytes) for place in [*graph.weights, *inputs]}
-    spans = ((graph.regions[r].base + offset, nbytes) for r, offset, nbytes in fixed)
-    _require(_disjoint(spans), "weights and inputs overlap")
+    _check_named("input", inputs, graph.regions)
+    _check_named("output", [each.place for each in graph.outputs], graph.regions)
+    spans = {(graph.regions[p.region].base + p.offset, p.nbytes) for p in inputs if p.nbytes}
+    free = _disjoint(spans) and not any(taken.touch(*span) for span in spans)
+    _require(free, "inputs overlap with weights, work memory or each other")
+
+
+def _check_named(what: str, places: Sequence[GraphPlace], regions: Sequence[RegionSpec]) -> None:
+    _require(len({place.name for place in places}) == len(places), f"{what}s: a name twice")
+    for place in places:
+        _check_place(what, place, regions)
 
 
 def _check_place(what: str, place: GraphPlace, regions: Sequence[RegionSpec]) -> None:
@@ -199,6 +259,11 @@ def _check_images(graph: Graph) -> None:
         _digest(f"library {library.name}", library.fatbin)
         known = _BUILD_ID.fullmatch(library.build_id)
         _require(known is not None, f"library {library.name}: no build id")
+        _text(f"library {library.name}: version", library.version, 64)
+    for fatbin in graph.fatbins:
+        _require(fatbin.library < len(graph.libraries), "a fatbin of no library")
+        within = 0 < fatbin.nbytes <= MAX_FATBIN_BYTES and fatbin.offset <= MAX_FATBIN_BYTES
+        _require(within, f"a fatbin of {fatbin.nbytes} bytes at {fatbin.offset}")
     for call in graph.calls:
         _text("call", call.name, NAME_CHARS)
         _require(call.library < len(graph.libraries), f"call {call.name}: no such library")
@@ -209,10 +274,17 @@ def _check_kernels(graph: Graph) -> None:
     for at, kernel in enumerate(graph.kernels):
         _require(len(kernel.name) <= MAX_KERNEL_NAME, f"kernel {at}: too long a name")
         _require(_NAMES.fullmatch(kernel.name) is not None, f"kernel {at}: no name of a kernel")
-        of_image = kernel.image is not None and kernel.image < len(graph.images)
-        of_call = kernel.call is not None and kernel.call < len(graph.calls)
-        one = (kernel.image is None) != (kernel.call is None)
-        _require(one and (of_image or of_call), f"kernel {at}: of no image and no call")
+        sources = (
+            (kernel.image, graph.images),
+            (kernel.call, graph.calls),
+            (kernel.fatbin, graph.fatbins),
+        )
+        given = [(index, there) for index, there in sources if index is not None]
+        one = len(given) == 1 and given[0][0] < len(given[0][1])
+        _require(one, f"kernel {at}: not of one image, one fatbin or one call")
+        ids = [each for each, _ in kernel.attributes]
+        known = ids == sorted(set(ids)) and set(ids) <= FUNCTION_ATTRIBUTES
+        _require(known, f"kernel {at}: attributes that no kernel has")
         _count(f"kernel {at}: parameters", kernel.parameters, MAX_PARAMETERS)
         end = 0
         for offset, size in kernel.parameters:
@@ -222,47 +294,63 @@ def _check_kernels(graph: Graph) -> None:
 
 
 def _check_node(graph: Graph, at: int, node: Node, spans: _Spans) -> None:
-    what = f"node {at}"
+    wrong = ""
     if isinstance(node, KernelNode):
-        _require(node.kernel < len(graph.kernels), f"{what}: no such kernel")
-        _check_launch(what, node, graph.kernels[node.kernel], spans)
+        known = node.kernel < len(graph.kernels)
+        wrong = _wrong_launch(node, graph.kernels[node.kernel]) if known else "no such kernel"
     elif isinstance(node, MemsetNode):
-        _require(node.element_bytes in (1, 2, 4), f"{what}: elements of {node.element_bytes} bytes")
-        _require(node.value < 1 << 8 * node.element_bytes, f"{what}: too large a value")
-        _require(node.width > 0 and node.height > 0, f"{what}: sets nothing")
-        apart = node.height == 1 or node.pitch >= node.width * node.element_bytes
-        _require(apart, f"{what}: its rows overlap")
-        _require(spans.has(node.address, node.nbytes), f"{what}: sets memory of no region")
+        wrong = _wrong_memset(node, spans)
     elif isinstance(node, MemcpyNode):
-        _require(node.nbytes > 0, f"{what}: copies nothing")
         inside = spans.has(node.target, node.nbytes) and spans.has(node.source, node.nbytes)
-        _require(inside, f"{what}: copies memory of no region")
+        wrong = "copies memory of no region" if node.nbytes else "copies nothing"
+        wrong = "" if node.nbytes and inside else wrong
+    if wrong:
+        raise GraphError(f"CUDA graph: node {at}: {wrong}")
 
 
-def _check_launch(what: str, node: KernelNode, kernel: Kernel, spans: _Spans) -> None:
+def _wrong_memset(node: MemsetNode, spans: _Spans) -> str:
+    if node.element_bytes not in (1, 2, 4):
+        return f"elements of {node.element_bytes} bytes"
+    if node.value >= 1 << 8 * node.element_bytes:
+        return "too large a value"
+    if not node.width or not node.height:
+        return "sets nothing"
+    if node.height > 1 and node.pitch < node.width * node.element_bytes:
+        return "its rows overlap"
+    return "" if spans.has(node.address, node.nbytes) else "sets memory of no region"
+
+
+def _wrong_launch(node: KernelNode, kernel: Kernel) -> str:
+    # A package has tens of thousands of launches: this is quick for those that are right.
     for name, found, most in (("grid", node.grid, MAX_GRID), ("block", node.block, MAX_BLOCK)):
-        _require(len(found) == 3, f"{what}: its {name} has {len(found)} dimensions")
-        fits = all(0 < n <= m for n, m in zip(found, most, strict=True))
-        _require(fits, f"{what}: its {name} is {found}")
-    _require(prod(node.block) <= MAX_THREADS, f"{what}: a block of {prod(node.block)} threads")
-    _require(node.shared_bytes <= MAX_SHARED_BYTES, f"{what}: too much shared memory")
-    ids = [each for each, _ in node.attributes]
-    _require(ids == sorted(set(ids)), f"{what}: attributes are not in order")
-    for each, value in node.attributes:
-        _require(ATTRIBUTES.get(each) == len(value), f"{what}: attribute {each} does not travel")
-    _require(len(node.values) == kernel.nbytes, f"{what}: parameters of another length")
-    if not node.pointers:
-        return
-    begins = [offset for offset, _ in kernel.parameters]
-    end = 0
-    for pointer in node.pointers:
-        _require(pointer >= end, f"{what}: pointers overlap")
-        end = pointer + POINTER_BYTES
-        inside = bisect_right(begins, pointer) - 1
-        fits = inside >= 0 and end <= sum(kernel.parameters[inside])
-        _require(fits, f"{what}: a pointer at {pointer} is in no parameter")
-        address = int.from_bytes(node.values[pointer:end], "little")
-        _require(spans.has(address, 0), f"{what}: {address:#x} is in no region")
+        if len(found) != 3:
+            return f"its {name} has {len(found)} dimensions"
+        x, y, z = found
+        if not (0 < x <= most[0] and 0 < y <= most[1] and 0 < z <= most[2]):
+            return f"its {name} is {found}"
+    if x * y * z > MAX_THREADS:
+        return f"a block of {x * y * z} threads"
+    if node.shared_bytes > MAX_SHARED_BYTES:
+        return "too much shared memory"
+    if node.attributes:
+        ids = [each for each, _ in node.attributes]
+        if ids != sorted(set(ids)):
+            return "attributes are not in order"
+        for each, value in node.attributes:
+            if ATTRIBUTES.get(each) != len(value):
+                return f"attribute {each} does not travel"
+    return "" if len(node.values) == kernel.nbytes else "parameters of another length"
+
+
+def _check_tried(graph: Graph) -> None:
+    for each in graph.tried:
+        node = graph.nodes[each.node] if each.node < len(graph.nodes) else None
+        _require(isinstance(node, KernelNode), "bytes were tried of no kernel")
+        assert isinstance(node, KernelNode)
+        end = each.offset + each.nbytes
+        within = each.nbytes > 0 and end <= len(node.values)
+        zeros = within and not any(node.values[each.offset : end])
+        _require(zeros, f"node {each.node}: bytes that were tried are no zeros of parameters")
 
 
 def _check_edges(graph: Graph) -> None:

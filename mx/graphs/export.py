@@ -1,27 +1,27 @@
-"""Takes a captured graph apart: once in each of two processes, and then both together."""
+"""Takes a captured graph apart, once in each of two processes; `mx.graphs.merge` joins both."""
 
 from __future__ import annotations
 
 import ctypes
-import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from pathlib import Path
 
 from blake3 import blake3
 
 from mx.cuda.device import CudaStream, Device
 from mx.cuda.driver import DeviceAttribute, format_version
-from mx.cuda.graphs import GraphCalls, Launch
+from mx.graphs.addresses import GraphRefusedError, halves, outside_addresses
 from mx.graphs.bounds import ATTRIBUTES, check
-from mx.graphs.eager import EagerCall, identified, loaded_by
-from mx.graphs.message import Capture, encode
+from mx.graphs.calls import GraphCalls, Launch
+from mx.graphs.eager import EagerCall
+from mx.graphs.message import Capture
 from mx.graphs.package import (
     Edge,
     EmptyNode,
     Graph,
     GraphOutput,
     GraphPlace,
-    Image,
     Input,
     Kernel,
     KernelNode,
@@ -29,25 +29,12 @@ from mx.graphs.package import (
     MemsetNode,
     Node,
 )
-from mx.graphs.pointers import GraphRefusedError, Move, known_addresses, moves, pointers
-from mx.graphs.region import Region, clear_others, place_in
+from mx.graphs.region import Region, clear_others, outside, place_in
+from mx.graphs.sources import Sources
 
-#: Kernels that talk to other processes, whose state is in no region.
-_COMMUNICATES = re.compile("nccl|nvshmem", re.IGNORECASE)
 #: Attributes that hold an address or a handle, and the bytes that say so: an access policy's
 #: length, and whether a device may update the node.
 _BOUND = {1: ("an access policy window", slice(8, 16)), 13: ("updates by the device", slice(0, 4))}
-
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """What a publisher signs. `images` are by their blake3 in hexadecimal; `environment` is that
-    of the graph, by the names of fields."""
-
-    graph: bytes
-    images: dict[str, bytes]
-    environment: dict[str, str]
-    pin: str
 
 
 def device_fields(device: Device) -> dict[str, str]:
@@ -70,10 +57,13 @@ def export(
     outputs: Mapping[str, object],
     inputs: Mapping[str, object] | None = None,
     weights: Mapping[str, object] | None = None,
+    work: Mapping[str, object] | None = None,
     images: Mapping[int, bytes] | None = None,
+    libraries: Sequence[Path] = (),
     calls: Sequence[EagerCall] = (),
     environment: Mapping[str, str] | None = None,
     pin: str = "",
+    name: str = "",
 ) -> Capture:
     """Return what this process captured, for `combine` with another process's.
 
@@ -89,11 +79,15 @@ def export(
         inputs: Those that it reads and that are not weights; their bytes now are the golden ones.
             What a replay changes for the next one, such as a cache of keys, is an input too.
         weights: Those that a target pulls, by their names in the checkpoint.
+        work: Memory that begins as zeros and that a target asks for by name, such as all keys and
+            values. Other memory of the regions is work memory, too.
         images: The image of each kernel that travels, by its CUfunction as an int: of a kernel of
             Triton `kernel.function`, `kernel.asm["cubin"]`.
-        calls: What loads the kernels that don't.
+        libraries: The installed libraries of kernels that don't: their files.
+        calls: What loads kernels that are in no library's file.
         environment: More fields that have to agree.
         pin: That of the weights.
+        name: What tells it from other graphs of its package, such as "decode.8".
 
     Raises:
         GraphRefusedError: The graph can't travel; the message names the node and why.
@@ -105,11 +99,11 @@ def export(
     device = regions[0].device
     driver = GraphCalls()
     raw = int(graph)  # type: ignore[call-overload]
-    libraries, named = identified(calls)
+    probes = outside(device)
     with device.current():
-        reader = _NodeReader(driver, regions, images or {})
-        for index, call in enumerate(calls):
-            reader.loaded |= {each.function: index for each in loaded_by(driver, device, call)}
+        sources = Sources(driver, device, images or {}, libraries, calls)
+        pages = {(each >> 32) + n for each in probes for n in (-1, 0, 1)}
+        reader = _NodeReader(driver, regions, sources, pages)
         nodes = driver.nodes(raw)
         read = tuple(reader.node(at, node) for at, node in enumerate(nodes))
         places = {int(node): at for at, node in enumerate(nodes)}
@@ -118,9 +112,9 @@ def export(
         )
         places_of = [
             tuple(place_in(regions, name, each) for name, each in (tensors or {}).items())
-            for tensors in (weights, inputs, outputs)
+            for tensors in (weights, inputs, outputs, work)
         ]
-        golden, results = _replayed(driver, raw, regions, places_of)
+        golden, results = _replayed(driver, raw, regions, places_of[:3])
     fields = {**(environment or {}), **device_fields(device)}
     made = Graph(
         tuple(sorted(fields.items())),
@@ -129,31 +123,28 @@ def export(
         places_of[0],
         golden,
         results,
-        tuple(Image(digest, len(image)) for digest, image in reader.images.items()),
-        tuple(libraries),
-        tuple(named),
-        tuple(reader.kernels),
+        *sources.found(),
         read,
         tuple(Edge(*edge) for edge in edges),
+        sources.fatbins(),
+        name=name,
+        work=places_of[3],
     )
     check(made)
-    return Capture(made, tuple(reader.images.values()))
+    return Capture(made, tuple(sources.images.values()), probes, tuple(sorted(reader.halves)))
 
 
 class _NodeReader:
-    """Reads nodes, and collects their kernels and images."""
+    """Reads nodes, whose kernels `sources` collects. `pages` are the upper halves of addresses
+    outside the regions; `halves` has words that may be lower halves of such."""
 
     def __init__(
-        self, driver: GraphCalls, regions: Sequence[Region], images: Mapping[int, bytes]
+        self, driver: GraphCalls, regions: Sequence[Region], sources: Sources, pages: set[int]
     ) -> None:
-        self.kernels: list[Kernel] = []
-        self.images: dict[bytes, bytes] = {}
-        self.loaded: dict[int, int] = {}  # the index of the call, by function
-        self._driver, self._given = driver, images
+        self.halves: set[int] = set()
+        self._driver, self._sources, self._pages = driver, sources, pages
         self._context = regions[0].device.context
         self._specs = [each.spec for each in regions]
-        self._functions: dict[int, int] = {}  # the index of the kernel
-        self._digests: dict[int, int] = {}
         self._known: dict[int, bool] = {}
 
     def node(self, at: int, node: object) -> Node:
@@ -190,10 +181,7 @@ class _NodeReader:
     def _launch(self, at: int, node: object) -> KernelNode:
         driver = self._driver
         launch = driver.launch_of(node)
-        index = self._functions.get(launch.function)
-        if index is None:
-            index = self._functions[launch.function] = self._kernel(at, launch.function)
-        kernel = self.kernels[index]
+        index, kernel = self._sources.kernel(at, launch.function)
         what = f"node {at}, kernel {kernel.name}"
         if launch.context not in (0, self._context):
             raise GraphRefusedError(f"{what}: it runs in another context than the region's")
@@ -227,45 +215,24 @@ class _NodeReader:
                 value = ctypes.string_at(places[number] or 0, size)
             else:
                 value = launch.packed[offset : offset + size]
-            for found in known_addresses(value, self._specs, self._knows):
-                number_there = int.from_bytes(value[found : found + 8], "little")
-                raise GraphRefusedError(
-                    f"{what}: parameter {number} has the address {number_there:#x} at byte "
-                    f"{found}, of memory outside the region",
-                    hint="allocate everything that the graph uses in the region",
-                )
             values[offset : offset + size] = value
-        return bytes(values)
+        found = bytes(values)
+        for at in outside_addresses(found, self._specs, self._knows, self._pages):
+            number = bisect_right(kernel.parameters, (at, kernel.nbytes)) - 1
+            address = int.from_bytes(found[at : at + 8], "little")
+            raise GraphRefusedError(
+                f"{what}: parameter {number} has the address {address:#x} at byte "
+                f"{at - kernel.parameters[number][0]}, of memory outside the region",
+                hint="allocate everything that the graph uses in the region",
+            )
+        self.halves |= halves(found, self._specs, self._knows, self._pages)
+        return found
 
     def _knows(self, address: int) -> bool:
         known = self._known.get(address)
         if known is None:
             known = self._known[address] = self._driver.knows(address)
         return known
-
-    def _kernel(self, at: int, function: int) -> int:
-        """Add a function to the kernels, and return its index."""
-        driver = self._driver
-        name = driver.function_name(function)
-        if _COMMUNICATES.search(name):
-            raise GraphRefusedError(
-                f"node {at}, kernel {name}: it talks to other processes, and does not travel",
-                hint="capture a graph between the collectives",
-            )
-        image, call = self._given.get(function), self.loaded.get(function)
-        if image is None and call is None:
-            raise GraphRefusedError(
-                f"node {at}, kernel {name}: its image is not at hand, and no call loads it",
-                hint="give its image, or the eager call of a library that loads it",
-            )
-        index = None
-        if image is not None:
-            call = None
-            digest = blake3(image).digest()
-            self.images.setdefault(digest, bytes(image))
-            index = list(self.images).index(digest)
-        self.kernels.append(Kernel(name, index, call, driver.parameters(function)))
-        return len(self.kernels) - 1
 
 
 def _replayed(
@@ -316,69 +283,3 @@ def replayed(
     driver.replay(executable, stream.handle)
     stream.synchronize()
     return [regions[place.region].read(place) for place in outputs]
-
-
-def combine(first: Capture, second: Capture) -> Package:
-    """Return the package of a graph that two processes captured at different addresses.
-
-    Args:
-        first: One capture. The package has its addresses.
-        second: The other one, in a region with `shifted=True`.
-
-    Raises:
-        GraphRefusedError: The captures differ, but for addresses of the regions; the message names
-            the node, the kernel and the parameter.
-    """
-    one, other = first.graph, second.graph
-    moved = moves(one.regions, other.regions)
-    for what in ("environment", "pin", "weights", "inputs", "outputs", "images", "libraries"):
-        if getattr(one, what) != getattr(other, what):
-            raise GraphRefusedError(f"the two captures differ in their {what}")
-    for what in ("calls", "kernels", "edges"):
-        if getattr(one, what) != getattr(other, what):
-            raise GraphRefusedError(f"the two captures differ in their {what}")
-    if len(one.nodes) != len(other.nodes):
-        raise GraphRefusedError(
-            f"one capture has {len(one.nodes)} nodes, the other one {len(other.nodes)}"
-        )
-    nodes = tuple(
-        _joined(one, at, *pair, moved)
-        for at, pair in enumerate(zip(one.nodes, other.nodes, strict=True))
-    )
-    graph = replace(one, nodes=nodes)
-    images = {
-        image.digest.hex(): data for image, data in zip(one.images, first.images, strict=True)
-    }
-    return Package(encode(graph), images, dict(one.environment), one.pin)
-
-
-def _joined(graph: Graph, at: int, one: Node, other: Node, moved: Sequence[Move]) -> Node:
-    if isinstance(one, KernelNode) and isinstance(other, KernelNode):
-        kernel = graph.kernels[one.kernel]
-        what = f"node {at}, kernel {kernel.name}"
-        if replace(one, values=other.values) != other:
-            raise GraphRefusedError(f"{what}: the two captures launch it differently")
-        found: list[int] = []
-        for number, (offset, size) in enumerate(kernel.parameters):
-            values = (one.values[offset : offset + size], other.values[offset : offset + size])
-            try:
-                found += [offset + place for place in pointers(*values, moved)]
-            except ValueError as error:
-                raise GraphRefusedError(f"{what}: parameter {number} {error}") from None
-        return replace(one, pointers=tuple(found))
-    if isinstance(one, MemsetNode) and isinstance(other, MemsetNode):
-        same = replace(one, address=other.address) == other
-        addresses = [(one.address, other.address)]
-    elif isinstance(one, MemcpyNode) and isinstance(other, MemcpyNode):
-        same = one.nbytes == other.nbytes
-        addresses = [(one.target, other.target), (one.source, other.source)]
-    else:
-        same, addresses = type(one) is type(other), []
-    for here, there in addresses:
-        same = same and any(
-            here - move.first == there - move.second and 0 <= here - move.first < move.nbytes
-            for move in moved
-        )
-    if not same:
-        raise GraphRefusedError(f"node {at}: the two captures differ in it")
-    return one

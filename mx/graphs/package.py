@@ -1,8 +1,8 @@
-"""A CUDA graph as plain values. `mx.graphs.bounds` checks them."""
+"""CUDA graphs as plain values. `mx.graphs.bounds` checks them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mx.errors import IntegrityError
 
@@ -57,11 +57,24 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An installed library, which never travels."""
+    """An installed library, which never travels.
+
+    `fatbin` is the blake3 of its section .nv_fatbin, `version` that of torch where it is torch's.
+    """
 
     name: str
     build_id: str
     fatbin: bytes
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fatbin:
+    """`nbytes` of a library's section .nv_fatbin, at an offset of it: images of some kernels."""
+
+    library: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +87,19 @@ class LibraryCall:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel by its mangled name: of an image, or loaded by a call (the other one is None).
+    """A kernel by its mangled name: of an image, of a fatbin, or loaded by a call (the other two
+    are None).
 
-    `parameters` has the offset and the size of each, in bytes.
+    `parameters` has the offset and the size of each, in bytes; `attributes` the numbers of
+    CUfunction_attributes and their values, of one of a fatbin.
     """
 
     name: str
     image: int | None
     call: int | None
     parameters: tuple[tuple[int, int], ...]
+    fatbin: int | None = None
+    attributes: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +109,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class KernelNode:
-    """A launch. `values` has the parameters at their offsets, `pointers` where addresses are."""
+    """A launch. `values` has the parameters at their offsets."""
 
     kernel: int
     grid: tuple[int, ...]
@@ -100,7 +117,6 @@ class KernelNode:
     shared_bytes: int
     attributes: tuple[tuple[int, bytes], ...]
     values: bytes
-    pointers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +165,22 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class TriedBytes:
+    """Bytes of a node's parameters that are zero because a trial has shown no difference."""
+
+    node: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
-    """A whole graph. Indices refer to the tuples here."""
+    """A whole graph. Indices refer to the tuples here.
+
+    Several graphs of a package have the same tuples of `SHARED`; `work` are named places of memory
+    that begins as zeros. Those of one `topology`, the number of the first such graph, differ in
+    parameters alone, and have the same objects as nodes where these are the same.
+    """
 
     environment: tuple[tuple[str, str], ...]
     pin: str
@@ -164,3 +194,15 @@ class Graph:
     kernels: tuple[Kernel, ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    fatbins: tuple[Fatbin, ...] = ()
+    tried: tuple[TriedBytes, ...] = ()
+    name: str = ""
+    work: tuple[GraphPlace, ...] = ()
+    topology: int = field(default=0, compare=False)
+
+
+#: What all graphs of a package have in common.
+SHARED = (
+    *("environment", "pin", "weights", "work", "images", "libraries", "calls", "kernels"),
+    "fatbins",
+)

@@ -11,10 +11,11 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from mx.contexts import OwnContext
 from mx.cuda.device import CudaStream, Device, DeviceMemory
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
-from mx.cuda.vmm import FIXED_BYTES, VmmMemory
+from mx.cuda.vmm import FIXED_BYTES, OccupiedError, VmmMemory
 from mx.errors import CapacityError, ConfigError
 from mx.graphs.package import Graph, GraphPlace, RegionSpec
 from mx.graphs.tensors import RegionTensor
@@ -24,16 +25,16 @@ from mx.units import GIB, MIB, align_up, format_bytes
 
 #: Where the region of the first GPU is; each GPU has a TiB. Linux puts nothing there by itself.
 BASE = 0x6000_0000_0000
-#: For the second capture: both halves of the address differ, and no two bytes alike.
-SHIFTED_BASE = 0x6B15_2600_0000
 _APART = 1024 * GIB
 #: As cudaMalloc and torch align.
 _ALIGNMENT = 512
 #: Odd sizes, so that what is allocated later is elsewhere than in another process.
 _DECOYS = (3 * MIB, 37 * MIB + 4096, 512, 70_000, 5 * MIB)
+#: A piece of a block that the driver shares out, and blocks of their own.
+_PROBES = (4096, 4 * MIB)
 
 
-class Region:
+class Region(OwnContext):
     """`nbytes` of device memory at `base`, of zeros at first. Use `region` to open one.
 
     `allocate` gives pieces of it away, in order; `tensors` has views of fixed places. Closing it
@@ -47,7 +48,8 @@ class Region:
             nbytes: The size, rounded up to the GPU's granularity.
             base: The address.
             device: The GPU; the caller's.
-            decoys: Allocate other memory before, as long as the region is open.
+            decoys: Allocate other memory before, on the GPU and pinned in the host, as long as the
+                region is open.
 
         Raises:
             OccupiedError: The addresses are not free.
@@ -71,6 +73,7 @@ class Region:
         with contextlib.ExitStack() as undo:
             for size in _DECOYS if decoys else ():
                 undo.enter_context(DeviceMemory(device, size))
+                undo.enter_context(_pinned(device, size))
             memory = undo.enter_context(VmmMemory.allocate(device, nbytes, base))
             self.base, self.nbytes = memory.address, memory.nbytes
             stream = undo.enter_context(CudaStream(device))
@@ -149,8 +152,12 @@ class Region:
         if len(value):
             self._ring.upload(self.base + place.offset, memoryview(value))
 
-    def clear(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Set `spans` of (offset, nbytes) to zero, and wait.
+    def clear(self, spans: Iterable[tuple[int, int]], value: int = 0) -> None:
+        """Set bytes of the region to a value, and wait.
+
+        Args:
+            spans: Where: (offset, nbytes) of each.
+            value: The value.
 
         Raises:
             CudaError: They can't be written.
@@ -158,7 +165,7 @@ class Region:
         driver = self.device.driver
         with self.device.current():
             for offset, nbytes in spans:
-                driver.memset(self.base + offset, 0, nbytes, self._stream.handle)
+                driver.memset(self.base + offset, value, nbytes, self._stream.handle)
             driver.stream_synchronize(self._stream.handle)
 
     def pool(self) -> Any:
@@ -176,25 +183,25 @@ class Region:
         self._used = self.nbytes  # nothing is given away any more
         self._ends.close()
 
-    def __enter__(self) -> Region:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 @contextlib.contextmanager
 def region(
-    nbytes: int, base: int | None = None, device: int | str = 0, *, shifted: bool = False
+    nbytes: int,
+    base: int | Sequence[int] | None = None,
+    device: int | str = 0,
+    *,
+    decoys: bool = False,
 ) -> Iterator[Region]:
     """Open device memory at a fixed address for the length of the block.
 
     Args:
         nbytes: The size, rounded up to the GPU's granularity.
-        base: The address; None: one that is the same in every process.
+        base: The address; several: the first that is free; None: one that is the same in every
+            process.
         device: The GPU, "cuda:N", "cuda:GPU-..." or N.
-        shifted: For the second capture of a graph: another base, and decoys before, so that all
-            other memory is elsewhere too.
+        decoys: For the second capture of a graph: other memory is allocated before, so that all
+            that the process allocates outside the region from now on is elsewhere. Open the region
+            first.
 
     Yields:
         The region.
@@ -208,9 +215,62 @@ def region(
     name = f"cuda:{device}" if isinstance(device, int) else device
     with Device.open(load(), name) as opened:
         if base is None:
-            base = (SHIFTED_BASE if shifted else BASE) + opened.ordinal * _APART
-        with Region(nbytes, base, opened, decoys=shifted) as made:
-            yield made
+            base = BASE + opened.ordinal * _APART
+        bases = [base] if isinstance(base, int) else base
+        choices = [(RegionSpec(each, nbytes),) for each in bases]
+        with contextlib.ExitStack() as ends:
+            yield open_regions(choices, opened, ends, decoys=decoys)[1][0]
+
+
+def open_regions(
+    choices: Sequence[tuple[RegionSpec, ...]],
+    device: Device,
+    ends: contextlib.ExitStack,
+    *,
+    decoys: bool = False,
+) -> tuple[tuple[RegionSpec, ...], list[Region]]:
+    """Open the regions of the first choice whose addresses are free, and return both; `ends` closes
+    them.
+
+    Raises:
+        OccupiedError: Something else is at the addresses of each; the message names all.
+        CapacityError, ConfigError, CudaError: As for one region.
+    """
+    taken = []
+    for specs in choices:
+        try:
+            with contextlib.ExitStack() as undo:
+                made = [
+                    undo.enter_context(Region(each.nbytes, each.base, device, decoys=decoys))
+                    for each in specs
+                ]
+                ends.enter_context(undo.pop_all())
+                return specs, made
+        except OccupiedError as error:
+            taken.append(error.message)
+    raise OccupiedError("; ".join(taken), hint="open regions before other memory is allocated")
+
+
+@contextlib.contextmanager
+def _pinned(device: Device, nbytes: int) -> Iterator[int]:
+    with device.current():
+        address = device.driver.host_alloc(nbytes)
+    try:
+        yield address
+    finally:
+        with device.current():
+            device.driver.host_free(address)
+
+
+def outside(device: Device) -> tuple[int, ...]:
+    """Return where memory of the GPU and of the host is now that is allocated outside all regions.
+
+    Raises:
+        CudaError: The driver fails.
+    """
+    with contextlib.ExitStack() as probes:
+        found = [probes.enter_context(DeviceMemory(device, size)).address for size in _PROBES]
+        return (*found, probes.enter_context(_pinned(device, _PROBES[0])))
 
 
 def place_in(regions: Sequence[Region], name: str, tensor: object) -> GraphPlace:

@@ -17,7 +17,7 @@ from mx.artifacts.choosing import Search
 from mx.artifacts.document import CUDA_GRAPH
 from mx.artifacts.using import staging
 from mx.errors import ConfigError, MxError, OutputError
-from mx.graphs.export import Package
+from mx.graphs.merge import Package
 from mx.private import private_folder
 
 _IMAGES = "images"

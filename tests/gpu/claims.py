@@ -29,6 +29,8 @@ CLAIMS = {
     "digests by mx's kernels equal the host's": ["test_digests.py"],
     "streams wait for verified layers": ["test_signals.py", "test_readiness.py"],
     "CUDA graphs restored in another process, bit for bit": ["test_graphs.py"],
+    "host memory is reached in place": ["test_host_memory.py"],
+    "from disk, by pinned slots and by cuFile": ["test_disk.py"],
     "arenas and pinned rings": ["test_arena.py", "test_ring.py"],
     "the driver does what mx relies on": ["test_driver.py"],
     "GPUs and their links, as NVML says": ["test_nvml.py"],

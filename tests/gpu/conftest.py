@@ -19,6 +19,7 @@ from mx.cuda import driver as cuda
 from mx.cuda.bindings import Driver
 from mx.cuda.device import CudaStream, Device, PinnedMemory
 from mx.transport import Unavailable
+from mx_transports.toolkit.cuda.hosts import source_maps
 from tests.gpu.claims import FIGURES, table
 from tests.gpu.rig import Spy
 from tests.support.driver.logs import OwnLog, kept
@@ -98,6 +99,7 @@ def nothing_kept(_warm: None, request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.stash.get(_failed, False):
         return
+    source_maps.clear()  # they would stay for a while
     until = time.monotonic() + _SETTLE_S
     while left := [*kept(log.calls()), *Holdings.now().beyond(before)]:
         if time.monotonic() > until:

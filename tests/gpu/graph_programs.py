@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mx.graphs
-from mx.cuda import blake3
 from mx.cuda.device import CudaStream, Device
 from mx.cuda.driver import DeviceAttribute
-from mx.cuda.graphs import GraphCalls
+from mx.graphs.calls import GraphCalls
 from mx.graphs.eager import EagerCall
+from mx.graphs.functions import mapped_libraries
+from mx.graphs.message import Capture
 from mx.graphs.package import GraphPlace
+from mx.graphs.trial import Trial
+from tests.support.driver import kernels
 
-# -- a kernel of mx's own ------------------------------------------------------------------------
+# -- a kernel of pointers alone --------------------------------------------------------------------
 
-CHAINS_BYTES, DIGEST_BYTES = blake3.CHAINS_BYTES, blake3.DIGEST_BYTES
+CHAINS_BYTES, DIGEST_BYTES = 2 * 1024 * 32, 32
+#: Graphs of one package: the bytes that each copies, and where its kernel writes.
+SIZES = {"whole": (DIGEST_BYTES, "digests"), "half": (DIGEST_BYTES // 2, "more")}
 REGION_BYTES = 4 << 20
+#: Where an engine has a region of its own, beside that of a graph.
+OWN_BASE = 0x6B00_0000_0000
 
 
 class Digest:
@@ -34,21 +42,22 @@ class Digest:
             DeviceAttribute.COMPUTE_CAPABILITY_MINOR,
         )
         major, minor = (self.driver.device_attribute(device.ordinal, part) for part in parts)
-        self.kernel = blake3.compiled(10 * major + minor).hash_parents
+        # As the stand-in's library has it: what Triton makes depends on what it has made before.
+        self.kernel = kernels.digests(10 * major + minor)[-1]
         self.module = self.driver.module_load(self.kernel.cubin)
         self.function = self.driver.module_function(self.module, self.kernel.name)
-        sizes = {"lengths": 8, "chains": CHAINS_BYTES, "digests": DIGEST_BYTES, "copy": 32}
+        sizes = {"lengths": 8, "chains": CHAINS_BYTES, "copy": DIGEST_BYTES}
+        sizes |= dict.fromkeys(("digests", "more"), DIGEST_BYTES)
         self.at = {name: allocate(nbytes) for name, nbytes in sizes.items()}
         self.sizes = sizes
 
-    def run(self, stream: int) -> None:
-        at, kernel = self.at, self.kernel
-        self.driver.memset(at["digests"], 0, DIGEST_BYTES, stream)
-        own = [at["lengths"], at["chains"], at["digests"]]
-        given = [*own, *[0] * (kernel.parameters - len(own))]
-        grid, threads, shared = (1, 1), kernel.threads, kernel.shared_nbytes
-        self.driver.launch(self.function, grid, threads, shared, stream, given)
-        self.driver.copy_dtod(at["copy"], at["digests"], DIGEST_BYTES, stream)
+    def run(self, stream: int, size: str = "whole") -> None:
+        at, kernel, (nbytes, to) = self.at, self.kernel, SIZES[size]
+        self.driver.memset(at[to], 0, nbytes, stream)
+        own = [at["lengths"], at["chains"], at[to]]
+        given = [*own, *[0] * (len(kernel.parameters) - len(own))]
+        self.driver.launch(self.function, (1, 1), kernel.threads, 0, stream, given)
+        self.driver.copy_dtod(at["copy"], at[to], nbytes, stream)
 
 
 def chunks(seed: int, count: int = 5) -> dict[str, bytes]:
@@ -63,19 +72,19 @@ class Placed:
     def __init__(self, digest: Digest, region: mx.graphs.Region) -> None:
         self.digest, self._region = digest, region
 
-    def place(self, name: str) -> GraphPlace:
-        nbytes = self.digest.sizes[name]
+    def place(self, name: str, size: str = "whole") -> GraphPlace:
+        nbytes = SIZES[size][0] if name == "copy" else self.digest.sizes[name]
         offset = self.digest.at[name] - self._region.base
         return GraphPlace(name, 0, offset, nbytes, "U8", (nbytes,))
 
-    def tensors(self, *names: str) -> dict[str, object]:
-        return {name: self._region.tensor(self.place(name)) for name in names}
+    def tensors(self, *names: str, size: str = "whole") -> dict[str, object]:
+        return {name: self._region.tensor(self.place(name, size)) for name in names}
 
     def write(self, name: str, value: bytes) -> None:
         self._region.write(self.place(name), value)
 
-    def read(self, name: str) -> bytes:
-        return self._region.read(self.place(name))
+    def read(self, name: str, size: str = "whole") -> bytes:
+        return self._region.read(self.place(name, size))
 
     def __enter__(self) -> Placed:
         return self
@@ -84,30 +93,32 @@ class Placed:
         GraphCalls().module_unload(self.digest.module)
 
 
-def capture_digest(out: str, shifted: str) -> None:
-    """Capture the digest, and write what was captured."""
+def capture_digest(out: str, decoys: str) -> None:
+    """Capture the digest in each size, and write what was captured."""
     with (
-        mx.graphs.region(REGION_BYTES, shifted=shifted == "1") as region,
+        mx.graphs.region(REGION_BYTES, decoys=decoys == "1") as region,
         region.device.current(),
         Placed(Digest(region.device, region.allocate), region) as placed,
         CudaStream(region.device) as stream,
     ):
-        for name, value in chunks(1).items():
-            placed.write(name, value)
         calls = GraphCalls()
-        calls.capture_begin(stream.handle)
-        placed.digest.run(stream.handle)
-        graph = calls.capture_end(stream.handle)
-        captured = mx.graphs.export(
-            graph,
-            region,
-            inputs=placed.tensors("lengths", "chains"),
-            outputs=placed.tensors("copy"),
-            images={placed.digest.function: placed.digest.kernel.cubin},
-            pin="pin",
-        )
-        calls.graph_destroy(graph)
-    Path(out).write_bytes(captured.to_bytes())
+        for size in SIZES:
+            for name, value in chunks(1).items():
+                placed.write(name, value)
+            calls.capture_begin(stream.handle)
+            placed.digest.run(stream.handle, size)
+            graph = calls.capture_end(stream.handle)
+            captured = mx.graphs.export(
+                graph,
+                region,
+                inputs=placed.tensors("lengths", "chains"),
+                outputs=placed.tensors("copy", size=size),
+                images={placed.digest.function: placed.digest.kernel.cubin},
+                pin="pin",
+                name=size,
+            )
+            calls.graph_destroy(graph)
+            Path(f"{out}.{size}").write_bytes(captured.to_bytes())
 
 
 # -- a decode step of torch's --------------------------------------------------------------------
@@ -172,7 +183,7 @@ class Llama:
         self.logits.copy_(f.linear(f.rms_norm(x, (HIDDEN,)), w["head"]))
 
     def calls(self) -> list[EagerCall]:
-        """Return what loads the step's kernels: the step itself, and its products."""
+        """Return what loads the step's kernels that are in no fatbin: its products."""
         torch = self.torch
 
         def on(work: Callable[[], object]) -> Callable[[int], None]:
@@ -182,11 +193,6 @@ class Llama:
 
             return run
 
-        loaded = Path("/proc/self/maps").read_text().split()
-        found = {
-            name: Path(next(each for each in loaded if name in each))
-            for name in ("libtorch_cuda.so", "libcublasLt.so")
-        }
         x, wide = (torch.zeros(1, n, dtype=torch.bfloat16, device="cuda") for n in (HIDDEN, INNER))
 
         def products() -> None:
@@ -194,10 +200,43 @@ class Llama:
                 if weight.dim() == 2 and name != "embed":
                     torch.nn.functional.linear(x if weight.shape[1] == HIDDEN else wide, weight)
 
-        return [
-            EagerCall("step", found["libtorch_cuda.so"], on(self.step)),
-            EagerCall("products", found["libcublasLt.so"], on(products)),
-        ]
+        return [EagerCall("products", _libraries()[-1], on(products))]
+
+
+def _libraries() -> list[Path]:
+    """Return the libraries whose kernels a step launches."""
+    mapped = mapped_libraries()
+    names = ("libtorch_cuda.so", "libcublas.so", "libcublasLt.so")
+    return [next(path for path in mapped if path.name.startswith(name)) for name in names]
+
+
+def llama_calls() -> list[EagerCall]:
+    """Return the calls of a step, for the child of a trial."""
+    torch = _torch()
+    torch.cuda.init()
+    model = Llama(torch)
+    model.step()
+    return model.calls()
+
+
+def llama_trial(folder: Path) -> Trial:
+    """Return a trial with the weights of `capture_llama`, of early and late positions."""
+    torch = _torch()
+    weights = torch.load(folder / "capture-0.weights")
+    model = Llama(torch)
+    model.step()  # libraries load
+    drawn = torch.randn(model.cache.shape, generator=torch.Generator("cpu").manual_seed(2))
+    inputs = []
+    for token, position, cache in ((1, 0, 0 * drawn), (VOCABULARY - 1, POSITIONS - 1, drawn)):
+        numbers = {"token": token, "position": position}
+        given = {name: number.to_bytes(8, "little") for name, number in numbers.items()}
+        inputs.append({**given, "cache": _bytes(cache.bfloat16())})
+    return Trial(
+        {name: w.contiguous().view(torch.uint8).numpy().tobytes() for name, w in weights.items()},
+        inputs,
+        libraries=_libraries(),
+        calls="tests.gpu.graph_programs:llama_calls",
+    )
 
 
 def _bytes(tensor: Any) -> bytes:
@@ -218,12 +257,12 @@ def _deterministic(torch: Any) -> Iterator[None]:
         yield
 
 
-def capture_llama(out: str, shifted: str) -> None:
+def capture_llama(out: str, decoys: str) -> None:
     """Capture a decode step, and write what was captured, the weights and the time it took."""
     torch = _torch()
     torch.cuda.init()
     with (
-        mx.graphs.region(1 << 30, shifted=shifted == "1") as region,
+        mx.graphs.region(1 << 30, decoys=decoys == "1") as region,
         _deterministic(torch),
     ):
         pool, stream = region.pool(), torch.cuda.Stream()
@@ -245,11 +284,12 @@ def capture_llama(out: str, shifted: str) -> None:
             weights=model.weights,
             inputs=model.inputs,
             outputs={"logits": model.logits},
+            libraries=_libraries(),
             calls=model.calls(),
             pin="pin",
         )
-        Path(out).write_bytes(captured.to_bytes())
-        if shifted == "0":
+        Path(f"{out}.step").write_bytes(captured.to_bytes())
+        if decoys == "0":
             torch.save({n: w.cpu() for n, w in model.weights.items()}, f"{out}.weights")
         print(json.dumps({"nodes": len(captured.graph.nodes), "captured_s": captured_s}))
 
@@ -309,3 +349,121 @@ def restore_llama(folder: str) -> None:
                     }
                 )
             )
+
+
+# -- a decode step of a model of transformers -----------------------------------------------------
+
+DECODE_POSITIONS, DECODER = 64, "decoder"
+#: Names the folder with the checkpoint and what was captured.
+FOLDER = "MX_TEST_DECODER"
+
+
+def _at(name: str) -> Path:
+    return Path(os.environ[FOLDER], name)
+
+
+def _engine() -> Any:
+    """Return the module of the engine's graphs, which imports torch and transformers."""
+    return importlib.import_module("mx.engines.transformers.graphs")
+
+
+def save_decoder() -> None:
+    """Write a checkpoint of a small Llama of transformers."""
+    torch, transformers = _torch(), importlib.import_module("transformers")
+    torch.manual_seed(4)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768}
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4
+    )
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(_at(DECODER))
+
+
+def _decoder(attention: str) -> Any:
+    transformers = importlib.import_module("transformers")
+    given = {"dtype": _torch().bfloat16, "attn_implementation": attention}
+    return transformers.LlamaForCausalLM.from_pretrained(_at(DECODER), **given).eval()
+
+
+def capture_decoder(decoys: str, coordinator: str, attention: str) -> None:
+    """Capture a decode step, and write what was captured."""
+    engine = _engine()
+    made = engine.capture(
+        DECODER,
+        engine.Decode(1, DECODE_POSITIONS),
+        decoys=decoys == "1",
+        coordinator=coordinator,
+        attn_implementation=attention,
+    )
+    _at(f"capture-{decoys}").write_bytes(made.to_bytes())
+
+
+def decoder_calls() -> list[EagerCall]:
+    """Return the calls of the step, for the child of a trial."""
+    model = _decoder("eager").cuda()
+    found: list[EagerCall] = _engine().products(model, 1)
+    return found
+
+
+def record_decoder(attention: str) -> None:
+    """Join both captures, vouch for bytes by a trial of early and late tokens, and record it."""
+    torch, engine = _torch(), _engine()
+    captures = [Capture.from_bytes(_at(f"capture-{n}").read_bytes()) for n in (0, 1)]
+    model, decode = _decoder(attention), engine.Decode(1, DECODE_POSITIONS)
+
+    def content(tensor: Any) -> bytes:
+        found: bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return found
+
+    tensors = dict(model.named_parameters()) | {
+        f"buffer:{name}": tensor for name, tensor in model.named_buffers()
+    }
+    inputs = []
+    with torch.no_grad():
+        step = engine.DecodeStep(model, decode)
+        step.run(step.example(0, 0))
+        for token, length in ((1, 0), (VOCABULARY - 1, DECODE_POSITIONS - 1)):
+            given = step.example(token, length) | step.state(results=False)
+            inputs.append({name: content(each) for name, each in given.items()})
+    trial = Trial(
+        {each.name: content(tensors[each.name]) for each in captures[0].graph.weights},
+        inputs,
+        libraries=_libraries(),
+        calls="tests.gpu.graph_programs:decoder_calls",
+    )
+    mx.graphs.record(mx.graphs.combine(*captures, trial=trial), decode.name)
+
+
+def use_decoder(coordinator: str, trust: str, attention: str) -> None:
+    """Generate by the graph and without it, and compare tokens and logits."""
+    torch, engine = _torch(), _engine()
+    loader = importlib.import_module("mx.engines.transformers")
+    cache_of = importlib.import_module("transformers").StaticCache
+    given = {"coordinator": coordinator, "device": "cuda:0", "attn_implementation": attention}
+    decode = engine.Decode(1, DECODE_POSITIONS)
+    model = loader.load(DECODER, graphs=decode, trust=trust, **given)
+    eager = loader.load(DECODER, **given)
+    began_s = time.perf_counter()
+    how = loader.decoding(model)
+    how.cache()
+    proved_s = time.perf_counter() - began_s
+
+    def generated(one: Any, cache: Any, prompt: list[int]) -> tuple[Any, Any]:
+        options = {"do_sample": False, "disable_compile": True, "max_new_tokens": 24}
+        found = one.generate(
+            torch.tensor([prompt], device="cuda:0"),
+            past_key_values=cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+        return found.sequences, torch.stack(found.logits)
+
+    same = []
+    for prompt in ([5, 9, 700], [1], list(range(30))):
+        other = cache_of(config=eager.config, max_cache_len=DECODE_POSITIONS)
+        one = generated(model, how.cache(), prompt)
+        same += [
+            torch.equal(*pair) for pair in zip(one, generated(eager, other, prompt), strict=True)
+        ]
+    said = {"reason": how.reason, "same": same, "proved_s": proved_s, "counts": mx.graphs.counts()}
+    print(json.dumps(said))

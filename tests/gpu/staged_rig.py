@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mx.core.topology import Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device
-from mx.cuda.staged import StagedSession
+from mx.cuda.staged import GrowingStagedSession
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -23,7 +23,7 @@ from mx.units import KIB
 from mx_transports.tcp import TcpTransport
 
 
-class _OwnDevice(StagedSession):
+class _OwnDevice(GrowingStagedSession):
     """Closes its device when nothing of it is left."""
 
     def join(self, timeout_s: float | None = None) -> bool:

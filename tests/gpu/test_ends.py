@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Grant, Piece, Read, Session
 from mx.units import MIB
 from mx_transports.toolkit.cuda import copier, wire
+from mx_transports.toolkit.cuda.exposure import GpuExposure
 from mx_transports.toolkit.local import BATCH
 from tests.gpu.rig import Spy
 from tests.support import gpu_rig
@@ -112,6 +114,39 @@ def test_memory_that_cannot_be_exported_is_refused(gpu: Device) -> None:
         host = ExposedRegion(0, memoryview(b"x"), 0)
         with pytest.raises(LocalError, match="host"):
             bench.transport.expose([host], ExposeOptions())
+
+
+# --- descriptors that are wanted
+
+
+def _detached(session: Session) -> bool:
+    return session._detached is not None  # type: ignore[attr-defined]
+
+
+def test_who_wants_descriptors_of_what_there_is_not_loses_the_connection() -> None:
+    for kind in (Kind.GPU, Kind.GPU_VMM):  # by legacy handles there are no descriptors at all
+        with rig(kind=kind) as bench:
+            source = bench.source(4096)
+            session, other = bench.open(source), bench.open(source)
+            session._remote.send(wire.wanted([99]))  # type: ignore[attr-defined]
+            # A small read could end before the source has looked at what it was sent.
+            bench.eventually(partial(_detached, session), lambda: "the connection was not lost")
+            destination = bench.destination(4096)
+            bench.failure(bench.read(session, 0, 0, destination, tag="lost"), SourceError, "lost")
+            bench.succeed(bench.read(other, 0, 0, destination))
+
+
+def test_a_source_that_hands_nothing_over_has_lied(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over = GpuExposure._hand_over
+
+    def refuses(self: GpuExposure, *streams: object, refuse: bool) -> None:
+        hand_over(self, *streams, refuse=True)  # type: ignore[arg-type]
+
+    with rig(kind=Kind.GPU_VMM) as bench:
+        source = bench.source(4096)
+        monkeypatch.setattr(GpuExposure, "_hand_over", refuses)
+        with pytest.raises(PeerProtocolError, match="missing"):
+            bench.open(source)
 
 
 # --- tickets and greetings that lie

@@ -18,7 +18,7 @@ from mx import api, config
 from mx.core.topology import Place
 from mx.core.types import Manifest, ModelKey, SourceState
 from mx.cuda.device import CudaStream, Device, DeviceMemory
-from mx.cuda.ring import PinnedRing, RingSlot
+from mx.cuda.staged import SlotPart, StagedSession
 from mx.errors import CapacityError, ConfigError, DigestError
 from mx.memory import tensors as tensor_views
 from mx.source.doubts import wrong_tensors
@@ -158,12 +158,15 @@ def test_a_failed_pull_lets_streams_go(
 ) -> None:
     queued = threading.Event()
 
-    def lose(self: PinnedRing, slot: RingSlot, target: int, nbytes: int, offset: int = 0) -> None:
-        assert queued.wait(60)
-        slot.view[offset] ^= 1  # what is staged is hashed where it is staged
-        slot.event.record(self._up)
+    copy = StagedSession._copy
 
-    monkeypatch.setattr(PinnedRing, "push", lose)
+    def lose(self: StagedSession, part: SlotPart) -> None:
+        assert queued.wait(60)
+        if part.slot is not None:  # a part that is not read any more has none
+            part.slot.view[0] ^= 1
+        copy(self, part)
+
+    monkeypatch.setattr(StagedSession, "_copy", lose)
     with pull(source, settings, transport="tcp") as found:
         signals = found.signals()
         with CudaStream(gpu) as stream:

@@ -17,7 +17,7 @@ from tests.gpu.rig import Spy
 
 @pytest.fixture
 def signals(gpu: Device) -> Iterator[LayerSignals]:
-    with LayerSignals(Device(gpu.driver, 0), 3) as found:
+    with LayerSignals(Device(gpu.driver, 0), 3, 60.0) as found:
         yield found
 
 

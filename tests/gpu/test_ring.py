@@ -10,7 +10,7 @@ import pytest
 
 from mx.cuda.device import Device, DeviceMemory
 from mx.cuda.errors import CudaError, CudaMemoryError
-from mx.cuda.ring import PinnedRing
+from mx.cuda.ring import PinnedRing, RingSlot
 from mx.errors import ClosedError
 from mx.testing import spans
 from mx.transport import DeviceView
@@ -92,6 +92,36 @@ def test_closed_while_a_slot_is_out(gpu: Device, spy: Spy) -> None:
     ring.give(other)
     ring.close()
     assert (freed, spy.calls["cuMemFreeHost"]) == (0, 1)
+
+
+def test_a_ring_is_extended(gpu: Device, ring: PinnedRing, spy: Spy) -> None:
+    spy.fail("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(CudaMemoryError):
+        ring.extend(2)
+    assert (ring.free, ring.slots) == (3, 3)
+    held_up = [ring.take() for _ in range(3)]
+    more: list[RingSlot] = []
+    waiting = threading.Thread(target=lambda: more.append(ring.take()))
+    waiting.start()
+    ring.extend(2)
+    waiting.join()
+    slots = [*held_up, *more, ring.take()]
+    assert ring.try_take() is None
+    data = [random.Random(number).randbytes(SLOT) for number in range(5)]
+    with DeviceMemory(gpu, 5 * SLOT) as memory:
+        for number, slot in enumerate(slots):
+            slot.view[:] = data[number]
+            ring.push(slot, memory.address + number * SLOT, SLOT)
+        ring.flush()
+        assert held(memory, 0, 5 * SLOT) == b"".join(data)
+    ring.close()
+    freed = spy.calls["cuMemFreeHost"]
+    for slot in slots:
+        ring.give(slot)
+    assert (freed, spy.calls["cuMemFreeHost"]) == (0, 2)
+    with pytest.raises(ClosedError):
+        ring.extend(1)
+    assert spy.calls["cuMemFreeHost"] == 3
 
 
 def test_a_failed_copy_raises(gpu: Device, ring: PinnedRing, spy: Spy) -> None:

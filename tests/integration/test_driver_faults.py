@@ -10,16 +10,15 @@ import pytest
 from tests.support.daemon import ROOT
 from tests.support.driver.build import MAJORS, why_not
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rounds", "seed", "major"),
     [
-        (4, 1, MAJORS[1]),  # a target's failures and a source's; one ends its pull
-        pytest.param(6, 5, MAJORS[1], marks=pytest.mark.long),
-        pytest.param(40, 1001, MAJORS[0], marks=pytest.mark.long),
+        (6, 20005, MAJORS[1]),
+        (8, 1009, MAJORS[0]),  # targets' failures and sources'; some end their pulls
     ],
 )
 def test_a_call_that_fails_is_a_typed_error_or_none(rounds: int, seed: int, major: int) -> None:

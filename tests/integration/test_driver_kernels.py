@@ -45,13 +45,13 @@ print(got == [blake3(data[at : at + size]).digest() for at, size in blocks])
 def test_no_other_image_loads(major: int) -> None:
     code = """
 from mx.cuda import blake3 as kernels
-right = kernels.compiled(90).chain_chunks
+right = kernels.compiled(90)
 use()
 print(attempt("cuModuleLoadData", right.cubin[:-1] + bytes([right.cubin[-1] ^ 1])))
-print(attempt("cuModuleLoadData", kernels.compiled(80).chain_chunks.cubin))
+print(attempt("cuModuleLoadData", kernels.compiled(80).cubin))
 module = call("cuModuleLoadData", right.cubin)
 print(attempt("cuModuleGetFunction", module, right.name.encode()))
-print(attempt("cuModuleGetFunction", module, b"hash_parents"))
+print(attempt("cuModuleGetFunction", module, b"another"))
 """
     lines = passes(major, code, KERNELS=True)
     assert lines == ["NO_BINARY_FOR_GPU", "NO_BINARY_FOR_GPU", "", "NOT_FOUND"]

@@ -327,17 +327,23 @@ def test_lent_and_filled_in_place(major: int, tmp_path: Path, coordinator: str) 
         # Nothing but digests comes to the host, and the tensor that no kernel can hash.
         assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
         assert one.ask('pull("cuda:0")') == "['cuda_ipc']"  # copied: what is lent may change
-        assert one.ask('pull("cpu")') == "['pcie_p2p']"
         assert one.ask('pull("cuda:1")') in ("['pcie_p2p']", "['cuda_ipc']")
         assert one.ask("fill(0)") == "['cuda_ipc']"
         assert one.ask("fill(1)") in ("['pcie_p2p']", "['cuda_ipc']")
         assert lender.ask("change()") == "m:main.2"
         assert one.ask("fill(1, 2)") in ("['pcie_p2p']", "['cuda_ipc']")
-        # What comes to this host: each of its looks at a GPU, the pull to the host, odd tensors.
-        looks = 6 * _SET_BYTES + 3 * _ODD_BYTES
+        # What comes to this host: each of its looks at a GPU, and odd tensors.
+        looks = 5 * _SET_BYTES + 3 * _ODD_BYTES
         assert copied_bytes(tmp_path, one, "cuMemcpyDtoHAsync") < 1.02 * looks
         assert copied_bytes(tmp_path, one, "cuMemcpyHtoDAsync") < 0.02 * _SET_BYTES
         assert copied_bytes(tmp_path, lender, "cuMemcpyDtoHAsync") < 1.05 * _ODD_BYTES
+        ways: list[str] = []
+        while ways[-1:] != ["['pcie_p2p']"]:
+            assert len(ways) < 4, ways  # on a busy machine tcp may help
+            before = copied_bytes(tmp_path, one, "cuMemcpyDtoHAsync")
+            ways.append(one.ask('pull("cpu", 2)'))
+        copied = copied_bytes(tmp_path, one, "cuMemcpyDtoHAsync") - before
+        assert copied < 1.02 * (_SET_BYTES + _ODD_BYTES)
 
 
 @other_major

@@ -134,7 +134,7 @@ def test_a_store_that_writes_to_the_gpu(major: int, tmp_path: Path) -> None:
     }
     save_file(tensors, folder / "model.safetensors")
     put(site, {"gpu_store.py": _GPU_STORE}, "[mx.stores]\ngpu = gpu_store:GpuStore\n")
-    manifest, _ = hash_opened(open_checkpoint(folder), threads=1)
+    manifest = hash_opened(open_checkpoint(folder), threads=1).manifest
     pin = manifest.ref.pin.hex()
     code = _FROM_A_STORE.format(
         site=str(site),

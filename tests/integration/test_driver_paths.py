@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 from mx.units import MIB
 from tests.support.driver.logs import calls, kept
-from tests.support.driver.programs import each_major, passes
+from tests.support.driver.programs import each_major_at_leisure, passes
 
-pytestmark = each_major
+pytestmark = each_major_at_leisure
 
 #: A coordinator; `serve` and `run` start `mx` with the GPUs that it sees, None for all. What `run`
 #: and `start` start are forks of a process that has imported mx, and has found no driver yet.
@@ -156,6 +156,32 @@ for source in sources:
     found = cluster(major, body, KERNELS=True)
     assert found["00"] == found["11"] == [["cuda_ipc", True]]
     assert found["01"] == found["10"] == [["cuda_ipc", False]]
+
+
+@pytest.mark.long
+def test_ranks_of_two_models_share_a_gpu(major: int, tmp_path: Path) -> None:
+    """Four ranks, two of each model, pull at once from a source on their GPU, and see no other."""
+    models = [checkpoint(tmp_path / f"m{n}", 8 + n) for n in range(2)]
+    body = f"""
+for n in range(2):
+    serve({str(tmp_path)!r} + f"/m{{n}}", f"m{{n}}", "--device", "cuda:0", sees="1")
+ranks = [
+    start("pull", f"m{{n % 2}}", "--device", "cuda:0", "--out", {str(tmp_path)!r} + f"/out{{n}}",
+          *(["--no-attach"] if n < 2 else []), sees="1")
+    for n in range(4)
+]
+found["ranks"] = [(rank.pid, rank.communicate()[0], rank.returncode) for rank in ranks]
+"""
+    log = tmp_path / "log"
+    log.mkdir()
+    found = cluster(major, body, LOG=log, KERNELS=True)
+    for n, (process, said, code) in enumerate(found["ranks"]):
+        assert code == 0
+        (path,) = json.loads(said)["paths"]
+        assert path["transport"] == ("cuda_ipc" if n < 2 else "cuda_ipc-attach")
+        written = (tmp_path / f"out{n}" / "model.safetensors").read_bytes()
+        assert written == models[n % 2].read_bytes()
+        assert kept(calls(log, process)) == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from mx.cuda.graphs import _packed
+from mx.graphs.calls import _packed
 
 POINTER, SIZE, END = 1, 2, 0
 

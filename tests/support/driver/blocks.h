@@ -1,6 +1,7 @@
 /* Part of each library of kernels: how a kernel's threads run, and reach memory. */
 #include "launch.h"
 
+#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -9,8 +10,9 @@ struct thread {
     struct launch *launch;
     uint32_t x, block_x, block_y, block_z;
     void (*body)(struct thread *thread);
-    ucontext_t here, *back;
-    bool ended;
+    ucontext_t start; /* how it begins; after that `here` is where it goes on */
+    jmp_buf here;
+    bool begun, ended;
 };
 
 #define STACK_BYTES ((size_t)128 << 10)
@@ -32,30 +34,40 @@ static inline void *reach(struct thread *thread, uint64_t address, unsigned nbyt
 }
 
 static _Thread_local struct thread *running;
+static _Thread_local jmp_buf scheduler;
 
 static void enter(void) {
     running->body(running);
     running->ended = true;
+    _longjmp(scheduler, 1);
 }
 
-static inline void barrier(struct thread *thread) { swapcontext(&thread->here, thread->back); }
+static inline void barrier(struct thread *thread) {
+    if (!_setjmp(thread->here)) _longjmp(scheduler, 1);
+}
+
+/* Run a thread up to its next barrier. Jumps, since swapcontext takes two calls of the kernel. */
+static __attribute__((noinline)) void resume(struct thread *thread) {
+    running = thread;
+    if (_setjmp(scheduler)) return;
+    if (thread->begun) _longjmp(thread->here, 1);
+    thread->begun = true;
+    setcontext(&thread->start);
+}
 
 /* Threads of a block with barriers are coroutines: each runs up to the next barrier in turn. */
 static inline void run_turns(struct thread *threads, uint32_t count, char *stacks) {
-    ucontext_t back;
     for (uint32_t x = 0; x < count; x++) {
-        getcontext(&threads[x].here);
-        threads[x].here.uc_stack.ss_sp = stacks + x * STACK_BYTES;
-        threads[x].here.uc_stack.ss_size = STACK_BYTES;
-        threads[x].here.uc_link = threads[x].back = &back;
-        makecontext(&threads[x].here, enter, 0);
+        getcontext(&threads[x].start);
+        threads[x].start.uc_stack.ss_sp = stacks + x * STACK_BYTES;
+        threads[x].start.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&threads[x].start, enter, 0);
     }
     for (uint32_t live = count; live && !threads->launch->failed;) {
         live = 0;
         for (uint32_t x = 0; x < count; x++) {
             if (threads[x].ended) continue;
-            running = &threads[x];
-            swapcontext(&back, &threads[x].here);
+            resume(&threads[x]);
             live += !threads[x].ended;
         }
     }

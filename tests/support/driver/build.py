@@ -1,4 +1,5 @@
-"""Builds the stand-in driver, libcuda.so.1 and libnvidia-ml.so.1, and starts programs over it.
+"""Builds the stand-in driver (libcuda.so.1, libnvidia-ml.so.1, libcufile.so.0), and starts programs
+over it.
 
 `standin.h` says what it does and how it is set. The headers and cuda-bindings come from PyPI, in a
 folder for each major of CUDA that `make setup-gpu` fills: this module takes them from there.
@@ -26,6 +27,8 @@ _HEADERS = {12: "nvidia/cuda_runtime/include", 13: "nvidia/cu13/include"}
 _FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-g"]
 _SHARED = ["-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
 _NVML = ("nvml.c", "settings.c")
+#: In a folder of its own: it is there where the setting CUFILE is.
+_CUFILE = "gds/libcufile.so.0"
 
 
 def packages(major: int) -> Path:
@@ -59,7 +62,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def build(major: int) -> Path:
-    """Build both libraries for one major, once for each process.
+    """Build the libraries for one major, once for each process.
 
     Args:
         major: The major version of CUDA.
@@ -72,14 +75,20 @@ def build(major: int) -> Path:
     """
     folder = tempfile.TemporaryDirectory(prefix="mx-standin-")
     _folders.append(folder)
+    others = ("nvml.c", "cufile.c")
     sources = {
-        "libcuda.so.1": sorted(p.name for p in _HERE.glob("*.c") if p.name != "nvml.c"),
+        "libcuda.so.1": sorted(p.name for p in _HERE.glob("*.c") if p.name not in others),
         "libnvidia-ml.so.1": _NVML,
+        _CUFILE: ("cufile.c",),
     }
+    (Path(folder.name) / _CUFILE).parent.mkdir()
     include = f"-isystem{packages(major) / _HEADERS[major]}"
     for library, names in sources.items():
         command = [compiler() or "cc", *_FLAGS, *_SHARED, include, *names]
-        command += [f"-Wl,-soname,{library}", "-o", str(Path(folder.name) / library), "-ldl"]
+        soname = library.rpartition("/")[2]
+        command += [f"-Wl,-soname,{soname}", "-o", str(Path(folder.name) / library), "-ldl"]
+        if library == _CUFILE:
+            command += [f"-L{folder.name}", "-l:libcuda.so.1"]
         subprocess.run(command, cwd=_HERE, check=True)
     return Path(folder.name)
 
@@ -137,9 +146,10 @@ def environment(major: int, settings: Mapping[str, object] | None = None) -> dic
     """
     ours = ("MX_STANDIN_", "CUDA_VISIBLE_DEVICES")
     found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    found["LD_LIBRARY_PATH"] = os.pathsep.join(
-        filter(None, [str(build(major)), found.get("LD_LIBRARY_PATH")])
-    )
+    folders = [str(build(major)), found.get("LD_LIBRARY_PATH")]
+    if "CUFILE" in (settings or {}):
+        folders.insert(0, str((build(major) / _CUFILE).parent))
+    found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
     found["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(packages(major))])
     settings = dict(settings or {})
     if settings.get("KERNELS") is True:

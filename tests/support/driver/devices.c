@@ -15,12 +15,12 @@ static unsigned long long last_id;
 
 CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
 int device_count(void) { return count; }
-int device_gpu(int device) { return gpus[device]; }
+int device_gpu(int device) { return device < 0 ? device : gpus[device]; }
 
 int device_of_gpu(int gpu) {
     for (int i = 0; i < count; i++)
         if (gpus[i] == gpu) return i;
-    return CU_DEVICE_INVALID;
+    return gpu == CU_DEVICE_CPU ? gpu : CU_DEVICE_INVALID;
 }
 
 bool device_reaches(int device, int gpu) {
@@ -141,6 +141,9 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
         ATTRIBUTE(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, settings.vmm);
         ATTRIBUTE(HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, settings.vmm);
         ATTRIBUTE(UNIFIED_ADDRESSING, 1);
+        ATTRIBUTE(READ_ONLY_HOST_REGISTER_SUPPORTED, !settings.no_read_only);
+        ATTRIBUTE(HOST_NUMA_ID, -1);
+        ATTRIBUTE(HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, settings.host_numa);
     }
     return call_end(CUDA_SUCCESS);
 }

@@ -125,7 +125,8 @@ CUresult kernel_keep(struct kernel_copy *copy, const CUDA_KERNEL_NODE_PARAMS *wi
     *copy = (struct kernel_copy){.loaded = loaded, .with = *with};
     /* "The number of kernel parameters and their offsets and sizes" are copied by the call. */
     for (unsigned at = 0; at < loaded->kernel->parameters; at++)
-        memcpy(&copy->values[at], with->kernelParams[at], loaded->kernel->layout[at][1]);
+        memcpy((char *)copy->values + loaded->kernel->layout[at][0], with->kernelParams[at],
+               loaded->kernel->layout[at][1]);
     bool is_kernel = image_of(kernel, KERNEL) == loaded;
     copy->with.func = is_kernel ? NULL : (CUfunction)kernel;
     copy->with.kern = is_kernel ? (CUkernel)kernel : NULL;

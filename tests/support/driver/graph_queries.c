@@ -1,5 +1,5 @@
 /* What graphs and nodes are asked. A graph lists its nodes last first: no order is promised. */
-#include "graphs.h"
+#include "kernels.h"
 
 /* "If nodes is NULL, the function instead returns the number in numNodes"; "if numNodes is higher
  * than the actual number of nodes, the remaining entries in nodes will be set to NULL". */
@@ -75,8 +75,9 @@ CUresult cuGraphAddDependencies(CUgraph graph, const CUgraphNode *from, const CU
 CUresult cuGraphKernelNodeGetParams(CUgraphNode handle, CUDA_KERNEL_NODE_PARAMS *with) {
     CALL(NEEDS_DRIVER, "%p", handle);
     FIND_NODE_OF(handle, KERNEL);
-    for (size_t i = 0; i < MOST_PARAMETERS; i++)
-        node->kernel.pointers[i] = &node->kernel.values[i];
+    const struct kernel *kernel = node->kernel.loaded->kernel;
+    for (size_t i = 0; i < kernel->parameters; i++)
+        node->kernel.pointers[i] = (char *)node->kernel.values + kernel->layout[i][0];
     node->kernel.with.kernelParams = node->kernel.pointers;
     GIVE(with, node->kernel.with);
 }

@@ -246,6 +246,31 @@ CUresult cuGraphAddMemcpyNode(ADDS, const CUDA_MEMCPY3D *copy, CUcontext context
     GIVE(out, node);
 }
 
+/* What a node of a graph does from now on; executables that were made of it stay as they are. */
+CUresult cuGraphKernelNodeSetParams(CUgraphNode of, const CUDA_KERNEL_NODE_PARAMS *with) {
+    CALL(NEEDS_DRIVER, "%p, %p", of, with);
+    FIND_NODE_OF(of, KERNEL);
+    struct kernel_copy copy;
+    CUresult kept = kernel_of(&copy, with);
+    if (kept) return call_end(kept);
+    node->context = copy.with.ctx;
+    FINISH(node->kernel = copy);
+}
+
+CUresult cuGraphMemsetNodeSetParams(CUgraphNode of, const CUDA_MEMSET_NODE_PARAMS *set) {
+    CALL(NEEDS_DRIVER, "%p, %p", of, set);
+    FIND_NODE_OF(of, MEMSET);
+    REQUIRE(is_set(set), INVALID_VALUE);
+    FINISH(node->set = *set);
+}
+
+CUresult cuGraphMemcpyNodeSetParams(CUgraphNode of, const CUDA_MEMCPY3D *copy) {
+    CALL(NEEDS_DRIVER, "%p, %p", of, copy);
+    FIND_NODE_OF(of, MEMCPY);
+    REQUIRE(is_copy(copy), INVALID_VALUE);
+    FINISH(node->copy = *copy);
+}
+
 CUresult cuGraphAddEmptyNode(ADDS) {
     CALL_ADD();
     ADD(EMPTY);

@@ -5,6 +5,8 @@
 #include "standin.h"
 
 #define MOST_PARAMETERS 32
+/* Words of all parameters: structures are passed by value. */
+#define MOST_WORDS 192
 #define MOST_ATTRIBUTES 32
 
 /* Streams and events are never freed, so that a stale handle is found out, not followed. */
@@ -24,11 +26,11 @@ struct CUevent_st {
     bool destroyed;
 };
 
-/* A kernel and its parameters' values. */
+/* A kernel and its parameters' values, each at its offset. */
 struct kernel_copy {
     struct loaded *loaded;
     CUDA_KERNEL_NODE_PARAMS with;
-    uint64_t values[MOST_PARAMETERS];
+    uint64_t values[MOST_WORDS];
     void *pointers[MOST_PARAMETERS];
 };
 

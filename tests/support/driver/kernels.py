@@ -8,7 +8,7 @@ translated. Tests may add kernels of their own (`compiled`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,6 +22,8 @@ _OPERATORS = {
     "add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "min": "<", "max": ">",
 }  # fmt: skip
+#: MOST_WORDS of graphs.h.
+_MOST_PARAMETER_BYTES = 192 * 8
 _SPECIAL = {
     "%tid.x": "t->x",
     "%ntid.x": "t->launch->threads",
@@ -58,9 +60,11 @@ class Image:
         """Offset and size of each parameter, in bytes."""
         found: list[tuple[int, int]] = []
         end = 0
-        for width in re.findall(r"\.param \.[bfsu](\d+)", self._head):
+        declared = r"\.param (?:\.align (\d+) )?\.[bfsu](\d+)(?: \w+\[(\d+)\])?"
+        for align, width, count in re.findall(declared, self._head):
             nbytes = int(width) // 8
-            found.append((-(-end // nbytes) * nbytes, nbytes))
+            begin = -(-end // int(align or nbytes)) * int(align or nbytes)
+            found.append((begin, nbytes * int(count or 1)))
             end = sum(found[-1])
         return found
 
@@ -107,8 +111,16 @@ def compiled(
     )
 
 
+def tree(capability: int) -> Image:
+    """Return the kernel of `tree_kernel`, which graphs of tests have, for a compute capability."""
+    from tests.support.driver import tree_kernel
+
+    made = tree_kernel.hash_parents, tree_kernel.SIGNATURE, tree_kernel.CONSTANTS
+    return compiled(*made, capability)
+
+
 def digests(capability: int) -> list[Image]:
-    """Return mx's own kernels for a compute capability.
+    """Return mx's own kernel for a compute capability, and that of graphs of tests.
 
     Raises:
         LocalError: Triton is missing or can't compile them.
@@ -127,19 +139,22 @@ def digests(capability: int) -> list[Image]:
 
     with mock.patch("triton.compile", keep):
         blake3.compiled.__wrapped__(capability)
-    return found
+    return [*found, tree(capability)]
 
 
 def source(images: Iterable[Image]) -> str:
     """Return the C source of a library of kernels.
 
     Raises:
-        ValueError: A kernel uses an instruction that is not translated.
+        ValueError: A kernel uses an instruction that is not translated, or has too many parameters.
     """
     parts, table = ['#include "warps.h"\n'], []
     for number, image in enumerate(images):
         name = f"kernel_{number}"
-        parts.append(translated(image.name, image.ptx, name))
+        offsets = [offset for offset, _ in image.parameters]
+        if sum(image.parameters[-1]) > _MOST_PARAMETER_BYTES:
+            raise ValueError(f"{image.name} has more bytes of parameters than MOST_WORDS")
+        parts.append(translated(image.name, image.ptx, name, offsets))
         data = ",".join(map(str, image.cubin))
         parts.append(f"static const unsigned char {name}_cubin[] = {{{data}}};")
         layout = ", ".join(f"{{{offset}, {nbytes}}}" for offset, nbytes in image.parameters)
@@ -151,13 +166,14 @@ def source(images: Iterable[Image]) -> str:
     return "\n".join([*parts, *table, "    {0},", "};\n"])
 
 
-def translated(entry: str, ptx: str, name: str) -> str:
+def translated(entry: str, ptx: str, name: str, offsets: Sequence[int] = ()) -> str:
     """Return a function in C, `void NAME(struct launch *)`, that does what a kernel does.
 
     Args:
         entry: The kernel's name.
         ptx: Its PTX (PTX ISA, version 8.7).
         name: The function's.
+        offsets: Those of its parameters, in bytes.
     """
     body = ptx[ptx.index("{", ptx.index(f".entry {entry}(")) + 1 : ptx.rindex("}")]
     lines = [f"static void {name}_thread(struct thread *t) {{"]
@@ -177,7 +193,7 @@ def translated(entry: str, ptx: str, name: str) -> str:
         instruction = line[guard.end() :] if guard else line
         opcode, _, rest = instruction.replace("\t", " ").partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
-        lines.append(f"    {condition}{{ {_statement(opcode.split('.'), operands)} }}")
+        lines.append(f"    {condition}{{ {_statement(opcode.split('.'), operands, offsets)} }}")
     barriers = "true" if "bar.sync" in body or "shfl.sync" in body else "false"
     lines += ["}", f"static void {name}(struct launch *launch) {{"]
     return "\n".join([*lines, f"    run_grid(launch, {name}_thread, {barriers});", "}\n"])
@@ -193,8 +209,9 @@ def _several(operand: str) -> list[str]:
     return [_value(each.strip()) for each in operand.strip("{}").split(",")]
 
 
-def _statement(opcode: list[str], operands: list[str]) -> str:
-    """Return a statement in C for an instruction: its opcode by parts, and its operands."""
+def _statement(opcode: list[str], operands: list[str], offsets: Sequence[int]) -> str:
+    """Return a statement in C for an instruction: its opcode by parts, and its operands; `offsets`
+    are those of the kernel's parameters."""
     kind = _TYPES.get(opcode[-1], "")
     wide = kind.replace("32", "64")
     unsigned = _UNSIGNED.get(kind, kind)
@@ -205,13 +222,14 @@ def _statement(opcode: list[str], operands: list[str]) -> str:
             found = f"to_bits({_FLOATS[what].format(*(f'to_float({each})' for each in (a, b, c)))})"
         case ["setp", what, "f32"]:
             found = f"to_float({a}) {_OPERATORS[what]} to_float({b})"
-        case ["cvt", "rn", "f32", "s32" | "u32"]:
+        case ["cvt", "rn", "f32", "s32" | "u32" | "s64"]:
             found = f"to_bits((float)({kind}){a})"
         case ["shfl", "sync", "bfly", "b32"]:
             found = f"butterfly(t, {a}, {b})"
         case ["ld", "param", _]:
-            number = others[0].strip("[]").rpartition("_")[2]
-            found = f"t->launch->parameters[{number}]"
+            number, _, more = others[0].strip("[]").rpartition("_")[2].partition("+")
+            at = offsets[int(number)] + int(more or 0)
+            found = f"*(const {kind} *)((const char *)t->launch->parameters + {at})"
         case ["ld" | "st" as what, "global" | "shared" as space, *_]:
             where, values = (others[0], first) if what == "ld" else (first, others[0])
             registers = _several(values)

@@ -19,6 +19,8 @@ import numpy as np
 
 from mx.cuda.device import Device
 from mx.cuda.driver import load
+from mx.graphs.eager import EagerCall
+from mx.graphs.functions import mapped_libraries
 from mx.graphs.package import GraphPlace
 from mx.graphs.region import Region
 from mx.graphs.tensors import RegionTensor
@@ -30,6 +32,8 @@ SHAPES = {"norm.weight": (N,), "gate.weight": (N, N), "up.weight": (N, N)}
 #: Of what is in the region beside the weights.
 _VECTORS = ("x", "hidden", "gate", "up", "sum", "out", "copy")
 REGION_BYTES = 4 << 20
+#: Where an engine has a region of its own, beside that of a graph.
+OWN_BASE = 0x6B00_0000_0000
 #: What the threads of a block tell each other.
 _SHARED_BYTES = {"norm": 1024}
 
@@ -62,10 +66,11 @@ def is_right(weights: Values, x: bytes, out: bytes) -> bool:
 
 
 class Kernels:
-    """The layer's kernels, loaded: `functions` and `images` by name."""
+    """The layer's kernels, loaded: `functions` and `images` by name. `more` names another folder
+    of kernels."""
 
-    def __init__(self) -> None:
-        folder = Path(os.environ[IMAGES])
+    def __init__(self, more: str = "") -> None:
+        folder = Path(os.environ[IMAGES], more)
         self.images = {path.stem: path.read_bytes() for path in folder.glob("*.cubin")}
         self.functions = {
             name: calling.call(
@@ -78,15 +83,19 @@ class Kernels:
         """Return the images by function, of these kernels or of all."""
         return {int(self.functions[name]): self.images[name] for name in names or self.functions}
 
-    def launch(self, stream: Any, name: str, *parameters: int | float) -> None:
-        """Queue a kernel of one block; a float is one of 32 bits, small ints too."""
-        packed = [
-            struct.pack("<f", each)
-            if isinstance(each, float)
-            else struct.pack("<i" if each < 1 << 31 else "<Q", each)
-            for each in [*parameters, 0, 0]
-        ]
-        kept = [ctypes.create_string_buffer(each, 8) for each in packed]
+    def launch(self, stream: Any, name: str, *parameters: int | float | bytes) -> None:
+        """Queue a kernel of one block; a float is one of 32 bits, small ints too, and a structure
+        is its bytes."""
+
+        def packed(each: int | float | bytes) -> bytes:
+            if isinstance(each, bytes):
+                return each
+            if isinstance(each, float):
+                return struct.pack("<f", each)
+            return struct.pack("<i" if each < 1 << 31 else "<Q", each)
+
+        values = [packed(each) for each in [*parameters, 0, 0]]
+        kept = [ctypes.create_string_buffer(each, max(8, len(each))) for each in values]
         places = (ctypes.c_void_p * len(kept))(*map(ctypes.addressof, kept))
         grid, block = (1, 1, 1), (BLOCK, 1, 1)
         of, shared = self.functions[name], _SHARED_BYTES.get(name, 0)
@@ -163,6 +172,17 @@ class Layer:
     def weights(self) -> dict[str, RegionTensor]:
         """Return the weights' tensors."""
         return {name: self.tensors[name] for name in SHAPES}
+
+
+def tail_calls(tails: Kernels | None = None) -> list[EagerCall]:
+    """Return a call that loads `tail_skipped`, as if it were a kernel of a library."""
+    loaded, at = tails or Kernels("tails"), calling.alloc(4096)
+    (libc,) = (path for path in mapped_libraries() if path.name.startswith("libc.so"))
+
+    def run(stream: int) -> None:
+        loaded.launch(stream, "tail_skipped", at, at, at, 8, 0)
+
+    return [EagerCall("tail", libc, run)]
 
 
 def use() -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,8 @@ PAIRS = {
     "cuGraphDestroy": ("cuGraphCreate", "cuGraphClone", "cuStreamEndCapture"),
     "cuGraphExecDestroy": ("cuGraphInstantiateWithFlags",),
     "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRetain",),
+    "cuFileHandleDeregister": ("cuFileHandleRegister",),
+    "cuFileBufDeregister": ("cuFileBufRegister",),
 }
 
 
@@ -42,6 +45,18 @@ def calls(folder: Path, process: int | None = None) -> list[tuple[str, str]]:
     """
     logs = sorted(folder.glob("*.log" if process is None else f"{process}.log"))
     return parsed(line for log in logs for line in log.read_text().splitlines())
+
+
+def copied(folder: Path, call: str) -> int:
+    """Return how many bytes processes copied by a call of the driver.
+
+    Args:
+        folder: The folder of their logs.
+        call: The call: cuMemcpyDtoHAsync and its like.
+    """
+    log = "".join(each.read_text() for each in folder.glob("*.log"))
+    copies = re.findall(rf"{call}\(\S+, \S+, (\d+), \S+\) CUDA_SUCCESS", log)
+    return sum(map(int, copies))
 
 
 def kept(found: Iterable[tuple[str, str]]) -> list[str]:

@@ -14,7 +14,7 @@ struct range *ranges;
 static struct backing *backings;
 static unsigned long long last_id;
 
-static size_t page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+size_t page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 /* -- backings --------------------------------------------------------------------------------- */
 
@@ -128,7 +128,7 @@ static bool exporter_is_gone(struct backing *backing) {
 
 static bool may_touch(CUcontext context, struct range *range, bool write) {
     unsigned bit = 1u << context->device;
-    if (range->kind & HOST_KINDS) return true;
+    if (range->kind & HOST_KINDS) return !(write && range->read_only);
     if ((write ? range->writers : range->readers) & bit) return true;
     /* Peer access is about memory of contexts: that of cuMemCreate needs cuMemSetAccess. */
     return range->kind == ALLOCATED &&
@@ -144,6 +144,7 @@ char *range_touch(CUcontext context, uintptr_t address, bool write, size_t *run,
     if (*run > range->nbytes - inside) *run = range->nbytes - inside;
     range->busy++;
     *touched = range;
+    if (range->alias) return range->alias + inside;
     return range->backing ? range->backing->alias + range->offset + inside : (char *)address;
 }
 
@@ -170,20 +171,21 @@ uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted) {
     return (uintptr_t)found;
 }
 
-void addresses_show(uintptr_t address, size_t nbytes, int fd) {
-    if (settings.host_access)
+void addresses_show(uintptr_t address, size_t nbytes, int fd, bool host) {
+    if (settings.host_access || host)
         mmap((void *)address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
 }
 
-void addresses_hide(uintptr_t address, size_t nbytes) {
-    if (settings.host_access) mmap((void *)address, nbytes, PROT_NONE, UNUSED | MAP_FIXED, -1, 0);
+void addresses_hide(uintptr_t address, size_t nbytes, bool host) {
+    if (settings.host_access || host)
+        mmap((void *)address, nbytes, PROT_NONE, UNUSED | MAP_FIXED, -1, 0);
 }
 
 void addresses_release(uintptr_t address, size_t nbytes) {
     if (settings.reuse_addresses)
         munmap((void *)address, nbytes);
     else
-        addresses_hide(address, nbytes);
+        addresses_hide(address, nbytes, false);
 }
 
 /* -- device memory ---------------------------------------------------------------------------- */
@@ -202,7 +204,7 @@ static struct backing *block_with_room(int device, size_t nbytes) {
     if (!made) return NULL;
     made->address = addresses_reserve(GRANULARITY, 0);
     made->filled = ALIGNMENT; /* so that no allocation is where its block is */
-    addresses_show(made->address, GRANULARITY, made->fd);
+    addresses_show(made->address, GRANULARITY, made->fd, false);
     return made;
 }
 
@@ -223,7 +225,7 @@ CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
     if (small)
         backing->filled += size;
     else
-        addresses_show(at, backing->nbytes, backing->fd);
+        addresses_show(at, backing->nbytes, backing->fd, false);
     GIVE(address, at);
 }
 
@@ -232,6 +234,7 @@ void range_free(struct range *range) {
     size_t nbytes = range->nbytes;
     enum kind kind = range->kind;
     bool small = range->backing && range->backing->address;
+    range_unalias(range);
     range_remove(range);
     if (kind == PINNED)
         munmap((void *)address, round_up(nbytes, page()));
@@ -239,8 +242,7 @@ void range_free(struct range *range) {
         addresses_release(address, round_up(nbytes, GRANULARITY));
 }
 
-/* Free what begins at an address. "This API may perform implicit synchronization": it does. */
-static CUresult drain_and_free(uintptr_t address, enum kind kind, CUresult error) {
+CUresult drain_and_free(uintptr_t address, enum kind kind, CUresult error) {
     struct range *range = range_at(address, kind);
     if (!range || range->address != address) return error;
     streams_drain(range->owner);
@@ -273,7 +275,7 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
 /* Write one attribute; false if it is unknown. The types are those that cuda.h names for each. */
 static bool attribute_of(struct range *range, CUdeviceptr address, CUpointer_attribute attribute,
                          void *out) {
-    bool host = range->kind & HOST_KINDS;
+    bool host = range->kind & HOST_KINDS || range->device == CU_DEVICE_CPU;
     bool exportable = range->kind == MAPPED && range->backing->exportable;
 #define ATTRIBUTE(name, type, value)                                                               \
     case CU_POINTER_ATTRIBUTE_##name: *(type *)out = range->kind ? value : (type)0; return true
@@ -321,48 +323,4 @@ CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
     REQUIRE(attribute == CU_POINTER_ATTRIBUTE_SYNC_MEMOPS && range_at(address, DEVICE_KINDS),
             INVALID_VALUE);
     return call_end(CUDA_SUCCESS);
-}
-
-/* -- host memory ------------------------------------------------------------------------------ */
-
-CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%zu, %#x", nbytes, flags);
-    REQUIRE(nbytes, INVALID_VALUE);
-    void *found = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    REQUIRE(found != MAP_FAILED, OUT_OF_MEMORY);
-    memset(found, GARBAGE, nbytes);
-    range_add(PINNED, (uintptr_t)found, nbytes, context_current()->device);
-    GIVE(address, found);
-}
-
-CUresult cuMemFreeHost(void *address) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", address);
-    return call_end(drain_and_free((uintptr_t)address, PINNED, CUDA_ERROR_INVALID_VALUE));
-}
-
-/* msync says ENOMEM where nothing is mapped. */
-static bool is_mapped(uintptr_t address, size_t nbytes) {
-    size_t before = address % page();
-    return !msync((void *)(address - before), before + nbytes, MS_ASYNC);
-}
-
-CUresult cuMemHostRegister(void *address, size_t nbytes, unsigned flags) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p, %zu, %#x", address, nbytes, flags);
-    REQUIRE(nbytes && is_mapped((uintptr_t)address, nbytes), INVALID_VALUE);
-    REQUIRE(!range_overlaps((uintptr_t)address, nbytes), HOST_MEMORY_ALREADY_REGISTERED);
-    FINISH(range_add(REGISTERED, (uintptr_t)address, nbytes, context_current()->device));
-}
-
-/* "The base address must be the same one specified to cuMemHostRegister()." */
-CUresult cuMemHostUnregister(void *address) {
-    CALL(NEEDS_CONTEXT | UNSAFE, "%p", address);
-    return call_end(
-        drain_and_free((uintptr_t)address, REGISTERED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED));
-}
-
-/* With unified addressing the device's address of pinned memory is the host's. */
-CUresult cuMemHostGetDevicePointer(CUdeviceptr *found, void *address, unsigned flags) {
-    CALL(NEEDS_CONTEXT, "%p, %u", address, flags);
-    REQUIRE(!flags && range_at((uintptr_t)address, HOST_KINDS), INVALID_VALUE);
-    GIVE(found, (CUdeviceptr)(uintptr_t)address);
 }

@@ -18,17 +18,24 @@ from tests.support.driver.build import MAJORS, environment, why_not
 _PATIENCE_S = 270
 
 
-def _marks(major: int) -> list[pytest.MarkDecorator]:
+def _majors(older: pytest.MarkDecorator) -> pytest.MarkDecorator:
     """What differs between the majors is the bindings: the quick tests take the newer ones."""
-    older = [pytest.mark.long] if major != MAJORS[-1] else []
-    absent = pytest.mark.skipif(bool(why_not(major)), reason=why_not(major))
-    return [absent, pytest.mark.timeout(_PATIENCE_S + 30), *older]
+
+    def marks(major: int) -> list[pytest.MarkDecorator]:
+        absent = pytest.mark.skipif(bool(why_not(major)), reason=why_not(major))
+        more = [older] if major != MAJORS[-1] else []
+        return [absent, pytest.mark.timeout(_PATIENCE_S + 30), *more]
+
+    return pytest.mark.parametrize(
+        "major", [pytest.param(each, marks=marks(each), id=f"cuda{each}") for each in MAJORS]
+    )
 
 
 #: Runs a test for each major; skipped with the reason where the stand-in can't be built.
-each_major = pytest.mark.parametrize(
-    "major", [pytest.param(m, marks=_marks(m), id=f"cuda{m}") for m in MAJORS]
-)
+each_major = _majors(pytest.mark.long)
+#: The same for tests of whole pulls, far from the bindings: with the older ones they are for
+#: `make test-gpu-standin` alone.
+each_major_at_leisure = _majors(pytest.mark.slow)
 _PRELUDE = "import os, sys, threading, time\nfrom tests.support.driver.calling import *\n"
 
 

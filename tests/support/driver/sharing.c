@@ -79,7 +79,7 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle in, unsigned fl
     range->opens = 1;
     range->opened = base + handle.offset;
     range->readers = range->writers = 1u << context->device;
-    addresses_show(base, backing->nbytes, backing->fd);
+    addresses_show(base, backing->nbytes, backing->fd, false);
     GIVE(address, range->opened);
 }
 
@@ -99,9 +99,16 @@ static bool is_device(CUmemLocation at) {
     return at.type == CU_MEM_LOCATION_TYPE_DEVICE && at.id >= 0 && at.id < device_count();
 }
 
+/* "On systems where NUMA is not available id must be set to 0": this one has none. */
+static const CUmemLocation THE_HOST = {.type = CU_MEM_LOCATION_TYPE_HOST_NUMA};
+#define ON_DEVICE(number) (CUmemLocation){.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = number}
+
+static bool is_host(CUmemLocation at) { return at.type == THE_HOST.type && at.id == THE_HOST.id; }
+
 static bool usable(const CUmemAllocationProp *properties) {
     const unsigned other = ~(unsigned)CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    return properties->type == CU_MEM_ALLOCATION_TYPE_PINNED && is_device(properties->location) &&
+    return properties->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
+           (is_device(properties->location) || is_host(properties->location)) &&
            !(properties->requestedHandleTypes & other);
 }
 
@@ -115,11 +122,12 @@ CUresult cuMemGetAllocationGranularity(size_t *nbytes, const CUmemAllocationProp
 
 CUresult cuMemCreate(Handle *handle, size_t nbytes, const CUmemAllocationProp *properties,
                      Flags flags) {
-    CALL(UNSAFE, "%zu, device %d", nbytes, properties->location.id);
-    REQUIRE(settings.vmm, NOT_SUPPORTED);
+    int device = is_host(properties->location) ? CU_DEVICE_CPU : properties->location.id;
+    CALL(UNSAFE, "%zu, device %d", nbytes, device);
+    REQUIRE(settings.vmm && (settings.host_numa || device >= 0), NOT_SUPPORTED);
     REQUIRE(usable(properties), INVALID_VALUE);
     REQUIRE(nbytes && nbytes % GRANULARITY == 0 && !flags, INVALID_VALUE);
-    FIND(backing, backing_new(properties->location.id, nbytes, "vmm"), OUT_OF_MEMORY);
+    FIND(backing, backing_new(device, nbytes, "vmm"), OUT_OF_MEMORY);
     backing->uses = backing->handles = 1;
     backing->exportable = properties->requestedHandleTypes != 0;
     GIVE(handle, (uintptr_t)backing);
@@ -149,7 +157,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *properties,
     *properties = (CUmemAllocationProp){
         .type = CU_MEM_ALLOCATION_TYPE_PINNED,
         .requestedHandleTypes = backing->exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0,
-        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = backing->device},
+        .location = backing->device == CU_DEVICE_CPU ? THE_HOST : ON_DEVICE(backing->device),
     };
     return call_end(CUDA_SUCCESS);
 }
@@ -239,7 +247,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
     struct range *range;
     for (uintptr_t at = address; at < address + nbytes && (range = range_at(at, MAPPED));) {
         at += range->nbytes;
-        addresses_hide(range->address, range->nbytes);
+        addresses_hide(range->address, range->nbytes, range->device == CU_DEVICE_CPU);
         range_remove(range);
     }
     return call_end(CUDA_SUCCESS);
@@ -250,7 +258,7 @@ static void set_access(struct range *range, unsigned bit, CUmemAccess_flags flag
     bool writes = flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     range->readers = (range->readers & ~bit) | (reads ? bit : 0);
     range->writers = (range->writers & ~bit) | (writes ? bit : 0);
-    if (reads) addresses_show(range->address, range->nbytes, range->backing->fd);
+    if (reads) addresses_show(range->address, range->nbytes, range->backing->fd, !bit);
 }
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *access,
@@ -260,14 +268,16 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDes
     REQUIRE(are_maps(address, nbytes), INVALID_VALUE);
     struct range *first = range_at(address, MAPPED);
     for (size_t i = 0; i < count; i++) {
-        int device = access[i].location.id;
-        REQUIRE(is_device(access[i].location), INVALID_DEVICE);
-        REQUIRE(device == first->device || device_reaches(device, first->backing->gpu),
-                INVALID_VALUE);
+        int device = access[i].location.id, host = is_host(access[i].location);
+        REQUIRE(host || is_device(access[i].location), INVALID_DEVICE);
+        /* "Users cannot specify HOST_NUMA accessibility for allocations created on with other
+         * location types." */
+        bool ok = !host && (device == first->device || device_reaches(device, first->backing->gpu));
+        REQUIRE(ok || first->device == CU_DEVICE_CPU, INVALID_VALUE);
         struct range *range;
         for (uintptr_t at = address; at < address + nbytes; at += range->nbytes) {
             range = range_at(at, MAPPED);
-            set_access(range, 1u << device, access[i].flags);
+            set_access(range, host ? 0 : 1u << device, access[i].flags);
         }
     }
     return call_end(CUDA_SUCCESS);

@@ -9,6 +9,7 @@
  * - Fresh memory, device or pinned, is full of 0xA5; device memory from 16 GiB on is sparse.
  * - Work is checked when it runs. An address that its device may not touch breaks the context for
  *   good; so does memory that was unmapped while work for it was queued.
+ * - A page is registered once, and a copy does not cross the end of a registration.
  * - Memory of another device needs peer access, or cuMemSetAccess, or a legacy handle.
  * - Memory of a GPU that CUDA_VISIBLE_DEVICES hides opens on a peer of it, since CUDA 10.1 (NCCL
  *   relies on that), and is on device -2 (CU_DEVICE_INVALID).
@@ -35,6 +36,9 @@
  *   MX_STANDIN_KERNELS             a library of kernels (kernels.py); without it no module loads
  *   MX_STANDIN_HOST_ACCESS         flag: device addresses are accessible to the process
  *   MX_STANDIN_REUSE_ADDRESSES     flag: freed addresses are used again at once
+ *   MX_STANDIN_PROTECT             flag: while shared memory is registered, the process may not
+ *                                  touch it if it is registered READ_ONLY, else only read it; the
+ *                                  driver moves its bytes by another map. Private memory is as ever
  *
  * Stricter, each by itself:
  *
@@ -54,6 +58,9 @@
  *                                  the handle of one sees its whole block
  *   MX_STANDIN_HIDDEN_REFUSED      flag: memory of GPUs that are not visible does not open, as where
  *                                  a container has no device file of them
+ *   MX_STANDIN_NO_READ_ONLY        flag: no device registers memory READ_ONLY
+ *   MX_STANDIN_NO_HOST_NUMA        flag: no host memory is made by cuMemCreate
+ *   MX_STANDIN_LOCK_BYTES          how much memory can be registered at a time; all of it
  *   MX_STANDIN_EXPORTER_DEATH      flag: memory opened by a legacy handle is gone with its exporter
  */
 #ifndef STANDIN_H
@@ -84,10 +91,10 @@ struct settings {
     int devices;
     int version;
     int compute_capability;
-    size_t memory_bytes;
+    size_t memory_bytes, lock_bytes;
     int mig_instances;
     long late_us;
-    bool vmm, host_access, reuse_addresses;
+    bool vmm, host_access, reuse_addresses, protect, no_read_only, host_numa;
     bool one_queue, load_syncs, small_in_blocks, hidden_refused, exporter_death;
     const char *peers, *nvlink, *log_folder, *fail, *capture, *root, *kernels, *graph_order;
 };
@@ -207,6 +214,9 @@ struct range {
     CUcontext owner;
     int opens; /* how often a legacy handle was opened */
     uintptr_t opened;
+    bool read_only; /* registered so */
+    char *alias;    /* another map of registered memory, */
+    int protection; /* and that of the process's own before */
     int busy; /* operations that are touching it now */
     unsigned long long id;
 };
@@ -234,15 +244,25 @@ void range_free(struct range *range);
 char *range_touch(CUcontext context, uintptr_t address, bool write, size_t *run,
                   struct range **range);
 void range_leave(struct range *range);
+/* Free what begins at an address. "This API may perform implicit synchronization": it does. */
+CUresult drain_and_free(uintptr_t address, enum kind kind, CUresult error);
+size_t page(void);
 
 /* Return aligned addresses without access, or 0. */
 uintptr_t addresses_reserve(size_t nbytes, uintptr_t wanted);
 void addresses_release(uintptr_t address, size_t nbytes);
 /* Let the process see memory at its device address, if the settings want that. */
-void addresses_show(uintptr_t address, size_t nbytes, int fd);
-void addresses_hide(uintptr_t address, size_t nbytes);
+void addresses_show(uintptr_t address, size_t nbytes, int fd, bool host);
+void addresses_hide(uintptr_t address, size_t nbytes, bool host);
 void memory_end_context(CUcontext context);
 void modules_end_context(CUcontext context);
+
+/* -- host.c ----------------------------------------------------------------------------------- */
+
+/* Give the process its registered memory back. */
+void range_unalias(struct range *range);
+/* Return true if a copy from or to registered memory would cross its end. */
+bool host_is_split(uintptr_t address, size_t nbytes);
 
 /* -- streams.c -------------------------------------------------------------------------------- */
 

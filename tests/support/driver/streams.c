@@ -398,6 +398,7 @@ static CUresult copy(const char *name, CUdeviceptr to, CUdeviceptr from, size_t 
     CUresult begun = call_begin(name, needs, "%#llx, %#llx, %zu, %p", to, from, nbytes, stream);
     if (begun) return call_end(begun);
     struct move move = {to, from, .nbytes = nbytes};
+    REQUIRE(!host_is_split(from, nbytes) && !host_is_split(to, nbytes), INVALID_VALUE);
     unsigned known = hosts == ANY ? DEVICE_KINDS | HOST_KINDS : HOST_KINDS;
     move.from_host = hosts & FROM_HOST && !range_at(from, known);
     move.to_host = hosts & TO_HOST && !range_at(to, known);

@@ -7,6 +7,7 @@ accessible, and so everything computes; to mx alone they say that they are on a 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +23,26 @@ DEVICE = torch.device("cuda:1")
 _SMALL_BYTES = 4096
 
 
+class Owner:
+    """Device memory at an address, freed with this object."""
+
+    def __init__(self, address: int, memory: object = None) -> None:
+        self.address, self._memory = address, memory
+
+
 class Gpu:
-    """A GPU as mx sees it. `host_copies` are the calls that copied tensors of it to the host."""
+    """A GPU as mx sees it. `host_copies` are the calls that copied tensors of it to the host;
+    `allocate` gives tensors their memory."""
 
     def __init__(self) -> None:
         self.host_copies: list[str] = []
-        self._device = Device(load(), DEVICE.index)
+        self.device = Device(load(), DEVICE.index)
+        self.allocate: Callable[[int], Owner] = self._own
         self._ranges: list[tuple[int, int]] = []
+
+    def _own(self, nbytes: int) -> Owner:
+        memory = DeviceMemory(self.device, max(1, nbytes))
+        return Owner(memory.address, memory)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True for a tensor in this GPU's memory."""
@@ -41,10 +55,13 @@ class Gpu:
         self._ranges.append((address, address + nbytes))
         return torch.frombuffer(memory_at(address, nbytes, owner), dtype=torch.uint8)
 
+    def _new(self, nbytes: int) -> torch.Tensor:
+        owner = self.allocate(nbytes)
+        return self._at(owner.address, max(1, nbytes), owner)[:nbytes]
+
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in the GPU's memory."""
-        owner = DeviceMemory(self._device, max(1, tensor.nbytes))
-        flat = self._at(owner.address, max(1, tensor.nbytes), owner)[: tensor.nbytes]
+        flat = self._new(tensor.nbytes)
         return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def install(self) -> None:
@@ -60,7 +77,8 @@ class Gpu:
             return is_cpu.__get__(tensor) and not (_asks() and self.holds(tensor))
 
         def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            known = {name: value for name, value in kwargs.items() if name != "copy"}
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **known)
             if device is None or device.type != "cuda":
                 if _asks() and device is not None:
                     self._copied(tensor, "to")
@@ -68,8 +86,18 @@ class Gpu:
             cast = tensor if dtype is None else move(tensor, dtype)
             return cast if self.holds(cast) else self.moved(cast)
 
+        maker: Any = torch
+        empty = maker.empty_strided
+
+        def empty_strided(size: Any, stride: Any, *, device: Any = None, **named: Any) -> Any:
+            if device is None or torch.device(device).type != "cuda":
+                return empty(size, stride, device=device, **named)
+            like = empty(size, stride, device="meta", **named)
+            return self._new(like.nbytes).view(like.dtype).as_strided(size, stride)
+
         for name in ("cpu", "numpy", "tolist", "clone"):
             self._watch(name)
+        maker.empty_strided = empty_strided
         owner.device, owner.is_cpu, owner.to = property(device_of), property(is_on_cpu), to
         views._on_device = lambda array, _: self._at(
             array.view.address, len(array.view), array.view

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mx.cuda.calling import DriverCalls
 from mx.cuda.driver import RELAXED_CAPTURE
+from mx.graphs.package import KernelNode
 
 _NODE = "CU_GRAPH_NODE_TYPE_"
 _ABSENT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_NOT_SUPPORTED")
@@ -56,6 +57,12 @@ def _packed(extra: int) -> bytes:
     if not found.keys() >= {_POINTER, _SIZE}:
         return b""
     return ctypes.string_at(found[_POINTER], ctypes.c_size_t.from_address(found[_SIZE]).value)
+
+
+def _fill(launch: Any, node: KernelNode) -> None:
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = node.grid
+    launch.blockDimX, launch.blockDimY, launch.blockDimZ = node.block
+    launch.sharedMemBytes = node.shared_bytes
 
 
 class GraphCalls(DriverCalls):
@@ -175,6 +182,51 @@ class GraphCalls(DriverCalls):
         handle = self._d.CUmodule(module)
         return int(self._call("cuModuleGetFunction", handle, name.encode(), detail=name))
 
+    def library_load(self, image: bytes) -> int:
+        """Load images as a library, which belongs to no context (cuLibraryLoadData)."""
+        return int(self._call("cuLibraryLoadData", image, [], [], 0, [], [], 0))
+
+    def library_unload(self, library: int) -> None:
+        """cuLibraryUnload."""
+        self._call("cuLibraryUnload", self._d.CUlibrary(library))
+
+    def library_kernels(self, library: int) -> list[str]:
+        """Return the mangled names of a library's kernels (cuLibraryEnumerateKernels)."""
+        handle = self._d.CUlibrary(library)
+        count = int(self._call("cuLibraryGetKernelCount", handle))
+        kernels = self._call("cuLibraryEnumerateKernels", count, handle) if count else ()
+        return [self._call("cuKernelGetName", each).decode(errors="replace") for each in kernels]
+
+    def library_function(self, library: int, name: str) -> int:
+        """Return a library's kernel as a function of the current context, 0 if it has none of that
+        name (cuLibraryGetKernel, cuKernelGetFunction)."""
+        result, kernel = self._d.cuLibraryGetKernel(self._d.CUlibrary(library), name.encode())
+        if int(result):
+            if result.name == "CUDA_ERROR_NOT_FOUND":
+                return 0
+            raise self._error("cuLibraryGetKernel", result, name)
+        return int(self._call("cuKernelGetFunction", kernel))
+
+    def function_attributes(
+        self, function: int, attributes: Iterable[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the numbers and the values of a function's attributes, in order, without those
+        that the driver does not have (cuFuncGetAttribute)."""
+        found, handle = [], self._d.CUfunction(function)
+        for number in sorted(attributes):
+            name = self._d.CUfunction_attribute(number)
+            result, value = self._d.cuFuncGetAttribute(name, handle)
+            if not int(result):
+                found.append((number, int(value)))
+            elif result.name not in _ABSENT:
+                raise self._error("cuFuncGetAttribute", result, "")
+        return tuple(found)
+
+    def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
+        """cuFuncSetAttribute."""
+        name = self._d.CUfunction_attribute(attribute)
+        self._call("cuFuncSetAttribute", self._d.CUfunction(function), name, value)
+
     def allow(self, function: int, shared_bytes: int, cluster_blocks: int) -> None:
         """Let a kernel be launched with so much dynamic shared memory, and clusters so large, where
         that needs a word (cuFuncSetAttribute)."""
@@ -196,15 +248,23 @@ class GraphCalls(DriverCalls):
         """cuGraphDestroy."""
         self._call("cuGraphDestroy", self._d.CUgraph(graph))
 
-    def add_kernel(self, graph: Any, launch: Launch) -> Any:
-        """Add a kernel node without edges; the parameters are copied (cuGraphAddKernelNode)."""
+    def launch(self, function: int, parameters: int) -> Any:
+        """Return what kernel nodes are made of: a function, and the address of pointers to its
+        parameters."""
         made = self._d.CUDA_KERNEL_NODE_PARAMS()
-        made.func = launch.function
-        made.gridDimX, made.gridDimY, made.gridDimZ = launch.grid
-        made.blockDimX, made.blockDimY, made.blockDimZ = launch.block
-        made.sharedMemBytes = launch.shared_bytes
-        made.kernelParams = launch.parameters
-        return self._call("cuGraphAddKernelNode", self._d.CUgraph(graph), None, 0, made)
+        made.func, made.kernelParams = function, parameters
+        return made
+
+    def add_kernel(self, graph: int, launch: Any, node: KernelNode) -> Any:
+        """Add a kernel node without edges; the parameters are copied (cuGraphAddKernelNode)."""
+        _fill(launch, node)
+        return self._call("cuGraphAddKernelNode", self._d.CUgraph(graph), None, 0, launch)
+
+    def set_kernel(self, at: Any, launch: Any, node: KernelNode) -> None:
+        """Let a kernel node launch something else from now on; graphs that were instantiated stay
+        as they are (cuGraphKernelNodeSetParams)."""
+        _fill(launch, node)
+        self._call("cuGraphKernelNodeSetParams", at, launch)
 
     def set_attribute(self, node: Any, attribute: int, value: bytes) -> None:
         """Set a kernel node's attribute from its bytes (cuGraphKernelNodeSetAttribute)."""
@@ -215,20 +275,34 @@ class GraphCalls(DriverCalls):
 
     def add_memset(self, graph: int, values: Sequence[int], context: int) -> Any:
         """Add a memset node of what `memset_of` returns (cuGraphAddMemsetNode)."""
-        made = self._d.CUDA_MEMSET_NODE_PARAMS()
-        made.dst, made.pitch, made.value, made.elementSize, made.width, made.height = values
-        handle, where = self._d.CUgraph(graph), self._d.CUcontext(context)
+        handle, where, made = self._d.CUgraph(graph), self._d.CUcontext(context), self._set(values)
         return self._call("cuGraphAddMemsetNode", handle, None, 0, made, where)
 
-    def add_memcpy(self, graph: int, target: int, source: int, nbytes: int, context: int) -> Any:
-        """Add a copy between device addresses (cuGraphAddMemcpyNode)."""
+    def set_memset(self, node: Any, values: Sequence[int]) -> None:
+        """Let a memset node set something else from now on (cuGraphMemsetNodeSetParams)."""
+        self._call("cuGraphMemsetNodeSetParams", node, self._set(values))
+
+    def _set(self, values: Sequence[int]) -> Any:
+        made = self._d.CUDA_MEMSET_NODE_PARAMS()
+        made.dst, made.pitch, made.value, made.elementSize, made.width, made.height = values
+        return made
+
+    def add_memcpy(self, graph: int, values: Sequence[int], context: int) -> Any:
+        """Add a copy between device addresses: target, source, bytes (cuGraphAddMemcpyNode)."""
+        handle, where, made = self._d.CUgraph(graph), self._d.CUcontext(context), self._copy(values)
+        return self._call("cuGraphAddMemcpyNode", handle, None, 0, made, where)
+
+    def set_memcpy(self, node: Any, values: Sequence[int]) -> None:
+        """Let a copy node copy something else from now on (cuGraphMemcpyNodeSetParams)."""
+        self._call("cuGraphMemcpyNodeSetParams", node, self._copy(values))
+
+    def _copy(self, values: Sequence[int]) -> Any:
         made = self._d.CUDA_MEMCPY3D()
         device = self._d.CUmemorytype.CU_MEMORYTYPE_DEVICE
         made.srcMemoryType = made.dstMemoryType = device
-        made.dstDevice, made.srcDevice, made.WidthInBytes = target, source, nbytes
+        made.dstDevice, made.srcDevice, made.WidthInBytes = values
         made.Height = made.Depth = 1
-        handle, where = self._d.CUgraph(graph), self._d.CUcontext(context)
-        return self._call("cuGraphAddMemcpyNode", handle, None, 0, made, where)
+        return made
 
     def add_empty(self, graph: int) -> Any:
         """cuGraphAddEmptyNode."""

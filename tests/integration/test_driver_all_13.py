@@ -1,0 +1,14 @@
+"""All tests of GPUs, over the stand-in driver of CUDA 13: `python -m tests.gpu --standin 13`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.driver.suite import PARTS, run_part
+
+
+@pytest.mark.long
+@pytest.mark.timeout(390)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part[0])
+def test_the_suite_passes(part: list[str]) -> None:
+    run_part(13, part)
