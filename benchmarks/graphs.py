@@ -1,10 +1,12 @@
 """Measures the export and the import of a CUDA graph beside the driver's calls for them alone.
 
-    python -m benchmarks.graphs [--rounds 3] [--nodes 1000] [--stand-in 13]
+    python -m benchmarks.graphs [--rounds 3] [--nodes 1000] [--sizes 64] [--stand-in 13]
 
 What is compared is CPU time of the calling thread: the driver's calls alone are those that a graph
 of so many nodes takes, with nothing kept, checked, hashed or written. Exporting includes two
-replays, importing excludes the region's memory, on both sides. `--stand-in` runs it over a clone's
+replays, importing excludes the region's memory, on both sides. The sizes are graphs of one package
+and one topology, in which every node has other parameters: the calls alone set all nodes of one raw
+graph for each, and instantiate it. `--stand-in` runs it over a clone's
 stand-in for the driver, of one major of CUDA: nothing of a GPU is measured then. Needs
 cuda-bindings and Triton.
 """
@@ -15,19 +17,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from . import harness
 
+if TYPE_CHECKING:
+    from mx.graphs import Package
+
 _BASE_BYTES = 4 << 20
 _ATTRIBUTES = (1, 13, 2, 4, 5, 8, 9, 10, 11, 14)
-BAR = 10
+BAR, BAR_OF_SIZES = 10, 3
 
 
 class Rig:
     """A captured chain of launches, memsets and copies in a region."""
 
-    def __init__(self, nodes: int, *, shifted: bool = False) -> None:
+    def __init__(self, nodes: int, *, decoys: bool = False) -> None:
         import contextlib
         import importlib
 
@@ -47,12 +53,12 @@ class Rig:
             DeviceAttribute.COMPUTE_CAPABILITY_MINOR,
         )
         major, minor = (driver.device_attribute(0, name) for name in names)
-        kernel = blake3.compiled(10 * major + minor).chain_chunks
+        kernel = blake3.compiled(10 * major + minor)
         self.image, self.name, self.count = kernel.cubin, kernel.name, kernel.parameters
         module = driver.module_load(kernel.cubin)
         self.function = driver.module_function(module, kernel.name)
         self.device, self.stream = device, self.ends.enter_context(CudaStream(device))
-        self.region = self.ends.enter_context(mx.graphs.region(_BASE_BYTES, shifted=shifted))
+        self.region = self.ends.enter_context(mx.graphs.region(_BASE_BYTES, decoys=decoys))
         self.output = self.region.tensor(GraphPlace("out", 0, 0, 64, "U8", (64,)))
         self.graph = self._captured(nodes, kernel.threads, kernel.shared_nbytes)
 
@@ -67,7 +73,8 @@ class Rig:
             elif number % 10 == 9:
                 driver.copy_dtod(base, at, 64, stream)
             else:  # of inputs of no bytes
-                given = [base + (1 << 20), base + (2 << 20), at] + [0] * (self.count - 3)
+                inputs, lengths = base + (1 << 20), base + (2 << 20)
+                given = [inputs, lengths, at, at, inputs, at] + [0] * (self.count - 6)
                 driver.launch(self.function, (1, 1), threads, shared_nbytes, stream, given)
         return self.call("cuStreamEndCapture", stream)
 
@@ -121,8 +128,8 @@ class Rig:
         call("cuGraphExecDestroy", executable)
         return found
 
-    def import_alone(self, found: Sequence[Any]) -> None:
-        """Make the driver's calls of an import."""
+    def import_alone(self, found: Sequence[Any], sizes: int = 1) -> None:
+        """Make the driver's calls of an import of so many sizes."""
         d, call = self.d, self.call
         (first, second, data), nodes, *values = found
         module = call("cuModuleLoadData", self.image)
@@ -142,8 +149,18 @@ class Rig:
             made[int(node)] = added
         ends = ([made[int(node)] for node in end] for end in (first, second))
         call(self.versioned("cuGraphAddDependencies"), graph, *ends, data, len(data))
-        executable = call("cuGraphInstantiate", graph, 0)
-        call("cuGraphExecDestroy", executable)
+        executables = [call("cuGraphInstantiate", graph, 0)]
+        for _ in range(sizes - 1):
+            for node, value in zip(nodes, values, strict=True):
+                if isinstance(value, d.CUDA_KERNEL_NODE_PARAMS):
+                    call("cuGraphKernelNodeSetParams", made[int(node)], value)
+                elif isinstance(value, d.CUDA_MEMSET_NODE_PARAMS):
+                    call("cuGraphMemsetNodeSetParams", made[int(node)], value)
+                else:
+                    call("cuGraphMemcpyNodeSetParams", made[int(node)], value)
+            executables.append(call("cuGraphInstantiate", graph, 0))
+        for executable in executables:
+            call("cuGraphExecDestroy", executable)
         call("cuGraphDestroy", graph)
         call("cuModuleUnload", module)
 
@@ -157,42 +174,72 @@ def _timed(work: Callable[[], object]) -> Callable[[], float]:
     return run
 
 
-def measure(nodes: int, rounds: int) -> list[harness.Row]:
-    """Return the rows: exporting, joining two captures, importing."""
+def _sizes(package: Package, count: int) -> Package:
+    """Return a package of so many sizes, in which every node of a graph has other parameters."""
+    import mx.graphs
+    from mx.graphs.message import decode, encode
+    from mx.graphs.package import KernelNode, MemsetNode
+
+    def changed(node: Any, size: int) -> Any:
+        if isinstance(node, KernelNode):
+            number = size.to_bytes(4, "little")
+            return replace(node, grid=(size, 1, 1), values=node.values[:-4] + number)
+        return replace(node, **{"value" if isinstance(node, MemsetNode) else "nbytes": size})
+
+    def sized(graph: Any, size: int) -> Package:
+        nodes = tuple(changed(node, size) for node in graph.nodes)
+        message = encode(replace(graph, name=f"decode.{size}", nodes=nodes))
+        return replace(package, graph=message)
+
+    (graph,) = decode(package.graph)
+    return mx.graphs.join(sized(graph, size) for size in range(1, count + 1))
+
+
+def measure(nodes: int, sizes: int, rounds: int) -> list[harness.Row]:
+    """Return the rows: exporting, joining two captures, importing a graph, and many."""
     import mx.graphs
 
-    first, second = Rig(nodes), Rig(nodes, shifted=True)
-    captures = first.export(), second.export()
+    second = Rig(nodes)
+    captures = [second.export()]
+    second.ends.close()
+    first = Rig(nodes, decoys=True)
+    captures.append(first.export())
     package = mx.graphs.combine(*captures)
     found = first.export_alone()
 
-    def restore() -> None:
-        regions = [first.region]
-        with mx.graphs.restore(package.graph, package.images.__getitem__, regions=regions) as made:
-            assert made.state is mx.graphs.State.RESTORED, made.reason
+    several = _sizes(package, sizes)
+
+    def restore(given: Package, count: int) -> None:
+        images, regions = given.images.__getitem__, [first.region]
+        with mx.graphs.restore_all(given.graph, images, regions=regions) as made:
+            states = [graph.state for graph in made.values()]
+            assert states == [mx.graphs.State.RESTORED] * count
 
     samples = harness.interleave(
         {
             "export": _timed(first.export),
             "export's calls": _timed(first.export_alone),
             "combine": _timed(lambda: mx.graphs.combine(*captures)),
-            "import": _timed(restore),
+            "import": _timed(lambda: restore(package, 1)),
             "import's calls": _timed(lambda: first.import_alone(found)),
+            "sizes": _timed(lambda: restore(several, sizes)),
+            "sizes's calls": _timed(lambda: first.import_alone(found, sizes)),
         },
         rounds,
     )
     rows = []
-    for name in ("export", "import"):
+    for name, what, bar in (
+        ("export", f"export of {nodes} nodes", BAR),
+        ("import", f"import of {nodes} nodes", BAR),
+        ("sizes", f"import of {sizes} x {nodes} nodes", BAR_OF_SIZES),
+    ):
         own, alone = (harness.median(samples, each) for each in (name, f"{name}'s calls"))
         detail = f"{1e3 * own:.1f} ms of CPU against {1e3 * alone:.1f} for the calls alone"
-        rows.append(
-            harness.at_most(f"{name} of {nodes} nodes", own / alone, "x", BAR, detail, samples)
-        )
+        rows.append(harness.at_most(what, own / alone, "x", bar, detail, samples))
     joined = 1e3 * harness.median(samples, "combine")
-    detail = f"{len(package.graph)} bytes"
+    detail = f"{len(package.graph)} bytes; {sizes} sizes {len(several.graph)}"
     rows.append(harness.shown("joining two captures", joined, "ms", detail, samples))
-    for rig in (second, first):
-        rig.ends.close()
+    first.ends.close()
     return rows
 
 
@@ -201,14 +248,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--nodes", type=int, default=1000, help="nodes of the graph")
     parser.add_argument("--stand-in", type=int, metavar="MAJOR", help="run over the stand-in")
+    parser.add_argument("--sizes", type=int, default=64, help="graphs of a package, up to 64")
     options = parser.parse_args(arguments)
     if options.stand_in is not None:
         from tests.support.driver.build import environment
 
+        settings = {"KERNELS": True, "REUSE_ADDRESSES": True}  # two captures, one after the other
         command = [sys.executable, "-m", "benchmarks.graphs", f"--rounds={options.rounds}"]
-        command += [f"--nodes={options.nodes}", *(["--json"] if options.json else [])]
-        os.execve(sys.executable, command, environment(options.stand_in, {"KERNELS": True}))
-    rows = measure(options.nodes, options.rounds)
+        command += [
+            f"--nodes={options.nodes}",
+            f"--sizes={options.sizes}",
+            *(["--json"] if options.json else []),
+        ]
+        os.execve(sys.executable, command, environment(options.stand_in, settings))
+    rows = measure(options.nodes, options.sizes, options.rounds)
     harness.show(rows, as_json=options.json)
     return 0 if all(row.ok for row in rows) else 1
 

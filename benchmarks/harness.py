@@ -82,7 +82,7 @@ def _run(contestant: Callable[[], float], fresh_nbytes: int) -> float:
     if not fresh_nbytes:
         return contestant()
     for _ in range(_MOST_RUNS):
-        _touch(fresh_nbytes)
+        touch(fresh_nbytes)
         before = _given_back_kib()
         seconds = contestant()
         if _given_back_kib() == before:
@@ -97,7 +97,7 @@ def _given_back_kib() -> int:
         return 0
 
 
-def _touch(nbytes: int) -> None:
+def touch(nbytes: int) -> None:
     """Have the hypervisor back free memory of so many bytes."""
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE) as room:
         room.madvise(mmap.MADV_HUGEPAGE)

@@ -25,6 +25,18 @@ THREADS = 2
 BAR = 0.95
 
 
+def direct_files(checkpoint: Path, row: str, say: Callable[[str], None]) -> list[Path]:
+    """Return a checkpoint's files; none, with the reason to `say`, where the disk has no
+    O_DIRECT."""
+    files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
+    try:
+        os.close(os.open(files[0], os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        say(f"{row} is left out: {files[0]} can't be read with O_DIRECT: {error.strerror}")
+        return []
+    return files
+
+
 def rows(checkpoint: Path, rounds: int, say: Callable[[str], None]) -> list[harness.Row]:
     """Return the row; none, with the reason to `say`, where the disk has no O_DIRECT.
 
@@ -33,11 +45,8 @@ def rows(checkpoint: Path, rounds: int, say: Callable[[str], None]) -> list[harn
         rounds: How many.
         say: Reports what is left out.
     """
-    files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
-    try:
-        os.close(os.open(files[0], os.O_RDONLY | os.O_DIRECT))
-    except OSError as error:
-        say(f"load is left out: {files[0]} can't be read with O_DIRECT: {error.strerror}")
+    files = direct_files(checkpoint, "load", say)
+    if not files:
         return []
     nbytes = sum(file.stat().st_size for file in files)
     samples = harness.interleave(

@@ -29,6 +29,7 @@ from typing import Any
 import mx
 import mx_transports
 from mx import runtime
+from mx.core import growth
 from mx.swarm import sharing
 
 from .checkpoints import write_checkpoint
@@ -148,7 +149,8 @@ class Counts:
 def count(peer: str) -> Counts:
     """Pull from this source, and return what that has made and entered. Nothing was pulled in this
     process before."""
-    sharing.LONG_S = runtime.LINGER_S = 3600.0  # it is plain on a busy machine, too
+    # It is plain on a busy machine, too.
+    sharing.LONG_S = runtime.LINGER_S = growth.LOOK_S = 3600.0
     counts = Counts()
     with counts.counting():
         pull = mx.pull(MODEL, peer=peer, transport="tcp")

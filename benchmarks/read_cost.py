@@ -24,7 +24,7 @@ from mx.core.types import (
     SourceRecord,
 )
 from mx.errors import MxError
-from mx.fetching.reads import Connection
+from mx.fetching.reads import Connection, ReadLease
 from mx.fetching.report import VerifiedBy
 from mx.fetching.transfer import Transfer
 from mx.transport import Read, View
@@ -70,6 +70,7 @@ class _AtOnce:
 class _Lease:
     coordinated = False
     answers = False
+    lease_s = 10.0
 
     def check(self) -> MxError | None:
         return None
@@ -80,12 +81,18 @@ class _Lease:
     def end(self, *, lost: bool = False) -> None: ...
 
 
-def _path() -> SourcePath:
+def no_lease() -> ReadLease:
+    """Return a lease that holds for ever."""
+    return _Lease()
+
+
+def path_for(transport: str) -> SourcePath:
+    """Return a path of no use but to name its transport."""
     ref = ManifestRef(bytes(32), bytes(32), b"", (0, 0, 0))
     table = AddressTable(layout_digest=bytes(32), regions=(), held=())
     key = ModelKey("none", "main", "checkpoint")
     source = SourceRecord("none", key, ref, "none:1", Place(), 1, table, ("none",))
-    return SourcePath(source, "none", 0.0, False, "")
+    return SourcePath(source, transport, 0.0, False, "")
 
 
 class _Listener:
@@ -125,7 +132,7 @@ def microseconds_per_read() -> float:
     transfer = Transfer(manifest, pages, arena, listener)
     transfer.start()
     start_s = time.process_time()
-    transfer.add_connection(Connection(_path(), _Lease(), _AtOnce()))
+    transfer.add_connection(Connection(path_for("none"), no_lease(), _AtOnce()))
     spent_s = time.process_time() - start_s
     if listener.layers != READS or listener.error:
         raise RuntimeError(f"{listener.layers} of {READS} layers: {listener.error}")

@@ -39,7 +39,7 @@ class _Tracer:
         from mx.fetching.transfer import Transfer
 
         begun: dict[int, list[Any]] = {}
-        init, done, landed = PartSink.__init__, Transfer.part_done, PartSink.landed
+        init, done, landed = PartSink.__init__, Transfer.read_done, PartSink.landed
 
         def traced_init(sink: PartSink, transfer: Transfer, connection: int, *rest: Any) -> None:
             init(sink, transfer, connection, *rest)
@@ -47,8 +47,9 @@ class _Tracer:
             begun[id(sink)] = [peer, sink.part.chunk, time.monotonic(), None]
             self._reads.append(begun[id(sink)])
 
-        def traced_done(transfer: Transfer, sink: PartSink) -> None:
-            begun.pop(id(sink))[3] = time.monotonic()
+        def traced_done(transfer: Transfer, sink: Any) -> None:
+            if id(sink) in begun:
+                begun.pop(id(sink))[3] = time.monotonic()
             done(transfer, sink)
 
         def traced_landed(sink: PartSink, nbytes: int) -> None:
@@ -56,7 +57,7 @@ class _Tracer:
             landed(sink, nbytes)
             self._hashed_s += time.thread_time() - began_s
 
-        _replace(Transfer, part_done=traced_done)
+        _replace(Transfer, read_done=traced_done)
         _replace(PartSink, __init__=traced_init, landed=traced_landed)
 
     def _watch_messages(self) -> None:

@@ -25,7 +25,7 @@ NAME = "example-blocks"
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Write a small Llama of four blocks with random weights, as any checkpoint would be."""
+    """Write a small Llama of two blocks with random weights, as any checkpoint would be."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +34,7 @@ def write_checkpoint(folder: Path) -> None:
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
     )

@@ -3,7 +3,7 @@
     python examples/graphs.py                  # on a GPU
     python examples/graphs.py --stand-in 13    # in a clone without one: over the stand-in driver
 
-A publisher captures a small layer twice, at different addresses, joins what both saw, and signs it.
+A publisher captures a small layer in two processes, joins what both saw, and signs it.
 A replica finds the graph by its weights, restores it while they arrive from a peer, proves it with
 an input that the captures did not see, and launches it. Coordinator, keys and trust file are made
 in a temporary folder. Needs cuda-bindings and Triton, and no torch.
@@ -121,15 +121,15 @@ def vector(seed: int) -> bytes:
     return np.random.default_rng(seed).standard_normal(N, np.float32).tobytes()
 
 
-def capture(address: str, shifted: bool, out: Path) -> None:
+def capture(address: str, decoys: bool, out: Path) -> None:
     """Capture the layer with weights that a peer has, and write what was captured."""
     import mx
     import mx.graphs
     from mx.cuda.device import CudaStream
-    from mx.cuda.graphs import GraphCalls
+    from mx.graphs.calls import GraphCalls
     from mx.graphs.package import GraphPlace
 
-    with mx.graphs.region(REGION_BYTES, shifted=shifted) as region, region.device.current():
+    with mx.graphs.region(REGION_BYTES, decoys=decoys) as region, region.device.current():
         layer = Layer(region.device, region.allocate)
 
         def tensor(name: str, shape: tuple[int, ...]) -> Any:
@@ -166,9 +166,9 @@ def publisher(address: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         captures = []
-        for shifted in ("0", "1"):
-            out = Path(folder, shifted)
-            step("capture", address, shifted, out)
+        for decoys in ("0", "1"):
+            out = Path(folder, decoys)
+            step("capture", address, decoys, out)
             captures.append(mx.graphs.Capture.from_bytes(out.read_bytes()))
     package = mx.graphs.combine(*captures)
     mx.graphs.record(package, "layer")

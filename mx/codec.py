@@ -6,12 +6,14 @@ a server answers it with INVALID_ARGUMENT. Every `*_to_wire` trusts its argument
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
 from mx.core.ownership import (
@@ -66,15 +68,15 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _TRANSPORT = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _DEVICE = re.compile(r"cpu|cuda:[A-Za-z0-9:._-]{1,64}")
 
-_STATES = {
+#: The numbers of enumerations on the wire.
+_NUMBERS: Mapping[enum.Enum, Any] = {
     SourceState.SERVING: cpb.SOURCE_STATE_SERVING,
     SourceState.DRAINING: cpb.SOURCE_STATE_DRAINING,
-}
-_ROLES = {
     SourceRole.ORIGIN: cpb.SOURCE_ROLE_ORIGIN,
     SourceRole.RELAY: cpb.SOURCE_ROLE_RELAY,
 }
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=enum.Enum)
 
 _NOT_IN = {"model name": ":[]", "revision": "[]", "variant": "[]"}
 
@@ -115,26 +117,55 @@ def _key_texts(key: ModelKey) -> tuple[tuple[str, str], ...]:
 
 
 def by_name(kind: Callable[..., _T], value: Any, **given: Any) -> _T:
-    """Return a message, or an object of `mx.core`, with what another has under the same names.
+    """Return a message, or an object, with what another has under the same names: so are the
+    messages and objects in it made of each other.
 
     Args:
         kind: The class to make.
         value: A message where that is not a class of messages, else an object.
         given: Fields that are made otherwise, or have other names there.
     """
-    names = _shared_names(kind, value.__class__)
-    return kind(**{name: getattr(value, name) for name in names if name not in given}, **given)
+    found = {}
+    for name, make in _shared(kind, value.__class__, tuple(given)):
+        each = getattr(value, name)
+        found[name] = each if make is None else make(each)
+    return kind(**found, **given)
 
 
 @functools.cache
-def _shared_names(*kinds: Any) -> tuple[str, ...]:
-    first, second = (
-        kind.DESCRIPTOR.fields_by_name
-        if hasattr(kind, "DESCRIPTOR")
-        else getattr(kind, "_fields", None) or [each.name for each in fields(kind)]
-        for kind in kinds
-    )
-    return tuple(name for name in first if name in second)
+def _shared(
+    kind: Any, other: Any, given: tuple[str, ...]
+) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
+    """Return the names of the fields that two classes share, and what makes the value of one."""
+    shared: list[tuple[str, Callable[[Any], Any] | None]] = []
+    second, to_message = _field_names(other), hasattr(kind, "DESCRIPTOR")
+    message = kind if to_message else other
+    for name in _field_names(kind):
+        if name not in second or name in given:
+            continue
+        nested = message.DESCRIPTOR.fields_by_name[name].message_type
+        repeated = hasattr(getattr(message(), name), "extend")
+        if nested is not None:
+            hint = nested._concrete_class if to_message else get_type_hints(kind)[name]
+            shared.append((name, _nested(hint, repeated=repeated, to_message=to_message)))
+        else:
+            shared.append((name, tuple if repeated and not to_message else None))
+    return tuple(shared)
+
+
+def _field_names(kind: Any) -> Collection[str]:
+    """Return the names of the fields that a class of messages or of objects has."""
+    if hasattr(kind, "DESCRIPTOR"):
+        return cast(Collection[str], kind.DESCRIPTOR.fields_by_name)
+    return getattr(kind, "_fields", None) or list(map(attrgetter("name"), fields(kind)))
+
+
+def _nested(hint: Any, *, repeated: bool, to_message: bool) -> Callable[[Any], Any]:
+    """Return what makes a field's messages of objects, or its objects of messages, of this type."""
+    part = hint if to_message or not repeated else get_args(hint)[0]
+    make = functools.partial(by_name, part)
+    several = tuple if get_origin(hint) is tuple else list
+    return (lambda found: several(map(make, found))) if repeated else make
 
 
 def key_to_wire(key: ModelKey) -> pb.ModelKey:
@@ -254,21 +285,18 @@ def table_to_wire(table: AddressTable) -> pb.AddressTable:
     """Return the message of a table without its rows, which are a document."""
     regions = []
     for region in table.regions:
-        message = pb.Region(
-            index=region.index, device=region.device, base=region.base, nbytes=region.nbytes
-        )
+        message = by_name(pb.Region, region, layers=None)
         if region.layers is not None:
             message.layers.begin, message.layers.end = region.layers
         regions.append(message)
-    return pb.AddressTable(
-        layout_digest=table.layout_digest,
+    return by_name(
+        pb.AddressTable,
+        table,
         regions=regions,
         held=ranges_to_wire(table.held),
         rows=table.row_count,
-        rows_digest=table.rows_digest,
         layers=table.layer_count,
         payload_bytes=table.payload_nbytes,
-        frozen=table.frozen,
     )
 
 
@@ -357,8 +385,8 @@ def source_to_wire(record: SourceRecord) -> cpb.Source:
         model=key_to_wire(record.model),
         manifest=ref_to_wire(record.ref),
         place=place_to_wire(record.place),
-        role=_ROLES[record.role],
-        state=_STATES[record.state],
+        role=_NUMBERS[record.role],
+        state=_NUMBERS[record.state],
         table=table_to_wire(record.table),
     )
 
@@ -393,22 +421,20 @@ def registration_from_wire(message: cpb.Source) -> Registration:
 
 def state_to_wire(state: SourceState) -> cpb.SourceState:
     """Return the message's value for a state."""
-    return _STATES[state]
+    number: cpb.SourceState = _NUMBERS[state]
+    return number
 
 
 def state_from_wire(value: int) -> SourceState:
     """Return the state that a value stands for."""
-    for state, number in _STATES.items():
-        if number == value:
-            return state
-    raise _refuse(f"source state {value}")
+    return _member(SourceState, value, "state")
 
 
-def _role_from_wire(value: int) -> SourceRole:
-    for role, number in _ROLES.items():
-        if number == value:
-            return role
-    raise _refuse(f"source role {value}")
+def _member(kind: type[_E], value: int, what: str) -> _E:
+    for each in kind:
+        if _NUMBERS[each] == value:
+            return each
+    raise _refuse(f"source {what} {value}")
 
 
 def _endpoint_from_wire(text: str) -> str:
@@ -444,22 +470,21 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
     table = table_from_wire(message.table)
     if table.layout_digest != ref.layout:
         raise _refuse("the table is of another layout than the manifest")
-    return SourceRecord(
+    return by_name(
+        SourceRecord,
+        message,
         source_id=source_id_from_wire(message.source_id),
         model=key_from_wire(message.model),
         ref=ref,
         endpoint=_endpoint_from_wire(message.endpoint),
         place=place_from_wire(message.place),
-        generation=message.generation,
         table=table,
         transports=transports_from_wire(message.transports),
-        role=_role_from_wire(message.role),
+        role=_member(SourceRole, message.role, "role"),
         state=state_from_wire(message.state),
-        pin_only=message.pin_only,
         requests_port=port_from_wire(message.requests_port),
         commitment=_bytes_or_none(message.commitment, COMMITMENT_BYTES, "commitment"),
         statement=_bytes_or_none(message.statement, SIGNATURE_BYTES, "statement"),
-        by_owner=message.by_owner,
         variant_fields=_variant_fields_from_wire(message),
         certificate=message.certificate[:MAX_CERTIFICATE_BYTES],
         vouch=message.vouch[:MAX_VOUCH_BYTES],

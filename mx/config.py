@@ -14,11 +14,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mx import config_values as values
 from mx.config_values import COMMON, CONNECTION, LIMITS, STORES, SettingDescription
 from mx.errors import ConfigError
+
+_T = TypeVar("_T")
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -66,7 +68,7 @@ def _setting(
 
 #: Verbs of `mx`, and `coordinator` for mx-coordinator.
 _SERVE_PULL = "serve pull"
-_PLANNING = f"{_SERVE_PULL} plan topo"
+_PLANNING = f"{_SERVE_PULL} plan"
 _ASKING = f"{_PLANNING} models sources show"
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +262,15 @@ class Settings:
         "auto", values.choice("auto", "always"),
         "When pulls of one model coordinate their reads: over networks (auto), or always.",
     )
-    streams: int = _setting(
-        2, values.count(1, 64), "TCP connections for the weights.", "pull", "N", group=CONNECTION,
+    gpudirect: str = _setting(
+        "auto", values.choice("auto", "always", "off"),
+        "When a GPU is filled past host memory: by ucx over RDMA, from disk (auto), or always.",
+    )
+    streams: int | str = _setting(
+        "auto", values.count(1, 32, "auto"),  # more a source does not let a grant have
+        "Connections for the weights to each source: a number, or as many as make the pull faster, "
+        "from 2 up to 16 to all sources (auto).",
+        "pull", "auto|N", group=CONNECTION,
     )
     log_level: str = _setting(
         "warning", values.choice(*_LOG_LEVELS), "How much to log on standard error.",
@@ -296,6 +305,19 @@ class Settings:
         if name in _OWN:
             return getattr(self, name)
         return self.added[name] if name in self.added else descriptions()[name].default
+
+    def fill(self, kind: Callable[..., _T], **given: Any) -> _T:
+        """Return options with the values of the settings that they have fields of.
+
+        Args:
+            kind: A dataclass.
+            given: The other fields, and those that are made otherwise.
+        """
+        shared = {}
+        for each in fields(kind):  # type: ignore[arg-type]
+            if each.name in _OWN and each.name not in given:
+                shared[each.name] = getattr(self, each.name)
+        return kind(**shared, **given)
 
 
 def _with_flag(name: str, about: SettingDescription) -> SettingDescription:

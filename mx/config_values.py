@@ -88,16 +88,18 @@ def seconds(low: float, high: float) -> Callable[[object], float]:
     )
 
 
-def count(low: int, high: int) -> Callable[[object], int]:
-    """Return a reader of a whole number within these bounds."""
+def count(low: int, high: int, word: str = "") -> Callable[[object], int | str]:
+    """Return a reader of a whole number within these bounds, or of a word."""
 
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,12}", text.strip()):
+    def parse(text: str) -> int | str:
+        if word and text == word:
+            return word
+        if not re.fullmatch(r"[0-9]{1,12}", text.strip()) or not low <= int(text) <= high:
             raise ValueError
         return int(text)
 
     right = f"a whole number from {low} to {high}"
-    return _parsed(right, (str, int), parse, lambda found: low <= found <= high)
+    return _parsed(f"{right}, or {word}" if word else right, (str, int), parse)
 
 
 #: Reads a number of bytes, or 0.

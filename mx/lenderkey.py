@@ -46,8 +46,29 @@ def certified(source: SourceRecord) -> Certificate:
             what the source lends.
     """
     name, variant = source.model.name, source.model.variant
-    signature, said = source.certificate[:SIGNATURE_BYTES], source.certificate[SIGNATURE_BYTES:]
-    if not is_signed(source.commitment, signature, certificate_text(name, said)):
+    found = read(name, source.commitment, source.certificate)
+    if STATES not in found.kinds or "=" not in variant:
+        raise NotAllowedError(
+            f"a lender key lends {' and '.join(map(str, found.kinds))} of {name}, which [{variant}]"
+            " is not",
+            hint="serve it with the owner's key (`name_key`)",
+        )
+    return found
+
+
+def read(name: str, commitment: bytes, certificate: bytes) -> Certificate:
+    """Return what the certificate of a lender key says.
+
+    Args:
+        name: The name that it is to be for.
+        commitment: That of the name's owner.
+        certificate: The owner's signature, and what it is of.
+
+    Raises:
+        NotAllowedError: The owner has not signed it for this name, or it has expired.
+    """
+    signature, said = certificate[:SIGNATURE_BYTES], certificate[SIGNATURE_BYTES:]
+    if not is_signed(commitment, signature, certificate_text(name, said)):
         raise NotAllowedError(
             f"the lender key is not certified for {name}",
             hint="have the owner of the name make one with `mx keygen`",
@@ -61,12 +82,6 @@ def certified(source: SourceRecord) -> Certificate:
         raise NotAllowedError(
             f"the lender key of {name} has expired",
             hint="have the owner of the name make a new one with `mx keygen`",
-        )
-    if STATES not in found.kinds or "=" not in variant:
-        raise NotAllowedError(
-            f"a lender key lends {' and '.join(map(str, found.kinds))} of {name}, which [{variant}]"
-            " is not",
-            hint="serve it with the owner's key (`name_key`)",
         )
     return found
 

@@ -44,6 +44,7 @@ BUILT_IN = {
     "fleet": "mx.fleet:PACK",
     "operations": "mx.operations:PACK",
     "redis": "mx.redis_state:PACK",
+    "snapshots": "mx.snapshots:PACK",
 }
 
 #: The settings that verbs take which ask a coordinator, and which log: for `Pack.takes`.
@@ -128,6 +129,17 @@ def find(kind: str, name: str) -> Any:
         if name in getattr(pack, kind):
             return load(getattr(pack, kind)[name])
     return None
+
+
+def optional(target: str) -> Any:
+    """Import and return what "module:attribute" of one of mx's own packs names; None where that
+    pack is not there."""
+    try:
+        return load(target)
+    except ModuleNotFoundError as error:
+        if error.name is None or not target.startswith(error.name):
+            raise
+        return None
 
 
 def attribute(name: str) -> Any:

@@ -146,7 +146,8 @@ def transport_context(settings: config.Settings) -> TransportContext:
     this process. One that fails to say it is not used, and says why."""
     others = dict(targets(GROUP, {})).keys() - BUILT_IN.keys()
     if not others:
-        return NO_CONTEXT  # those of mx have neither settings nor facts
+        # Those of mx have no facts, and one setting.
+        return TransportContext(settings.value) if "gpudirect" in settings.origins else NO_CONTEXT
     facts: tuple[Fact, ...] = ()
     broken: dict[str, Transport] = {}
     for pack in packs.packs().values():

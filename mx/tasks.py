@@ -116,13 +116,16 @@ def no_thread_room(error: OSError) -> CapacityError:
     )
 
 
-async def uncut(work: Coroutine[Any, Any, T]) -> T:
+async def uncut(work: Coroutine[Any, Any, T], stop: Callable[[], object] | None = None) -> T:
     """Await `work` to its end, even if the caller is cancelled, and only then pass on the
-    cancellation. For work on a thread, which cannot be cancelled, and for cleaning up."""
+    cancellation. For work on a thread, which cannot be cancelled, and for cleaning up. `stop`, if
+    given, is called at the cancellation, and makes the end come soon."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        if stop is not None:
+            stop()
         while not task.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((task,))
@@ -144,6 +147,15 @@ async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, N
         failed = group.exceptions[0]
     if failed is not None:
         raise failed
+
+
+async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel tasks, those that there are, and wait until all have ended; what they raise is
+    dropped."""
+    given = list(filter(None, tasks))
+    for each in given:
+        each.cancel()
+    await asyncio.gather(*given, return_exceptions=True)
 
 
 async def set_by(event: asyncio.Event, at_s: float) -> bool:

@@ -19,6 +19,15 @@ def has_control(text: str) -> bool:
     return not text.isprintable() and _CONTROL.search(text) is not None
 
 
+def can_be_encoded(text: str) -> bool:
+    """Return False if the text has half a surrogate pair: it can't be written anywhere."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(text: str) -> str:
     """Return text from elsewhere for an error message: quoted, escaped and shortened."""
     return repr(text if len(text) <= 120 else text[:117] + "...")

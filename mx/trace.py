@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 Clock = Callable[[], float]
@@ -71,12 +70,7 @@ class Span:
     def __enter__(self) -> Span:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         pass
 
 
@@ -107,12 +101,7 @@ class _ReportedSpan(Span):
             listener(SpanEvent("started", self._name, self._id, now, None, dict(self._attributes)))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         outcome: Kind = "completed" if error is None else "failed"
         for (listener, clock), start in zip(self._listeners, self._started_s, strict=True):
             now = clock()

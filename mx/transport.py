@@ -27,7 +27,7 @@ from itertools import repeat
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from mx.core.paths import Medium, Path, Rail
+from mx.core.paths import FIRST_STREAMS, Medium, Path, Rail
 from mx.core.topology import Place
 from mx.errors import MxError, release_frames
 from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_view, spans_of
@@ -35,15 +35,17 @@ from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_vie
 __all__ = [
     "BLOCK_DIGEST_BYTES",
     "MAX_CONTENT_BYTES",
+    "AdoptsPlaces",
     "Authenticating",
     "Cancellation",
     "Compressing",
+    "DeviceHashing",
     "DeviceView",
     "ExposeOptions",
     "ExposedRegion",
     "Exposure",
     "Grant",
-    "HostHashing",
+    "Growing",
     "Limiter",
     "Medium",
     "Path",
@@ -321,10 +323,13 @@ class Grant:
         tls: The files for mutual TLS, None for plain connections. The source's certificate has to
             name the host of `peer`.
         stall_timeout_s: After so many seconds without progress a read fails.
-        streams: How many connections to open, where a transport has several.
+        streams: How many connections to open, where a transport has several. See `Growing`.
         rail: The pair of interfaces that data goes between; None for any. A transport that works
             over the network uses it, or refuses to open.
         place: The reader's, where its destinations are.
+        device: The GPU that bytes end on, where `place` is the host that they pass through; "cpu"
+            for none. A session that writes there by itself has `fills_device`, which is True, and
+            is given such reads.
         trusted_fabric: The network to the source is trusted. A transport that enforces no bounds
             reads from nothing beyond loopback without it.
         peer_addresses: Those of the source's control endpoint: data connections go there, and
@@ -349,9 +354,10 @@ class Grant:
     peer: str
     tls: TlsFiles | None = None
     stall_timeout_s: float = 5.0
-    streams: int = 2
+    streams: int = FIRST_STREAMS
     rail: Rail | None = None
     place: Place = field(default_factory=Place)
+    device: str = "cpu"
     trusted_fabric: bool = False
     peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
     content: bytes = b""
@@ -415,22 +421,23 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class HostHashing(Protocol):
-    """A sink that can hash bytes in host memory, where they land before they are copied to a GPU.
+class DeviceHashing(Protocol):
+    """A sink that can have a GPU hash what a read copies: where it lands, or, if that is in the
+    host, where it comes from (`ShowsSource`).
 
-    A session that stages them there cuts the read where blocks end, and shows it all of them.
+    A session that queues all copies of a read on one stream, or has those before wait there, calls
+    `queued` with that. It calls `done` once what the sink has queued has ended, too, and `failed`
+    once nothing of it runs any more.
     """
 
-    def block_ends(self) -> Sequence[int]:
-        """Return where each block ends among the read's bytes, in order."""
-
-    def passing(self, begin: int, view: memoryview) -> None:
-        """Hash whole blocks: these very bytes are what is copied, and they are shown before
-        `landed` counts them. Called on any thread, for several parts at once.
+    def queued(self, stream: int) -> None:
+        """Queue work behind the read's copies, all of which are queued.
 
         Args:
-            begin: Where they begin among the read's bytes.
-            view: The bytes, valid until this returns.
+            stream: The stream's handle; the context of the GPU is the thread's current one.
+
+        Raises:
+            CudaError: The driver fails, and with it the read.
         """
 
 
@@ -446,7 +453,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Read:
-    """One chunk's worth of pieces, completed as a unit. `tag` names it in errors.
+    """The pieces of a chunk, or of a run of chunks, completed as a unit. `tag` names it in errors.
 
     A read without pieces, or of empty ones, is done when its turn comes.
     """
@@ -494,7 +501,10 @@ class Session(Protocol):
 
     #: How many reads of a chunk each the session needs outstanding to be busy all the time, nearby.
     #: A session that can carry more may have a `round_trip_s`, too: the seconds from a request to
-    #: its first byte, as last seen; 0 at first. It is given more reads for as long.
+    #: its first byte, as last seen; 0 at first. It is given more reads for as long. One that has
+    #: `reads_trips`, which is True, is given reads of many chunks each, since copy engines carry
+    #: them. One that knows why it is slower than it could be may have a `detail`, in words for
+    #: the report.
     depth: int
 
     def adopt(self, arena: Span) -> None:
@@ -521,7 +531,8 @@ class Session(Protocol):
             Host memory as a private, writable view (writes stay in this process); device memory as
             it is shared, which must not be written to, a scattered region in its several places. It
             lives as long as references to it do,
-            beyond the session's end.
+            beyond the session's end. The spans of a scattered view may be mapped as they are looked
+            at, also after the session's end, and then looking raises SourceError if that fails.
 
         Raises:
             NotAllowedError: The source's memory is not sealed, or can't be attached.
@@ -532,14 +543,47 @@ class Session(Protocol):
         """Abort: outstanding reads fail with ClosedError. Idempotent, does not block."""
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left: no thread, descriptor or mapping but what was attached, and
-        what `Vouching` returned.
+        """Wait until nothing is left: no thread, descriptor or mapping but what was attached, what
+        `Vouching` returned, and what the transport keeps for its next sessions, within a bound.
 
         Args:
             timeout_s: How long to wait at most, None for ever.
 
         Returns:
             False if the time passed first. Never True while something is still to go.
+        """
+
+
+@runtime_checkable
+class ShowsSource(Protocol):
+    """A session into host memory whose source's memory is on a GPU of this host."""
+
+    def source_view(self, region: int) -> ScatteredView | None:
+        """Return a region where it is, at addresses of this process; None where it is not all on
+        the GPU that copies. What `DeviceHashing.queued` queues may read it, and nothing else."""
+
+
+@runtime_checkable
+class AdoptsPlaces(Protocol):
+    """A session that can register a destination that lies in several places, too."""
+
+    def adopt_places(self, arena: ScatteredView) -> None:
+        """Promise that every read will land inside `arena`, as for `Session.adopt`."""
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A session that can open more connections while it reads."""
+
+    @property
+    def open_streams(self) -> int:
+        """How many connections are open, or being opened. Thread-safe."""
+
+    def grow(self, streams: int) -> None:
+        """Begin to open connections until there are `streams`, and return at once. Thread-safe.
+
+        `depth` rises with each. One that can't be opened changes nothing else: reads go on over the
+        others. None is closed before `close`, which ends those that are being opened, too.
         """
 
 

@@ -105,7 +105,8 @@ class ScatteredView:
     """Bytes that count as one run, though they lie in several places. Immutable.
 
     It may have holes, such as the padding between tensors: their offsets count, and have no memory.
-    It keeps the memory of all its spans alive.
+    It keeps the memory of all its spans alive. Spans may be made as they are looked at, by a
+    sequence that has `lengths` and `toreadonly` as a `Window` does.
     """
 
     __slots__ = ("_begins", "_ends", "_spans", "_begin", "_end")
@@ -134,7 +135,7 @@ class ScatteredView:
         Raises:
             ValueError: The spans overlap in the view, are not in order, or reach beyond its ends.
         """
-        lengths = spans.lengths if isinstance(spans, Window) else list(map(len, spans))
+        lengths: Sequence[int] = getattr(spans, "lengths", None) or list(map(len, spans))
         if len(lengths) != len(begins):
             raise ValueError("a scattered view has a begin for each span")
         ends = list(map(add, begins, lengths))
@@ -167,8 +168,8 @@ class ScatteredView:
     def toreadonly(self) -> ScatteredView:
         """Return the view with host memory that can't be written through it."""
         spans: Sequence[Span]
-        if isinstance(self._spans, Window):
-            spans = self._spans.toreadonly()
+        if made := getattr(self._spans, "toreadonly", None):
+            spans = made()
         else:
             spans = [s.toreadonly() if isinstance(s, memoryview) else s for s in self._spans]
         return ScatteredView(self._begins, self._ends, spans, self._begin, self._end)

@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import logging
 import os
 import signal
 import tempfile
@@ -46,14 +47,16 @@ os.environ["XDG_STATE_HOME"] = _state.name
 # no example at all. So the first that fails is reported as it was found, and can be run again by
 # the blob that is printed with it. To see it shrunk:
 #   pytest --hypothesis-profile=explore -o timeout=0 -o faulthandler_timeout=0 FILE::TEST
-hypothesis.settings.register_profile(
-    "ci",
+_ci = hypothesis.settings(
     derandomize=True,
     deadline=None,
     database=None,
     print_blob=True,
     phases=set(hypothesis.Phase) - {hypothesis.Phase.shrink, hypothesis.Phase.explain},
 )
+hypothesis.settings.register_profile("ci", _ci)
+# For what one Python has shown with more examples: it holds with other Pythons and versions.
+hypothesis.settings.register_profile("few", _ci, max_examples=25)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("ci")
 
@@ -65,6 +68,7 @@ _NEEDS = {
         "unit/test_converted.py",
         "unit/test_demo_models.py",
         "unit/test_engine_fill.py",
+        "unit/test_engine_order.py",
         "unit/test_engine_registries.py",
         "unit/test_files_writer.py",
         "unit/test_graph_pool.py",
@@ -104,6 +108,63 @@ if isinstance(_gpus := cuda.presence(), Unavailable):
     _left_out.append(f"left out: gpu ({_gpus.reason})")
 
 
+#: Files of tests/integration that are `long` as a whole; there are quick tests of the parts.
+_LONG = {
+    # Whole pulls of GPUs, over the stand-in.
+    "driver_beyond",
+    "driver_counts",
+    "driver_direct",
+    "driver_disk",
+    "driver_faults",
+    "driver_graph_refusals",
+    "driver_graphs",
+    "driver_in_place",
+    "driver_kernels",
+    "driver_links",
+    "driver_live",
+    "driver_modes",
+    "driver_opening",
+    "driver_paths",
+    "driver_process",
+    "driver_trips",
+    "driver_ucx",
+    # Engines, each of which imports torch and more.
+    "adapters",
+    "artifact_choice",
+    "artifact_recording",
+    "artifact_verbs",
+    "engine_bad_luck",
+    "engine_folders",
+    "from_pretrained",
+    "hub",
+    "main_job",
+    "pipelines",
+    "sentences",
+    "serve_in_engine",
+    "variants",
+    # Fleets, and many steps one after the other.
+    "broadcast",
+    "budgets",
+    "bundles",
+    "chain",
+    "changing",
+    "cli_verbs",
+    "documented_store",
+    "editions",
+    "forks",
+    "holders",
+    "name_keys",
+    "named_owners",
+    "newest",
+    "next_release",
+    "redis_leases",
+    "router",
+    "ucx_exits",
+    "updates",
+    "writers",
+}
+
+
 def pytest_report_header() -> list[str]:
     return _left_out
 
@@ -115,6 +176,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 _call_failed = pytest.StashKey[bool]()
+_log = pytest.StashKey[pytest.LogCaptureFixture]()
 
 
 class _FailuresAtOnce:
@@ -184,13 +246,32 @@ def nothing_left_behind(
     yield
     if request.node.stash.get(_call_failed, False):
         return
-    settling = _Settling()
+    settling, logged = _Settling(), list[str]()
     while left := Holdings.now().beyond(before):
         if settling.is_over():
-            pytest.fail("left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
+            told = sorted(left) + [f"logged: {each}" for each in logged]
+            pytest.fail("left behind:\n  " + "\n  ".join(told), pytrace=False)
         if settling.looks % LOOKS_A_COLLECTION == 0:
+            logged += _without_tracebacks(request.node.stash[_log])
             gc.collect()
         time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _log_of_the_test(
+    nothing_left_behind: None, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Have a test's log at hand when it is checked what is left, with levels as they were then."""
+    request.node.stash[_log] = caplog
+
+
+def _without_tracebacks(caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    """Have the log of a test, which pytest keeps, keep no frames, and with them calls of gRPC,
+    alive. Yield the records that had any."""
+    for record in (*caplog.get_records("call"), *caplog.get_records("teardown")):
+        if record.exc_info:
+            yield logging.Formatter().format(record)
+            record.exc_info = None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -222,8 +303,11 @@ def _without_task_leaks(
     return checked
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.path.parent.name == "integration" and item.path.stem.removeprefix("test_") in _LONG:
+            item.add_marker(pytest.mark.long)
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _without_task_leaks(item.obj)
 

@@ -37,6 +37,7 @@ PEER = "localhost:1"
 class _Lease:
     coordinated = False
     answers = False
+    lease_s = 10.0
 
     def check(self) -> MxError | None:
         return None

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mx.api.listing import list_models, list_sources
-    from mx.api.load_tensors import load
     from mx.api.planning import PlannedPull, plan
-    from mx.api.pulling import pull
+    from mx.api.pulling import load, pull
     from mx.api.serving import offer, serve, source_options, start_source
     from mx.api.source import Source
     from mx.api.survey import TopologyReport, topology
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 #: Where each name is.
 _HOMES = {
     "mx.api.listing": ("list_models", "list_sources"),
-    "mx.api.load_tensors": ("load",),
     "mx.api.planning": ("PlannedPull", "plan"),
-    "mx.api.pulling": ("pull",),
+    "mx.api.pulling": ("load", "pull"),
     "mx.api.serving": ("offer", "serve", "source_options", "start_source"),
     "mx.api.source": ("Source",),
     "mx.api.survey": ("TopologyReport", "topology"),

@@ -50,6 +50,7 @@ class PullArguments(PlanArguments, total=False):
     allow_older: bool
     local_ranks: LocalRanks | None
     wait_s: float | None
+    streams: int | str | None
     resume: bool
     files_only: bool | Collection[str]
     companion: str

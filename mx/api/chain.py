@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TypedDict
 from urllib.parse import quote
 
-from mx import config
+from mx import config, packs
 from mx.core.packaging import bad_path
 from mx.core.reference import ModelReference
 from mx.core.revisions import MAIN
 from mx.errors import ConfigError
 from mx.fetching.report import SKIPPED, StepReport
-from mx.storage.stores import DISK, HUB, OBJECTS, CheckpointStore, DiskStore, UrlStore
+from mx.storage.stores import DISK, HUB, OBJECTS, SNAPSHOT, CheckpointStore, DiskStore, UrlStore
 
 #: What `source` may be.
 PEERS, AUTO = "peers", "auto"
@@ -45,8 +45,11 @@ def chain_of(
     Raises:
         ConfigError: `source` has another value, contradicts `path`, or a setting names no place.
     """
-    if source not in (PEERS, AUTO):
-        raise ConfigError(f"`source={source}` is not understood", hint="it is peers or auto")
+    if source not in (PEERS, AUTO, SNAPSHOT):
+        hint = "it is peers, auto or snapshot"
+        raise ConfigError(f"`source={source}` is not understood", hint=hint)
+    if source == SNAPSHOT and path is None:
+        raise ConfigError("`source=snapshot` reads a folder", hint="name it with `path`")
     named = path if path is not None else fallback
     stores: list[CheckpointStore] = [] if named is None else [DiskStore(Path(named))]
     skipped: list[StepReport] = []
@@ -56,7 +59,9 @@ def chain_of(
                 "`source=auto` reads sources first, and `path` none",
                 hint="give `fallback` in place of `path`, or leave out `source`",
             )
+        of_packs = packs.optional("mx.snapshots.reading:step")
         for step, found in (
+            (SNAPSHOT, of_packs(settings, model) if of_packs else SNAPSHOT),
             (DISK, DISK if stores else _disk(settings, model)),
             (HUB, _hub(settings, model)),
             (OBJECTS, _objects(settings, model)),
@@ -101,13 +106,17 @@ def _hub(settings: config.Settings, model: ModelReference) -> CheckpointStore | 
     if not named:
         return f"no `hub_id` is set, and {model.name} is not of the form ORGANISATION/MODEL"
     repository, _, revision = named.replace("{name}", model.name).partition("@")
-    from mx.storage.hub import HubStore, is_hub_id
+    from mx.storage.hub_cache import is_hub_id
 
     if not is_hub_id(repository):
         return f"{repository} is not the id of a model on the hub"
     if revision not in ("", model.revision) and _is_of_a_revision(model):
         return f"`hub_id` names revision {revision}, and {model.revision} is asked for"
-    return HubStore(repository, revision or model.revision or MAIN)
+    hub_store = packs.optional("mx.remote.hub:HubStore")
+    if hub_store is None:
+        return "the hub needs the pack mx.remote, which is not there"
+    store: CheckpointStore = hub_store(repository, revision or model.revision or MAIN)
+    return store
 
 
 def _objects(settings: config.Settings, model: ModelReference) -> CheckpointStore | str:

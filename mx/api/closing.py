@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from mx import runtime
+from mx.contexts import OwnContext
 from mx.tasks import Latch, require_other_thread
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ Step = Callable[[], None]
 _closes: set[asyncio.Task[None]] = set()
 
 
-class Closable:
+class Closable(OwnContext):
     """An object that uses the loop until it is closed; a context manager, blocking and async."""
 
     def __init__(self, loop: runtime.LoopThread) -> None:
@@ -155,12 +156,6 @@ class Closable:
             self._uses_loop = False
             runtime.release(self._loop)
             runtime.closed(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def __aenter__(self) -> Self:
         return self

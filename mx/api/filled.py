@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 from mx.errors import ClosedError, ConfigError, another, release_frames
-from mx.memory.readiness import PATIENCE_S, LayerSignals
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +17,11 @@ if TYPE_CHECKING:
     from mx.fetching.files_job import FilesJob
     from mx.fetching.job import Job
     from mx.fetching.options import PullOptions
+    from mx.memory.readiness import LayerSignals
     from mx.transport import View
+
+#: How long no layer may become ready while a stream waits.
+PATIENCE_S = 60.0
 
 
 class FilledMemory:
@@ -66,6 +69,7 @@ class FilledMemory:
         from mx.cuda.device import Device
         from mx.cuda.driver import load
         from mx.memory.device import DeviceArena
+        from mx.memory.readiness import LayerSignals
 
         layers = self._log.keep_memory()
         arena = self._allocated().arena

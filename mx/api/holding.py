@@ -41,7 +41,7 @@ def hold(
     Args:
         what: As for `serve`.
         key: The name, revision and variant to hold it as.
-        device: "cpu" or "cuda:UUID".
+        device: "cpu", `mx.source.model.PINNED` or "cuda:UUID".
         layout_version: As for `mx.core.layout.plan_layout`.
         files: A folder whose side files travel with tensors; None: no files do.
         follow: Folders that links of a checkpoint's side files may lead to.

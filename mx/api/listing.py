@@ -77,11 +77,8 @@ async def asking(
     settings: config.Settings,
 ) -> T:
     """Ask as `ask` does; on the loop."""
-    client = client_of(settings, coordinator)
-    try:
+    async with client_of(settings, coordinator) as client:
         return await question(client)
-    finally:
-        await client.close()
 
 
 class CoordinatorUser(Closable):

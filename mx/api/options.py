@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mx import config
+from mx import config, packs
 from mx.api.chain import PEERS, chain_of
 from mx.api.common import check_type, resolve_device, transports, variant_text
 from mx.core.reference import ModelReference, parse_reference
@@ -17,6 +17,7 @@ from mx.core.variant import companion_path, main_variant
 from mx.errors import ConfigError, NotAllowedError
 from mx.fetching.options import PullOptions
 from mx.plugins import transport_context
+from mx.storage.stores import SNAPSHOT
 from mx.wire.address import is_local, tls_of
 from mx.wire.private import socket_in_use
 
@@ -78,7 +79,7 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
     variant = variant_text(asked.get("variant", ""))
     files_only, files = _files(asked.get("files_only", False))
     _check_types({**asked, "model": model})
-    settings = config.given(settings, wait_s=asked.get("wait_s"))
+    settings = config.given(settings, wait_s=asked.get("wait_s"), streams=asked.get("streams"))
     reference = parse_reference(model, revision=asked.get("revision", ""), variant=variant)
     transport, known = asked.get("transport"), transports()
     if transport is not None and transport not in known:
@@ -91,7 +92,8 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
     named, trust = asked.get("owner") or settings.owner, settings.trust
     owners = _owners(named, trust, reference.name) if named or trust else ()
-    if owners and path is not None and not reference.pin:
+    of_snapshot = asked.get("source") == SNAPSHOT  # which its owner may have signed
+    if owners and path is not None and not (reference.pin or of_snapshot):
         raise ConfigError(
             f"nothing in `path` shows that it is {reference.name} of its `owner`",
             hint="name the pin, or pull from a source",
@@ -101,7 +103,10 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         _check_follow(reference, asked, device)
     live = into is not None and not isinstance(into, memoryview)
     host, alone_because = _host(settings, peer, coordinator, live=live)
-    options = PullOptions(
+    flags = _FLAGS & asked.keys()
+    options = settings.fill(
+        PullOptions,
+        **dict(zip(flags, map(asked.__getitem__, flags), strict=True)),
         name=reference.pinned_name,
         revision=reference.revision,
         variant=reference.variant,
@@ -110,30 +115,17 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         from_sources=path is None,
         **chain_of(asked.get("source", PEERS), settings, reference, path, fallback),
         out=None if out is None else Path(out),
-        resume=asked.get("resume", True),
         files_only=files_only,
         files=files,
-        companions=asked.get("companions", True),
         device=device,
-        hold=asked.get("hold", False),
         into=into,
         reuse=reuse,
-        follow=asked.get("follow", False),
-        allow_older=asked.get("allow_older", False),
         owners=owners,
         transport=transport,
         strong=verify == "strong",
-        attach=asked.get("attach", True),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
         transport_context=transport_context(settings),
-        trusted_fabric=settings.trusted_fabric,
-        insecure=settings.insecure,
-        streams=settings.streams,
-        stall_timeout_s=settings.stall_timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
-        wait_s=settings.wait_s,
-        nics=settings.nics,
         host=host,
         host_modules=("mx.api.serving", "mx.source.relay") if host is not None else (),
         coordinate_always=settings.coordinated_reading == "always",
@@ -141,6 +133,10 @@ def pull_options(model: str, settings: config.Settings, asked: PullArguments) ->
         selection=_selection(asked.get("only"), asked.get("slices")),
         local_ranks=asked.get("local_ranks"),
     )
+    if asked.get("source") == SNAPSHOT:
+        if (read := packs.optional("mx.snapshots.reading:from_snapshot")) is None:
+            raise ConfigError("the pack mx.snapshots is not there", hint="install mx as a whole")
+        options = read(options, settings)
     if options.selection is not None:
         _check_subset(options)
     if options.local_ranks is not None:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from mx import config
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT
 from mx.api.serving import serve, serve_held
 from mx.api.source import Source
 from mx.codec import check_model_key
+from mx.contexts import OwnContext, Undo
 from mx.core import manifest as manifests
 from mx.core.digest import document_digest
 from mx.core.notes import Notes
@@ -40,7 +41,7 @@ def is_pipeline(path: str | Path) -> bool:
     return os.path.isfile(os.path.join(path, INDEX))  # False, too, where it may not be read
 
 
-class Pipeline:
+class Pipeline(OwnContext):
     """A pipeline that this process serves: a source for each component, and one for its files.
 
     Close it, or use it as a context manager.
@@ -75,12 +76,6 @@ class Pipeline:
     def close(self) -> None:
         """Deregister all. Idempotent."""
         self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def serve_pipeline(
@@ -173,7 +168,7 @@ def _held_files(
     specs = [manifests.TensorSpec(name, "U8", (len(data),)) for name, data in tensors.items()]
     layout = manifests.plan_layout(specs, (), layout_version)
     arena = MemfdArena(layout.arena_nbytes, name=str(key))
-    try:
+    with Undo(arena.release):
         view = arena.view
         assert isinstance(view, memoryview)
         views = {name: memoryview(data) for name, data in tensors.items()}
@@ -183,17 +178,11 @@ def _held_files(
         packaging = Packaging((), files)
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
         manifest = replace(manifest, notes=Notes(left_out).encode())
-    except BaseException:
-        arena.release()
-        raise
     return SourceModel(key, manifest, arena, Pages.whole(manifest, filled.pages))
 
 
 def _serve_held(
     held: SourceModel, coordinator: str, settings: config.Settings, *, update: bool
 ) -> Source:
-    try:
+    with Undo(held.release):
         return serve_held(held, coordinator, settings, may_update=True, update=update)
-    except BaseException:
-        held.release()
-        raise

@@ -80,18 +80,15 @@ async def plan_pull(
 ) -> PlannedPull:
     """Resolve, fetch the manifest, plan. Raises UnknownModelError, CoordinatorError,
     SourceError."""
-    locator = Locator(options)
-    try:
+    async with Locator(options) as locator:
         located, manifest = await describe(locator)
         where = await memories(locator, located.sources, manifest.layout)
-    finally:
-        await locator.close()
     subset, nbytes = None, manifest.layout.payload_nbytes
     if options.selection is not None:
         subset = await in_thread(options.selection.of, manifest.layout)
         nbytes = await in_thread(lambda: subset.moved_nbytes)
     return PlannedPull(
-        located.key,
+        located.model,
         located.ref,
         nbytes,
         len(manifest.layout.layers),

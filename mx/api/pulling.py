@@ -1,4 +1,4 @@
-"""`pull`: checks what it is asked for, and starts a `Pull`."""
+"""`pull`: checks what it is asked for, and starts a `Pull`; `load` waits for its tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Unpack
 
 from mx import config, runtime
 from mx.api.arguments import PullArguments, takes
+from mx.api.common import check_type
 from mx.api.options import asked_companion, pull_options, settings_of
 from mx.api.target import Pull
 from mx.core.variant import COMPANION
+from mx.errors import ConfigError
 from mx.wire.address import tls_of
 
 if TYPE_CHECKING:
+    import torch
+
     from mx.fetching.options import PullOptions
 
 
@@ -82,6 +86,8 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             `verify="strong"`.
         wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
             what has arrived; None takes the time in the settings.
+        streams: How many connections to open to each source, or "auto": as many as make the pull
+            faster; None takes the number in the settings.
         resume: False neither resumes from what a failed pull left beside `out` nor leaves
             anything there. Otherwise a pull that fails keeps the layers that it has written, and
             its error says so.
@@ -140,3 +146,37 @@ def begin(options: PullOptions, settings: config.Settings, started_s: float) -> 
         return Pull(loop, options, settings, started_s)
 
     return runtime.made(make)
+
+
+@takes(PullArguments)
+def load(model: str, **arguments: Unpack[PullArguments]) -> dict[str, torch.Tensor]:
+    """Pull a model and return its tensors by name, in execution order.
+
+    One line in place of `safetensors.torch.load_file`. Blocks until every layer is verified; a
+    notebook shows a bar.
+
+    Args:
+        model: NAME, NAME:REVISION or NAME@PIN.
+        arguments: Those of `pull`, except `hold`, which needs the `Pull` itself, and
+            `files_only`.
+
+    Returns:
+        Views that keep their memory alive: the source's memory, mapped privately, where it could
+        be attached, else this process's own. Writing to them changes no other process's bytes.
+
+    Raises:
+        ConfigError: An argument is wrong, or torch is not installed.
+        MxError: The error that ended the pull, see `pull`.
+    """
+    check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
+    if arguments.get("hold"):
+        raise ConfigError("`load` can't serve the model", hint="call mx.pull with `hold=True`")
+    if arguments.get("files_only"):
+        raise ConfigError(
+            "`files_only` pulls no tensors", hint="mx.pull(...).files() has the files"
+        )
+    import mx.memory.tensors  # noqa: F401  # fails before the pull if torch is missing
+
+    with pull(model, **arguments) as running:
+        running.wait()
+        return running.state_dict()

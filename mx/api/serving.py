@@ -39,7 +39,7 @@ from mx.errors import (
 from mx.namekey import NameKey
 from mx.plugins import transport_context
 from mx.runtime import uncut
-from mx.source.model import SourceModel
+from mx.source.model import PINNED, SourceModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.storage.names import model_name_of
 from mx.storage.safetensors import tensor_files
@@ -80,21 +80,14 @@ def source_options(
         name_key: What it owns names with; None: it binds none, as a pull.
     """
     tls = tls_of(settings)
-    return SourceOptions(
-        listen=settings.listen,
-        advertise=settings.advertise,
+    return settings.fill(
+        SourceOptions,
         coordinator=coordinator or "",
         data_ports=parse_ports(settings.data_ports),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
         transport_context=transport_context(settings),
-        policy=settings.policy,
-        insecure=settings.insecure,
-        trusted_fabric=settings.trusted_fabric,
-        nics=settings.nics,
         reader_lease_s=min(settings.reader_lease_s, LIVE_LEASE_S if live else math.inf),
-        stall_timeout_s=settings.stall_timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
         bounds=Bounds(settings.max_readers, settings.max_bandwidth),
         limits=Limits.of(settings.control_memory, settings.max_request),
         name_key=name_key,
@@ -125,11 +118,11 @@ async def join_or_embed(
     Where `named_by` says that the user named the address, wait for it up to `wait_s` and embed
     none.
     """
-    client = client_of(settings, address)
     must_be_there = bool(named_by) or not embed
     try:
         patience_s = wait_s if must_be_there else 0.0
-        return None, await _answered(client, ask, patience_s, cancelled)
+        async with client_of(settings, address) as client:
+            return None, await _answered(client, ask, patience_s, cancelled)
     except CoordinatorError as error:
         if isinstance(error, CoordinatorVersionError | NotAllowedError):
             raise  # there is a coordinator, so that none can be embedded here
@@ -137,8 +130,6 @@ async def join_or_embed(
             error.hint += f"; none is embedded here, since {named_by} names one"
         if must_be_there:
             raise
-    finally:
-        await client.close()
     # Imported here: a source that joins a coordinator does not need its code.
     from mx.coordinator.daemon import Coordinator, receipt_key_of
     from mx.wire.principals import Access
@@ -220,6 +211,7 @@ def serve(
     coordinator: str | None = None,
     embed: bool = True,
     device: str = "cpu",
+    pinned: bool = False,
     copy: bool = True,
     frozen: bool = False,
     update: bool = False,
@@ -253,6 +245,8 @@ def serve(
             settings; if that is the default and no coordinator answers there, embeds one.
         embed: False never embeds a coordinator.
         device: Where to hold the model: "cpu", or "cuda:N" for a copy in that GPU's memory.
+        pinned: Whether to hold it in host memory that CUDA's driver makes, so that GPUs of this
+            host copy from it without pinning it first. Processes without a GPU can't attach to it.
         copy: False lends the tensors where they are.
         frozen: With `copy=False` and tensors in GPU memory, whether readers on the same GPU may
             attach to them, without a copy. What was attached can't be taken back: entering
@@ -298,8 +292,11 @@ def serve(
         max_bandwidth=max_bandwidth,
         wait_s=wait_s,
     )
-    if not copy and where != "cpu":
-        raise ConfigError("tensors are lent where they are", hint="leave out `device`")
+    if not copy and (where != "cpu" or pinned):
+        hint = f"leave out `{'pinned' if pinned else 'device'}`"
+        raise ConfigError("tensors are lent where they are", hint=hint)
+    if pinned and where != "cpu":
+        raise ConfigError("only memory of the host is pinned", hint="leave out `device`")
     if copy and frozen:
         raise ConfigError("only tensors that are lent can be frozen", hint="give `copy=False`")
     if files is not None and isinstance(what, str | Path):
@@ -319,7 +316,7 @@ def serve(
             return hold(
                 what,
                 key,
-                where,
+                PINNED if pinned else where,
                 layout_version=layout_version,
                 files=folder,
                 follow=followed,

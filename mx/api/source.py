@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import runtime
@@ -308,6 +307,9 @@ class Source(Closable):
         nothing has changed. A source that does not hold it lists them only if these weights are
         bound already.
 
+        A pull inside the block may fill the tensors (`into=`). It gives them back before the block
+        ends: `close` it, or `release`.
+
         Whenever leaving does not list them it raises, and `withdrawn` says why: the tensors stay
         withdrawn until another `changing`. If the block raises, that error goes out. Then the
         tensors are listed if nothing has changed, and else stay withdrawn, since they may be half
@@ -465,12 +467,7 @@ class Changing(contextlib.AbstractContextManager[None]):
         if change.error is not None:
             _raise(change)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Return once the tensors are listed again. Raises as `Source.changing`, unless the block
         raised."""
         change, failed = self._change, kind is not None

@@ -116,12 +116,9 @@ def list_tables(
     options = pull_options(model, settings, {"coordinator": coordinator or settings.coordinator})
 
     async def ask() -> list[SourceTable]:
-        locator = Locator(options)
-        try:
+        async with Locator(options) as locator:
             located, manifest = await describe(locator)
             return [await _table(locator, source, manifest.layout) for source in located.sources]
-        finally:
-            await locator.close()
 
     return runtime.run(ask)
 
@@ -145,12 +142,7 @@ async def memories(
 
 
 async def _memory(
-    locator: Locator,
-    source: SourceRecord,
-    layout: Layout,
-    sizes: Sequence[int],
-    *,
-    is_read: bool,
+    locator: Locator, source: SourceRecord, layout: Layout, sizes: Sequence[int], *, is_read: bool
 ) -> SourceMemory:
     rows = count(source.table.row_count, "row")
     if source.table.row_count and not is_read:

@@ -12,29 +12,27 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import checked_port, known_host, transports
-from mx.api.filled import FilledMemory
+from mx.api.filled import PATIENCE_S, FilledMemory
 from mx.api.giving import Giving
 from mx.core.progress import Progress, summary
 from mx.errors import ClosedError, ConfigError, MxError, RevisionChangedError
 from mx.fetching.events import EventLog
 from mx.fetching.job import Job
 from mx.fetching.progress import ProgressReporter
-from mx.memory.readiness import PATIENCE_S, LayerSignals
+from mx.tasks import end_tasks
 from mx.transport import DeviceView, ScatteredView, View, host_view
 
 if TYPE_CHECKING:
     import torch
 
-    from mx.api.filled import FilledMemory
     from mx.api.source import Source
     from mx.core.pages import Pages
     from mx.core.selection import Subset
     from mx.core.types import Manifest, ModelKey
-    from mx.fetching.events import EventLog
     from mx.fetching.files_job import FilesJob
-    from mx.fetching.job import Job
     from mx.fetching.options import PullOptions
     from mx.fetching.report import LayerEvent, PathReport, PullReport
+    from mx.memory.readiness import LayerSignals
 
 
 class DescribedPull:
@@ -563,9 +561,7 @@ class Pull(DescribedPull, Closable):
 
     async def _stop(self) -> None:
         self._job.close()
-        if not self._task.done():
-            self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         if self._reporter is not None:
             await self._reporter.close()
         edition = self._job.edition

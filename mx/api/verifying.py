@@ -13,8 +13,8 @@ from mx.core.reference import check_pin
 from mx.core.types import Manifest
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.companions import COPY
-from mx.storage.folder_hash import manifest_of
-from mx.storage.safetensors import tensor_files
+from mx.storage.load import HashedCheckpoint, hash_opened
+from mx.storage.safetensors import open_checkpoint, tensor_files
 from mx.storage.staging import differing, recorded
 from mx.text import listed, plain
 from mx.units import count
@@ -28,10 +28,11 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFolder:
-    """A folder that holds what it should. `recorded` is True if its pull has said what that is, and
-    `files_too` if the pin covers its files."""
+    """A folder that holds what it should. `compared` is False where nothing says what that is,
+    `recorded` is True if its pull has said it, and `files_too` if the pin covers its files."""
 
     manifest: Manifest
+    compared: bool
     recorded: bool
     files_too: bool
     seconds: float
@@ -42,6 +43,7 @@ def verify_folder(
     pin: str = "",
     *,
     on_progress: Callable[[int, int], None] | None = None,
+    on_hashed: Callable[[HashedCheckpoint], None] | None = None,
 ) -> VerifiedFolder:
     """Read and hash all weights in a folder, and compare them with a pin. Blocks.
 
@@ -49,6 +51,8 @@ def verify_folder(
         folder: A folder of safetensors files, or such a file.
         pin: 8 to 64 hexadecimal digits; "" takes the one that the pull to this folder recorded.
         on_progress: Called with (bytes read, bytes in all), from other threads.
+        on_hashed: Called with what was found once it was compared, also where there is no pin to
+            compare it with.
 
     Returns:
         What it holds.
@@ -66,18 +70,19 @@ def verify_folder(
     expected = pin or record.partition(" ")[0]
     if expected:
         check_pin(expected)
-    elif os.path.exists(path):
+    elif os.path.exists(path) and on_hashed is None:
         tensor_files(path)  # raises where there are no weights, or this user may not read them
         raise ConfigError(
             f"nothing is recorded of {path}: no pull wrote it, it was copied since, or its file "
             "system keeps no record",
             hint="name its pin; mx models lists them",
         )
-    manifest, _ = manifest_of(path, _THREADS, on_progress)
-    copies = COPY in decode(manifest.notes).left_out.values()
-    if copies and not manifest.ref.pinned_by(expected):  # they were asked for where it is from
-        manifest, _ = manifest_of(path, _THREADS, on_progress, ["*"])
-    ref = manifest.ref
+    hashed = hash_opened(open_checkpoint(path), threads=_THREADS, progress=on_progress)
+    copies = COPY in decode(hashed.manifest.notes).left_out.values()
+    if copies and not hashed.manifest.ref.pinned_by(expected):  # they were asked for there
+        opened = open_checkpoint(path, weights=["*"])
+        hashed = hash_opened(opened, threads=_THREADS, progress=on_progress)
+    manifest, ref = hashed.manifest, hashed.manifest.ref
     if not ref.pinned_by(expected):
         files = f" ({ref.pin.hex()} with its files)" if ref.packaging else ""
         said = "as requested" if pin else "as it was pulled"
@@ -94,8 +99,13 @@ def verify_folder(
             differ = {"count": len(tensors), "first": tensors[:_MOST_NAMED]}
             error.details = {"differing_tensors": differ}
         raise error
-    files_too = bool(ref.packaging) and not ref.weights_alone(expected)
-    return VerifiedFolder(manifest, not pin, files_too, time.monotonic() - began_s)
+    if on_hashed is not None:
+        on_hashed(hashed)
+    record_counts = bool(expected) and not pin
+    files_too = bool(ref.packaging and expected) and not ref.weights_alone(expected)
+    return VerifiedFolder(
+        manifest, bool(expected), record_counts, files_too, time.monotonic() - began_s
+    )
 
 
 def _wrong(manifest: Manifest, record: str, tensors: Sequence[str]) -> str:

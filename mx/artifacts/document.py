@@ -16,6 +16,7 @@ from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from mx.artifacts.caches import GRAPHS, MAX_FILES, CacheFile, check_files
+from mx.codec import by_name
 from mx.core.artifact_names import ID_CHARS, listed_name
 from mx.core.reference import parse_reference
 from mx.errors import ArtifactError, ConfigError
@@ -131,15 +132,8 @@ def decode(data: bytes) -> Document:
             hint="publish it with this release of mx",
         )
     _check_counts(len(message.environment), len(message.blobs), len(message.files))
-    document = Document(
-        message.model,
-        message.kind,
-        message.created_s,
-        {each.name: each.value for each in message.environment},
-        [Blob(each.blake3, each.nbytes) for each in message.blobs],
-        [ArtifactFile(each.path, each.blob, each.executable) for each in message.files],
-        message.pin,
-    )
+    environment = {each.name: each.value for each in message.environment}
+    document = by_name(Document, message, environment=environment)
     check(document)
     if _message(document).SerializeToString(deterministic=True) != data:
         _refuse("its document is not in canonical form")
@@ -220,19 +214,8 @@ def _is_text(text: str, most: int) -> bool:
 
 def _message(document: Document) -> pb.ArtifactDocument:
     fields = sorted(document.environment.items())
-    return pb.ArtifactDocument(
-        format=FORMAT,
-        model=document.model,
-        kind=document.kind,
-        created_s=document.created_s,
-        environment=[pb.EnvironmentField(name=name, value=value) for name, value in fields],
-        blobs=[pb.ArtifactBlob(blake3=each.blake3, nbytes=each.nbytes) for each in document.blobs],
-        files=[
-            pb.ArtifactFile(path=each.path, blob=each.blob, executable=each.executable)
-            for each in document.files
-        ],
-        pin=document.pin,
-    )
+    environment = [pb.EnvironmentField(name=name, value=value) for name, value in fields]
+    return by_name(pb.ArtifactDocument, document, format=FORMAT, environment=environment)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -13,12 +13,13 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Self
+from typing import BinaryIO, NoReturn
 
 from blake3 import blake3
 
 from mx.artifacts.document import MAX_SET_BYTES, Document
 from mx.artifacts.trust import MAX_SIGNED_BYTES, SignedDocument, read_signed
+from mx.contexts import OwnContext, Undo
 from mx.core.layout import TensorSpec
 from mx.errors import ArtifactError, ConfigError
 from mx.storage.disk_file import read_tensor_file
@@ -33,7 +34,7 @@ PART_BYTES = 8 * MIB
 _BYTES = "U8"
 
 
-class ArtifactPackage:
+class ArtifactPackage(OwnContext):
     """A set's file, open for reading. Its document is checked, its signer is not."""
 
     def __init__(self, path: Path) -> None:
@@ -58,14 +59,11 @@ class ArtifactPackage:
             self._fd = open_regular(path)
         except OSError as error:
             raise read_error(error, path) from error
-        try:
+        with Undo(self.close):
             self.signed: SignedDocument = read_signed(self._bytes(start, end - start))
             if self.document.nbytes != nbytes:
                 _refuse(path, "it is shorter or longer than its document says")
             self._begin, self._offsets = end, self.document.offsets
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def document(self) -> Document:
@@ -117,12 +115,6 @@ class ArtifactPackage:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def write(path: Path, signed: SignedDocument, blobs: Iterable[bytes]) -> None:

@@ -78,7 +78,6 @@ def fields_of(texts: list[str] | None) -> dict[str, str]:
 @app.command("keygen", cls=Command)
 @options.takes_settings
 def artifacts_keygen(
-    context: typer.Context,
     file: Annotated[str, typer.Argument(help="Where to keep it.", metavar="FILE")],
     *,
     as_json: bool,
@@ -92,7 +91,6 @@ def artifacts_keygen(
 
     - `mx artifacts keygen publisher.key`
     """
-    options.settings_of(context)
     from mx.artifacts.trust import make_key
 
     public = make_key(Path(file))

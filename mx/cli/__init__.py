@@ -9,7 +9,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from sys import UnraisableHookArgs
-    from types import TracebackType
 
 __all__ = ["coordinator_main", "main"]
 
@@ -79,12 +78,7 @@ class _Interruptible:
         self._before = sys.unraisablehook
         sys.unraisablehook = self._raise_again
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         sys.unraisablehook = self._before
         if isinstance(error, RuntimeError):  # Python 3.11 makes one of it while a class is made
             error = error.__cause__

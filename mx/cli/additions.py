@@ -79,6 +79,14 @@ class PullAddition(VerbAddition):
         return None
 
 
+class VerifyAddition(VerbAddition):
+    """What a pack adds to `mx verify`."""
+
+    def run(self, context: Any, folder: str, pin: str, *, as_json: bool) -> bool:
+        """Do what the flags ask for, in place of the verb. Returns True if that was done."""
+        return False
+
+
 class ModelsAddition(VerbAddition):
     """What a pack adds to `mx models`."""
 

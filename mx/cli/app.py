@@ -17,7 +17,6 @@ VERBS = {
     "verify": "mx.cli.verify:verify",
     "models": "mx.cli.listing:models",
     "sources": "mx.cli.listing:sources",
-    "topo": "mx.cli.topo:topo",
     "keygen": "mx.cli.keygen:keygen",
     "config": "mx.cli.show:app",
 }

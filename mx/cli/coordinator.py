@@ -49,16 +49,12 @@ def coordinator(
         packs.tell("ready", f"listening on {address}")
 
     code = daemon.run(
-        daemon.CoordinatorOptions(
+        settings.fill(
+            daemon.CoordinatorOptions,
             listen=settings.coordinator_listen,
             tls=tls_of(settings),
-            insecure=settings.insecure,
-            state=settings.state,
-            policy=settings.policy,
-            lease_s=settings.lease_s,
             limits=Limits.of(settings.control_memory, settings.max_request),
             state_settings=settings.added,
-            receipt_key=settings.receipt_key,
             receipt_key_named=options.named(settings, "receipt_key"),
         ),
         listening,

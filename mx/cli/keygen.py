@@ -19,7 +19,7 @@ from mx.units import parse_seconds
 
 @options.takes_settings
 def keygen(
-    context: typer.Context,
+    settings: Settings,
     file: Annotated[
         str,
         typer.Argument(
@@ -79,7 +79,6 @@ def keygen(
 
     - `mx keygen /etc/mx/team.key --public`
     """
-    settings = options.settings_of(context)
     path = Path(file if lender else file or settings.name_key)
     if not path.name:
         why = "name a FILE for the lender key" if lender else "name a FILE"

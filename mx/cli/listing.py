@@ -11,6 +11,7 @@ import typer
 
 from mx.cli import additions, options, outcome
 from mx.cli.printing import NAMES, Column, objects, show_rows, spaced
+from mx.config import Settings
 from mx.core.artifact_names import model_and_set
 from mx.core.notes import decode
 from mx.core.reference import parse_reference
@@ -19,7 +20,6 @@ from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.api.tables import PlacedTensor
-    from mx.config import Settings
     from mx.core.answers import ModelStatus
     from mx.core.types import SourceRecord
     from mx.wire.listing import SourceStatus
@@ -91,7 +91,7 @@ _TENSORS: Sequence[Column[PlacedTensor]] = (
 
 @options.takes_settings
 def models(
-    context: typer.Context,
+    settings: Settings,
     model: Annotated[str, options.model_argument("Only this one.")] = "",
     table: Annotated[
         bool, typer.Option("--table", help="Show where each tensor of MODEL is, at each source.")
@@ -111,7 +111,6 @@ def models(
 
     - `mx models llama-8b --table --json`
     """
-    settings = options.settings_of(context)
     from mx import api
 
     if table:

@@ -144,7 +144,8 @@ Version = Annotated[
 
 def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     """Return a verb with the flags of the settings that name it, and `--config`, `--json`,
-    `--quiet` and `--debug`. It gets `as_json`; `settings_of` has the others."""
+    `--quiet` and `--debug`. It gets `as_json`, and `settings` if it takes them; or `context`, if it
+    makes them itself by `settings_of`."""
     from mx.cli import additions
 
     own = inspect.signature(verb, eval_str=True).parameters
@@ -156,7 +157,10 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
     of_packs = additions.of(verb.__name__, additions.VerbAddition)
     flags = {name: kind for each in of_packs for name, kind in each.flags.items()}
     added = flags | first | common | settings
-    parameters = [each for name, each in own.items() if name not in added] + [
+    left = {name: each for name, each in own.items() if name not in (*added, "settings")}
+    anywhere = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    context = inspect.Parameter("context", anywhere, annotation=typer.Context)
+    parameters = [*({"context": context} | left).values()] + [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -168,6 +172,8 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def run(**given: Any) -> None:
+        if "context" not in own:
+            given["settings"] = settings_of(given["context"])
         verb(**{name: value for name, value in given.items() if name in own})
 
     run.__doc__ = "\n\n".join([inspect.getdoc(verb) or "", *(e.help for e in of_packs if e.help)])
@@ -325,11 +331,13 @@ def where_from(text: str) -> SourceArguments:
         return {"peer": where}
     if how == "disk" and where:
         return {"path": where}
+    if how == "snapshot" and where:
+        return {"source": "snapshot", "path": where}
     if how == "auto" and where:
         return {"source": "auto", "fallback": where}
     raise ConfigError(
         f"--from {text} is not understood",
-        hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
+        hint="it is peer, peer=HOST:PORT, disk=PATH, snapshot=DIR, auto or auto=PATH",
     )
 
 

@@ -12,6 +12,7 @@ import typer
 from mx.cli import options, outcome
 from mx.cli.printing import Column, show_rows
 from mx.cli.words import in_flags
+from mx.config import Settings
 from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
 
@@ -59,7 +60,7 @@ _DEVICE = 2
 
 @options.takes_settings
 def plan(
-    context: typer.Context,
+    settings: Settings,
     model: Annotated[
         str, options.model_argument("NAME, NAME:REVISION, or NAME@PIN to insist on those weights.")
     ],
@@ -96,7 +97,6 @@ def plan(
 
     - `mx plan llama-8b --slice '*.o_proj.weight=1:0/2' --slice '*.q_proj.weight=0:0/2'`
     """
-    settings = options.settings_of(context)
     from mx import api
 
     planned = api.plan(

@@ -50,8 +50,8 @@ def pull(
         typer.Option(
             "--from",
             help="peer: sources that the coordinator lists. peer=HOST:PORT: that one, no "
-            "coordinator. disk=PATH. auto: peers, then what the settings name: disk, Hugging Face, "
-            "object store; auto=PATH: that disk.",
+            "coordinator. disk=PATH. snapshot=DIR, of mx freeze. auto: peers, then what the "
+            "settings name: snapshot, disk, Hugging Face, object store; auto=PATH: that disk.",
             metavar="WHERE",
         ),
     ] = "peer",
@@ -93,6 +93,10 @@ def pull(
     ] = False,
     only: options.Only = None,
     slices: options.Slices = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show all steps, and where the time of stores went."),
+    ] = False,
     no_resume: Annotated[
         bool,
         typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
@@ -164,9 +168,12 @@ def pull(
         if as_json:
             outcome.emit(report.to_json() | {got.key: got.object for got in found})
         else:
-            told = settings.log_level in ("debug", "info")  # all steps
+            told = verbose or settings.log_level in ("debug", "info")  # all steps
             kept = hold or out is not None
             outcome.summarise(_summary(report, out=out, kept=kept, main=main, all_steps=told))
+            show = packs.optional("mx.operations.stages:show") if told and report.stages else None
+            if show is not None:
+                show(report.stages)
             for got in found:
                 got.show()
         if held is not None:
@@ -211,7 +218,7 @@ def _check_stores(source: str, given: Mapping[str, object]) -> None:
         )
 
 
-_STORES = ("disk", "hub", "objects")
+_STORES = ("snapshot", "disk", "hub", "objects")
 
 
 @contextmanager
@@ -257,7 +264,8 @@ def _summary(
             continue
         how = "attached, no copy" if path.attached else format_bytes(path.bytes)
         over = f" over {path.rail}" if path.rail else ""
-        lines.append(f"  {path.transport} from {path.source}{over}: {how}")
+        detail = f" ({path.detail})" if path.detail else ""
+        lines.append(f"  {path.transport} from {path.source}{over}: {how}{detail}")
     if report.retries:
         again = "chunk was" if report.retries == 1 else "chunks were"
         lines.append(f"  {report.retries} {again} fetched again")

@@ -20,10 +20,18 @@ from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from mx.api import Source
-    from mx.config import Settings
 
 #: The flags that say how a checkpoint is served.
-_OF_CHECKPOINTS = ("model", "revision", "variant", "update", "device", "follow", "weights")
+_OF_CHECKPOINTS = (
+    "model",
+    "revision",
+    "variant",
+    "update",
+    "device",
+    "pinned",
+    "follow",
+    "weights",
+)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -71,6 +79,14 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
+    pinned: Annotated[
+        bool,
+        typer.Option(
+            "--pinned",
+            help="Hold it in host memory that CUDA's driver makes: GPUs of this host copy from it "
+            "without pinning it first. Processes without a GPU can't attach to it.",
+        ),
+    ] = False,
     follow: Annotated[
         list[str] | None,
         typer.Option(
@@ -140,8 +156,8 @@ def serve(
             raise ConfigError(
                 f"{flag} is not for pipelines", hint="serve that by a command of its own"
             )
-        if follow or weights:
-            flag = "--follow" if follow else "--weights"
+        if follow or weights or pinned:
+            flag = "--follow" if follow else "--weights" if weights else "--pinned"
             raise ConfigError(f"{flag} is for one model", hint="serve one component")
         run_pipeline(
             settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
@@ -160,6 +176,7 @@ def serve(
                     update=update,
                     coordinator=options.coordinator_of(settings),
                     device=device,
+                    pinned=pinned,
                     follow=follow or (),
                     weights=weights or (),
                     settings=settings,

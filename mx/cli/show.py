@@ -14,6 +14,7 @@ from mx.cli import options, outcome
 from mx.cli.commands import Command, VerbGroup
 from mx.cli.printing import Column, table_of
 from mx.cli.words import in_flags
+from mx.config import Settings
 from mx.config_values import SettingDescription, format_value, without_password
 
 #: Wider lines are hard to read, in a file too.
@@ -39,7 +40,7 @@ def root() -> None:
 @app.command("show", cls=Command)
 @options.takes_settings
 def show(
-    context: typer.Context,
+    settings: Settings,
     *,
     as_json: bool,
 ) -> None:
@@ -53,7 +54,6 @@ def show(
 
     - `MX_PEER_STREAMS=4 mx config show --config cluster.toml`
     """
-    settings = options.settings_of(context)
     names = config.descriptions()
 
     def shown(name: str) -> object:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx.cli import live, options, outcome
+from mx.cli import additions, live, options, outcome
 from mx.units import count, format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from mx.api.verifying import VerifiedFolder
 
 
 @options.takes_settings
@@ -39,15 +42,22 @@ def verify(
 
     - `mx verify /models/llama-8b llama-8b@466847afadc6e1be`
     """
-    options.settings_of(context)
     from mx.api.verifying import verify_folder
     from mx.core.reference import check_pin
 
     digits = pin.rpartition("@")[2]
     if pin:
         check_pin(digits)
+    of_packs = additions.of("verify", additions.VerifyAddition)
+    if any(each.run(context, folder, digits, as_json=as_json) for each in of_packs):
+        return
     with live.reading(folder) as on_progress:
         found = verify_folder(folder, digits, on_progress=on_progress)
+    show(folder, found, as_json=as_json)
+
+
+def show(folder: str, found: VerifiedFolder, *, as_json: bool, **more: object) -> None:
+    """Say what was found in a folder, and `more` with `as_json`."""
     ref, layout = found.manifest.ref, found.manifest.layout
     if as_json:
         outcome.emit(
@@ -61,16 +71,19 @@ def verify(
                 "bytes": layout.payload_nbytes,
                 "layers": len(layout.layers),
                 "seconds": round(found.seconds, 6),
-                "verified": "digest",
+                "verified": "digest" if found.compared else "",
+                **more,
             }
         )
         return
     against = "that its pull recorded" if found.recorded else "of the pin"
     files = "weights and files" if found.files_too else "weights"
+    verdict = f"its {files} are those {against}" if found.compared else "compared with no pin"
+    how = "verified by digest" if found.compared else "hashed"
     rate = format_rate(layout.payload_nbytes / found.seconds)
     outcome.summarise(
         f"{folder}: {format_bytes(layout.payload_nbytes)} in {format_seconds(found.seconds)} "
-        f"({rate}), {count(len(layout.layers), 'layer')}, verified by digest\n"
-        f"  its {files} are those {against}\n"
+        f"({rate}), {count(len(layout.layers), 'layer')}, {how}\n"
+        f"  {verdict}\n"
         f"  pin {ref.pin.hex()} {outcome.pin_covers(ref.packaging)}"
     )

@@ -13,7 +13,7 @@ from mx import config
 
 _QUOTED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 _ARGUMENTS = (
-    "allow_older cache checkpoint device files_only follow hold json model only out python "
+    "allow_older cache checkpoint device files_only follow hold json model only out pinned python "
     "revision transport update variant verify weights"
 )
 _OTHERS = {

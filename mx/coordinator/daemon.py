@@ -29,7 +29,7 @@ from mx.core.changes import ChangeKind, Tail
 from mx.errors import ConfigError
 from mx.log import event
 from mx.runtime import uncut
-from mx.tasks import require_thread_room
+from mx.tasks import end_tasks, require_thread_room
 from mx.transport import TlsFiles
 from mx.wire.descriptors import raise_limit
 from mx.wire.documents import DocumentsServicer
@@ -152,8 +152,7 @@ class Coordinator:
         )
         self._state.follow(log_changes)
         self._listening: Listening | None = None
-        self._ticking: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def address(self) -> str:
@@ -186,8 +185,11 @@ class Coordinator:
         await self._state.open()
         # To its end, so that `stop` knows what listens.
         await uncut(self._listen(listen_address, tls, insecure=insecure))
-        self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
-        self._watching = asyncio.create_task(self.access.watch(), name="mx-coordinator-policy")
+        self._tasks = [
+            asyncio.create_task(self._tick(), name="mx-coordinator-tick"),
+            asyncio.create_task(self._servicer.forget_silent(), name="mx-coordinator-pulls"),
+            asyncio.create_task(self.access.watch(), name="mx-coordinator-policy"),
+        ]
         self.access.say()
         event(log, "coordinator.listening", address=self.address, tls=tls is not None)
         return self.address
@@ -226,15 +228,8 @@ class Coordinator:
     async def stop(self) -> None:
         """End watches and heartbeats, let running calls finish, and release everything."""
         self._servicer.stop()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-            self._watching = None
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticking
-            self._ticking = None
+        tasks, self._tasks = self._tasks, []
+        await end_tasks(*tasks)
         if self._listening is not None:
             listening, self._listening = self._listening, None
             await listening.stop(_STOP_GRACE_S)

@@ -13,9 +13,11 @@ from mx.coordinator.bounds import PrincipalLocks
 from mx.coordinator.paging import LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.view import Views
-from mx.core.changes import Change, ChangeKind
+from mx.coordinator.watchers import AnyChange
+from mx.core.changes import ChangeKind, PullChange
 from mx.core.types import SourceRecord
 from mx.wire.principals import payer_of
+from mx.wire.progress import pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
 
@@ -29,7 +31,7 @@ class ListingServicer(PullsServicer):
             views: What callers may see.
         """
         super().__init__(views)
-        views.state.store.share_pulls(views.board, self._pulls_have_changed)
+        views.state.store.share_pulls(views.board)
         self._messages = SourceMessages()
         self._turns = PrincipalLocks()
 
@@ -68,11 +70,12 @@ class ListingServicer(PullsServicer):
         self, request: pb.ListSourcesRequest, context: Any
     ) -> AsyncIterator[pb.ListSourcesResponse]:
         now, view = self._now(), self._view(context)
-        sees = view.sees(request.name)
+        sees, *observes = view.sees_rows(request.name, pulls=request.pulls)
         async with self._turn(context):
             # Found before others run: they are kept only while their sources are listed.
             found = await view.sources(request.name, sees)
             sources = [(self._messages.source(listed.record), listed) for listed in found]
+            pulls = [pull for each in observes for pull in view.pulls(request.name, each)]
         statuses = (
             pb.SourceStatus(
                 source=source,
@@ -84,6 +87,9 @@ class ListingServicer(PullsServicer):
         )
         async for page in self._listed(statuses, context):
             yield pb.ListSourcesResponse(sources=page, coordinator_epoch=view.epoch)
+        if pulls:
+            async for page in self._listed(map(pull_to_wire, pulls), context):
+                yield pb.ListSourcesResponse(pulls=page)
 
     async def _listed(self, messages: Iterable[Any], context: Any) -> AsyncIterator[list[Any]]:
         """Yield messages in pages, and let other calls in between: first those of others."""
@@ -122,7 +128,7 @@ class SourceMessages:
         self._sources: dict[str, tuple[SourceRecord, pb.Source, int]] = {}
         # By the id() of the changed record, which the entry itself keeps alive.
         self._events: OrderedDict[
-            int, tuple[SourceRecord, dict[tuple[ChangeKind, str], pb.WatchEvent]]
+            int, tuple[object, dict[tuple[ChangeKind, str], pb.WatchEvent]]
         ] = OrderedDict()
 
     def source(self, record: SourceRecord) -> pb.Source:
@@ -137,23 +143,28 @@ class SourceMessages:
             made = self._sources[record.source_id] = (record, message, message.ByteSize())
         return made[1:]
 
-    def event(self, change: Change) -> pb.WatchEvent:
+    def event(self, change: AnyChange) -> pb.WatchEvent:
         """Return the message that watchers get for a change."""
         record = change.record
         _, events = self._events.setdefault(id(record), (record, {}))
         key = (change.kind, change.reason)
         event = events.get(key)
         if event is None:
-            if change.kind is ChangeKind.GONE:
-                source = codec.source_to_wire(record)
-            else:
-                source = self.source(record)
-            event = events[key] = pb.WatchEvent(
-                kind=_KINDS[change.kind], source=source, reason=change.reason
-            )
+            event = events[key] = self._made(change)
             if len(self._events) > _MAX_EVENTS:
                 self._events.popitem(last=False)
         return event
+
+    def _made(self, change: AnyChange) -> pb.WatchEvent:
+        gone, reason = change.kind is ChangeKind.GONE, change.reason
+        if isinstance(change, PullChange):
+            if gone:
+                pull = pb.PullProgress(pull_id=change.record.pull_id)
+                kind = pb.WatchEvent.KIND_PULL_GONE
+                return pb.WatchEvent(kind=kind, pull=pull, reason=reason)
+            return pb.WatchEvent(kind=pb.WatchEvent.KIND_PULL, pull=pull_to_wire(change.record))
+        source = codec.source_to_wire(change.record) if gone else self.source(change.record)
+        return pb.WatchEvent(kind=_KINDS[change.kind], source=source, reason=reason)
 
     def forget_all(self) -> None:
         """Drop the messages of all sources; those that are still listed are made anew."""

@@ -22,7 +22,7 @@ from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import CoordinatorState
 from mx.coordinator.uploads import Upload
 from mx.coordinator.view import View, Views
-from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
+from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher
 from mx.core import layout_rules
 from mx.core.answers import ListedSource, in_order, in_turn
 from mx.core.budget import Budget
@@ -78,33 +78,30 @@ class CoordinatorServicer(ListingServicer):
             access: Who may do what; None: everybody everything.
         """
         access = access or Access()
-        super().__init__(Views(state, access))
+        views = Views(state, access)
+        super().__init__(views)
         self._state = state
         nonces = state.limits.nonces
         self._proofs = Proofs(receipt_key, state.now, lambda: state.epoch, nonces)
         self._marks = Marks(state.store, self._proofs, state.lease_s)
         self._decoded = ManifestDecoder()
         self._rng = random.Random()
-        self._log = WatchLog()
+        self._log = views.log
         self._names = MeantLog()
         self._layouts = layout_rules.InUse(state.now())
-        self._watchers: dict[str, set[Watcher]] = {}
         limits = state.limits
         self._registering = Budget(limits.registrations, "the coordinator has {} registrations")
         self._beating = Budget(limits.heartbeats, "the coordinator has {} heartbeat streams")
         self._watching = Budget(limits.watches, "the coordinator has {} watches")
-        #: The times until which heartbeats are waited for.
-        self._silences: set[asyncio.Timeout] = set()
         state.follow(self._on_changes)
-        access.follow(self._on_policy)
+        access.follow(self._log.wake)  # every watch looks at it
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""
         self._stopped.set()
-        self._pulls_have_changed()
         for silence in self._silences:
             silence.reschedule(0.0)
-        self._wake()
+        self._log.wake()
 
     def streams(self) -> dict[str, int]:
         """Return how many streams are open, by kind."""
@@ -113,7 +110,6 @@ class CoordinatorServicer(ListingServicer):
             "heartbeat": self._beating.total,
             "watch": self._watching.total,
             "pull": self._reporting.total,
-            "pull watch": self._watching_pulls.total,
         }
 
     def on_call(self, context: Any, versions: Versions) -> None:
@@ -249,7 +245,8 @@ class CoordinatorServicer(ListingServicer):
         caller, checked, view = caller_of(context), None, self._view(context)
         told: Receipt | None = None
         with self._beating.held(caller.name):
-            async for request in self._until_stopped(requests):
+            silent_s = max(_SILENT_S, _SILENT_LEASES * self._state.lease_s)
+            async for request in self._until_stopped(requests, silent_s):
                 source_id = codec.source_id_from_wire(request.source_id)
                 await self._marks.heed(request.mark)
                 self._access.check_connection(context)
@@ -297,26 +294,6 @@ class CoordinatorServicer(ListingServicer):
                 )
             )
             raise
-
-    async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
-        """Yield requests until the coordinator stops: gRPC logs an error for a stream that it has
-        to cut."""
-        silent_s = max(_SILENT_S, _SILENT_LEASES * self._state.lease_s)
-        while not self._stopped.is_set():
-            try:
-                async with asyncio.timeout(silent_s) as silence:
-                    self._silences.add(silence)
-                    try:
-                        request = await anext(requests, None)
-                    finally:
-                        self._silences.discard(silence)
-            except TimeoutError:
-                if self._stopped.is_set():
-                    return
-                raise PeerProtocolError(f"no heartbeat came for {silent_s:g} s") from None
-            if request is None:
-                return
-            yield request
 
     async def Advertise(self, request: pb.AdvertiseRequest, context: Any) -> pb.AdvertiseResponse:
         source_id = codec.source_id_from_wire(request.source_id)
@@ -392,15 +369,14 @@ class CoordinatorServicer(ListingServicer):
         with self._watching.held(payer_of(context)):
             await self._state.tick()
             policy, view = self._access.version, self._view(context)
-            watcher = view.watcher(self._log, request.name, request.revision)
-            watchers = self._watchers.setdefault(request.name, set())
-            watchers.add(watcher)
+            watcher = view.watcher(request.name, request.revision, pulls=request.pulls)
             snapshot = True
-            try:
+            with self._log.watching(watcher):
                 while not self._stopped.is_set():
                     watcher.woken.clear()
                     if policy != self._access.version:  # who sees nothing any more is refused
-                        policy, _ = self._access.version, view.sees(request.name)
+                        policy = self._access.version
+                        view.sees_rows(request.name, pulls=request.pulls)
                         watcher.look_again()
                     while watcher.behind:
                         latest = self._log.latest
@@ -408,9 +384,10 @@ class CoordinatorServicer(ListingServicer):
                             events = map(self._messages.event, watcher.take(_WATCH_SLICE))
                             for message in _watch_messages(events, in_batches=request.batches):
                                 yield message
-                        if watcher.behind:  # what changed meanwhile is another batch
-                            await asyncio.sleep(INTERVAL_S)
-                    # Nothing may come between the changes and what names mean through them.
+                        if not watcher.is_before(self._log.latest_source):
+                            break
+                        await asyncio.sleep(INTERVAL_S)  # what changed meanwhile is another batch
+                    # No source may come between its changes and what names mean through them.
                     for named in self._named(watcher):
                         yield named
                     if snapshot:
@@ -418,21 +395,7 @@ class CoordinatorServicer(ListingServicer):
                         snapshot = False
                     await watcher.woken.wait()
                     await asyncio.sleep(INTERVAL_S)
-            finally:
-                watchers.discard(watcher)
-                if not watchers and self._watchers.get(request.name) is watchers:
-                    del self._watchers[request.name]
         raise ClosedError("the coordinator is shutting down")
-
-    def _on_policy(self) -> None:
-        """Have every watch look at it."""
-        self._pulls_have_changed()
-        self._wake()
-
-    def _wake(self) -> None:
-        for watchers in self._watchers.values():
-            for watcher in watchers:
-                watcher.woken.set()
 
     def _named(self, watcher: Watcher) -> list[pb.WatchEvent]:
         """Return the events of names that have changed their meaning since the last call."""
@@ -451,16 +414,10 @@ class CoordinatorServicer(ListingServicer):
         self._names.push(tail.meant, begins_again=tail.begins_again)
         if tail.begins_again:
             self._messages.forget_all()
-        names = {"", *(each.name for each in tail.meant)}
         for change in tail.changes:
-            names.add(change.record.model.name)
-            if change.before is not None:
-                names.add(change.before.model.name)
             if change.kind is ChangeKind.GONE:
                 self._messages.forget(change.record.source_id)
-        for name in self._watchers if tail.begins_again else names:
-            for watcher in self._watchers.get(name, ()):
-                watcher.woken.set()
+        self._log.wake(each.name for each in tail.meant)
 
 
 def _watch_messages(

@@ -14,7 +14,7 @@ from typing import Any
 
 from mx.coordinator.callers import check_owner, measured_host
 from mx.coordinator.state import CoordinatorState
-from mx.coordinator.watchers import Watcher, WatchLog
+from mx.coordinator.watchers import Sees, Watcher, WatchLog
 from mx.core.answers import BundleStatus, ListedSource, ModelStatus, ResolveAnswer
 from mx.core.ownership import Receipt
 from mx.core.policy import Right
@@ -46,7 +46,11 @@ class Views:
         """
         self.state = state
         self.access = access
-        self.board = ProgressBoard(link_gb_per_s=self._link_gb_per_s)
+        #: What watchers read.
+        self.log = WatchLog()
+        self.board = ProgressBoard(
+            link_gb_per_s=self._link_gb_per_s, on_change=lambda change: self.log.push([change])
+        )
         #: Who has resolved which models here.
         self.resolved: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._links: dict[str, tuple[float, Callable[[str, str], float]]] = {}
@@ -94,7 +98,7 @@ class View:
         """Return the caller, if it may do one of these things; see `Access.require`."""
         return self._access.require(self._context, rights, model, **about)
 
-    def sees(self, name: str = "", rights: tuple[Right, ...] = SEES) -> Callable[[str], bool]:
+    def sees(self, name: str = "", rights: tuple[Right, ...] = SEES) -> Sees:
         """Return what says which models the caller sees.
 
         Args:
@@ -166,17 +170,17 @@ class View:
         allowed = self._access.allows(self.caller, (Right.SERVE,), key.name)
         return await self._state.ask(lambda registry: registry.vouches(key)) if allowed else []
 
-    async def models(self, sees: Callable[[str], bool]) -> list[ModelStatus]:
+    async def models(self, sees: Sees) -> list[ModelStatus]:
         """Return the models that `sees`, made by this view, is true of."""
         found = await self._state.ask(Registry.models)
         return [each for each in found if sees(each.model.name)]
 
-    async def bundles(self, name: str, sees: Callable[[str], bool]) -> list[BundleStatus]:
+    async def bundles(self, name: str, sees: Sees) -> list[BundleStatus]:
         """As `models`, the bundles."""
         found = await self._state.ask(lambda registry: registry.bundles(name))
         return [each for each in found if sees(each.name)]
 
-    async def sources(self, name: str, sees: Callable[[str], bool]) -> list[ListedSource]:
+    async def sources(self, name: str, sees: Sees) -> list[ListedSource]:
         """As `models`, the sources."""
         found = await self._state.ask(lambda registry: registry.sources(name))
         return [each for each in found if sees(each.record.model.name)]
@@ -222,9 +226,16 @@ class View:
     async def _source(self, source_id: str) -> ListedSource:
         return await self._state.ask(lambda registry: registry.source(source_id))
 
-    def watcher(self, log: WatchLog, name: str, revision: str) -> Watcher:
-        """Return a watcher of a model's sources, or with "" of all that the caller sees."""
-        return Watcher(log, name, revision, self.sees(name))
+    def sees_rows(self, name: str, *, pulls: bool) -> tuple[Sees, ...]:
+        """Return what says of which models the caller sees the sources, and with `pulls` what says
+        of which it may observe the pulls. Raises as `sees`."""
+        sources = self.sees(name)
+        return (sources, self.sees(name, (Right.OBSERVE,))) if pulls else (sources,)
+
+    def watcher(self, name: str, revision: str, *, pulls: bool) -> Watcher:
+        """Return a watcher of a model's sources, or with "" of all that the caller sees, and with
+        `pulls` of the pulls."""
+        return Watcher(self.views.log, name, revision, *self.sees_rows(name, pulls=pulls))
 
     # -- documents ------------------------------------------------------------------------------
 
@@ -269,51 +280,7 @@ class View:
         sees = self._access.seeing(self.caller, SEES)
         return self.views.board.rates.listed(self._state.now(), source_hosts, sees)
 
-    def pulls(self, name: str) -> list[PullStatus]:
-        """Return the pulls that the caller may observe of a model, or with "" of all."""
-        sees = self.sees(name, (Right.OBSERVE,))
+    def pulls(self, name: str, sees: Sees) -> list[PullStatus]:
+        """As `models`, the pulls that report."""
         found = self.views.board.pulls(self._state.now(), name)
         return [each for each in found if sees(each.model.name)]
-
-    def pull_watch(self, name: str) -> PullWatch:
-        """Return a watch of these pulls."""
-        return PullWatch(self, name)
-
-
-class PullWatch:
-    """What one caller is told of pulls that it may observe."""
-
-    def __init__(self, view: View, name: str) -> None:
-        """
-        Args:
-            view: The caller's.
-            name: The model; "" for all.
-        """
-        self._view, self._name = view, name
-        self._policy = view.views.access.version
-        self._sees = view.sees(name, (Right.OBSERVE,))
-        #: The last change that was examined.
-        self.seen = 0
-
-    def take(self) -> tuple[list[PullStatus], list[str]]:
-        """Return the pulls that have changed since the last call, and the ids of those that are
-        gone, or that the policy hides now.
-
-        Raises:
-            NotAllowedError: The caller may observe nothing of it any more.
-            CapacityError: As `PullChanges.after`.
-        """
-        views = self._view.views
-        board, version = views.board, views.access.version
-        board.tick(views.state.now())
-        found = board.changes.after(self.seen, self._name)
-        if self._policy == version:
-            found = [each for each in found if self._sees(each.name)]
-            gone = [each.pull_id for each in found if each.status is None]
-        else:  # who may observe nothing any more is refused
-            self._policy, self._sees = version, self._view.sees(self._name, (Right.OBSERVE,))
-            gone = [each.pull_id for each in found if each.status is None]  # seen before, maybe
-            found = board.changes.after(0, self._name)
-            gone += [each.pull_id for each in found if not self._sees(each.name)]
-        self.seen = board.changes.latest
-        return [each.status for each in found if each.status and self._sees(each.name)], gone

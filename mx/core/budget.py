@@ -48,7 +48,6 @@ class Limits:
     heartbeats: int = 10_240
     watches: int = 4096
     pulls: int = 4096
-    pull_watches: int = 1024
     nonces: int = 65_536
 
     @classmethod

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mx.core.pull_status import PullStatus
 from mx.core.types import ManifestRef, SourceRecord
 
 
@@ -30,6 +31,26 @@ class Change:
     before: SourceRecord | None = None
     reason: str = ""
     address: str = ""
+
+    @property
+    def row_id(self) -> str:
+        """What tells the rows of all sources and pulls apart."""
+        return self.record.source_id
+
+
+@dataclass(frozen=True, slots=True)
+class PullChange:
+    """One change of one pull that reports, as `Change`. It is in no stream: pulls are not kept."""
+
+    kind: ChangeKind
+    record: PullStatus
+    before: PullStatus | None = None
+    reason: str = ""
+
+    @property
+    def row_id(self) -> str:
+        """As `Change.row_id`: a pull has the id of a source where it is one as well."""
+        return f"pull {self.record.pull_id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ and digest of the packaging document.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
 from struct import Struct
 
 from blake3 import blake3
@@ -35,13 +38,18 @@ def block_digest(block: bytes | memoryview) -> bytes:
     return blake3(block).digest()
 
 
-def shortcut_digest(block: bytes | memoryview) -> bytes:
-    """Return the xxh3_128 of a block, 16 bytes.
+def digest_blocks(blocks: Iterable[memoryview]) -> Iterable[bytes]:
+    """Return the digest of each of some blocks."""
+    return [blake3(block).digest() for block in blocks]
 
-    It guards against accidents only: second preimages take a tenth of a second. It may stand in
-    for `block_digest` where the kernel vouches that this user's own process wrote the memory.
-    """
-    return xxh3_128_digest(block)
+
+#: Returns the xxh3_128 of a block, 16 bytes.
+#:
+#: It guards against accidents only: second preimages take a tenth of a second. It may stand in for
+#: `block_digest` where the kernel vouches that this user's own process wrote the memory.
+shortcut_digest = xxh3_128_digest
+#: As `digest_blocks`, of shortcut digests.
+shortcut_blocks: Callable[[Iterable[memoryview]], Iterable[bytes]] = partial(map, shortcut_digest)
 
 
 def tensor_root(nbytes: int, block_digests: bytes | memoryview) -> bytes:
@@ -91,21 +99,22 @@ def document_digest(data: bytes | memoryview) -> bytes:
 class BlockHasher:
     """Hashes blocks while they land, front to back. Not thread-safe."""
 
-    __slots__ = ("_views", "_hashed_nbytes", "_digests", "_digest_of")
+    __slots__ = ("_views", "_ends", "_digests", "_digests_of")
 
     def __init__(
         self,
         views: Sequence[memoryview],
-        digest_of: Callable[[memoryview], bytes] = block_digest,
+        digests_of: Callable[[Iterable[memoryview]], Iterable[bytes]] = digest_blocks,
     ) -> None:
         """
         Args:
             views: The blocks, as byte views. They are used until `block_digests` returns.
-            digest_of: `block_digest` or `shortcut_digest`.
+            digests_of: `digest_blocks` or `shortcut_blocks`.
         """
         self._views = views
-        self._digest_of = digest_of
-        self._hashed_nbytes = 0
+        self._digests_of = digests_of
+        #: Where each block ends in the bytes of all.
+        self._ends = list(accumulate(map(len, views)))
         self._digests: list[bytes] = []
 
     def landed(self, payload_nbytes: int) -> None:
@@ -113,20 +122,15 @@ class BlockHasher:
 
         Hashing them at once finds them in the cache.
         """
-        views, digests = self._views, self._digests
-        while len(digests) < len(views):
-            view = views[len(digests)]
-            end = self._hashed_nbytes + len(view)
-            if end > payload_nbytes:
-                break
-            digests.append(self._digest_of(view))
-            self._hashed_nbytes = end
+        done = len(self._digests)
+        end = bisect_right(self._ends, payload_nbytes, done)
+        self._digests += self._digests_of(self._views[done:end])
 
     def block_digests(self) -> bytes:
         """Return the digests of all blocks, one after the other.
 
         Hashes the blocks that `landed` has not announced, too.
         """
-        if len(self._digests) < len(self._views):
-            self.landed(sum(map(len, self._views)))
+        if len(self._digests) < len(self._ends):
+            self.landed(self._ends[-1])
         return b"".join(self._digests)

@@ -171,6 +171,18 @@ class ChunkGrid:
         blocks = self.blocks(index)
         return Range(self.layer_of[index], blocks[begin][0], sum(blocks[end - 1]))
 
+    def row(self, index: int, block: int) -> int:
+        """Return the number of a chunk's block among all blocks of the model."""
+        return self.first_of_layer[self.layer_of[index]] + self.first_block[index] + block
+
+    def follows(self, before: tuple[int, int, int], part: tuple[int, int, int]) -> bool:
+        """Return True if a part, (chunk, begin, end), begins where another one ends."""
+        last, _, end = before
+        index, begin, _ = part
+        if index == last:
+            return begin == end
+        return index == last + 1 and begin == 0 and end == self._counts[last]
+
     def part_nbytes(self, index: int, begin: int, end: int) -> int:
         """Return the payload bytes of blocks `begin` to `end` of a chunk."""
         if begin == 0 and end == self._counts[index]:

@@ -65,7 +65,7 @@ class Shares:
     """One rank's view of the division. Immutable.
 
     `mine` are the blocks that this rank reads. `expected` are the parts that others read and hand
-    over, by rank.
+    over, by rank. `read_by` are all that each rank reads, `nbytes_by` how much that is.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Shares:
         self._takers: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
         mine: dict[int, list[BlockRange]] = {}
         self.expected: dict[int, list[Part]] = {other: [] for other in ranks if other != rank}
-        given_nbytes = dict.fromkeys(ranks, 0)
+        self.read_by: dict[int, list[Part]] = {each: [] for each in ranks}
+        self.nbytes_by = dict.fromkeys(ranks, 0)
         at = 0
         for chunk in range(len(grid)):
             blocks = grid.block_count(chunk)
@@ -90,8 +91,9 @@ class Shares:
             masks = [(each, int.from_bytes(indices[each][at:end], "little")) for each in ranks]
             at = end
             for begin, until, takers in _units(blocks, masks):
-                owner = min(takers, key=lambda each: (given_nbytes[each], each))
-                given_nbytes[owner] += grid.part_nbytes(chunk, begin, until)
+                owner = min(takers, key=lambda each: (self.nbytes_by[each], each))
+                self.read_by[owner].append(Part(chunk, begin, until))
+                self.nbytes_by[owner] += grid.part_nbytes(chunk, begin, until)
                 if rank not in takers:
                     continue
                 found = wanted.within(chunk, begin, until)

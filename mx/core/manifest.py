@@ -60,7 +60,7 @@ from mx.core.types import (
 )
 from mx.core.versions import HINT
 from mx.errors import ManifestError
-from mx.text import shown
+from mx.text import can_be_encoded, shown
 
 __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 
@@ -162,7 +162,7 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     roots = tuple(map(roots_of.__getitem__, names))
     _check_roots(layout, roots)
     _check_chunks(layout)
-    packaging = _read_packaging(packaging_data, names) if ref.packaging else Packaging()
+    packaging = read_packaging(packaging_data, names) if ref.packaging else Packaging()
     _check_packaging(packaging, layout, names)
     own = {digest: documents[digest] for digest, _ in ref.documents}
     return Manifest(ref, layout, packaging, roots, own)
@@ -302,7 +302,16 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
     return write_json(document | {key: found for key, found in newer.items() if found})
 
 
-def _read_packaging(data: bytes, names: list[str]) -> Packaging:
+def read_packaging(data: bytes, names: list[str]) -> Packaging:
+    """Return what a packaging document says; `encode` checks it.
+
+    Args:
+        data: The document, from anywhere.
+        names: Those of the model's tensors.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
     what = "packaging"
     document = read_json(data, what)
     _version_of(document, what, (PACKAGING_VERSION,))
@@ -345,19 +354,11 @@ def _metadata(pairs: list[object] | None) -> dict[str, str] | None:
     found: dict[str, str] = {}
     for pair in pairs:
         match pair:
-            case [str(key), str(value)] if key not in found and _is_text(key + value):
+            case [str(key), str(value)] if key not in found and can_be_encoded(key + value):
                 found[key] = value
             case _:
                 raise ManifestError("a file's metadata in the packaging document is malformed")
     return found
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: no header could be written with it
-        return False
-    return True
 
 
 def _unhex(text: str) -> bytes:

@@ -30,6 +30,11 @@ INDEX_SUFFIX = ".safetensors.index.json"
 #: The configuration of an adapter of PEFT, and its weights.
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: Digests beside the weights of a folder (`mx.snapshots.digests`), which do not travel as a file.
+DIGESTS = "digests/weights.mx"
+#: In a folder that is one rank of a snapshot (`mx.snapshots.container`): what it holds. It is
+#: hidden, so that no peer can have a pull write one.
+RANK = ".mx-rank.json"
 
 # SECURITY.md has these as a table.
 _OLDER_SUFFIXES = (".json", ".txt", ".md", ".jinja", ".tiktoken", ".bpe", ".vocab")

@@ -14,6 +14,8 @@ from mx.core.topology import Nic, Place
 
 #: The speed assumed of an interface that does not report one: 10 Gbit/s.
 UNKNOWN_GB_PER_S = 1.25
+#: How many connections a path has at first, where nothing else is said.
+FIRST_STREAMS = 2
 
 
 class Medium(enum.Enum):
@@ -36,11 +38,12 @@ class Path:
 
     `gb_per_s` is an estimate until it is measured. For a path between hosts it is what the
     transport itself can do, whatever the rails allow, and `rdma_gb_per_s` is what it can do over
-    rails with RDMA (0: it does not use RDMA). A `trusting` path enforces no bounds: between hosts
-    it needs a network whose every user is trusted. Over a `plain` path data is in the clear, also
-    where there are files for TLS: it is `trusting`, too. mx sets `staged`: the path ends in host
-    memory, from which mx copies to the target's GPU. `not_beside` says what the path costs
-    the source, "" for nothing: it is not used beside a better path to that source.
+    rails with RDMA (0: it does not use RDMA), of which `rdma_detail` is said. A `trusting` path
+    enforces no bounds: between hosts it needs a network whose every user is trusted. Over a `plain`
+    path data is in the clear, also where there are files for TLS: it is `trusting`, too. mx sets
+    `staged`: the path ends in host memory, from which mx copies to the target's GPU. `not_beside`
+    says what the path costs the source, "" for nothing: it is not used beside a better path to that
+    source.
     """
 
     transport: str
@@ -49,6 +52,7 @@ class Path:
     detail: str = ""
     medium: Medium = Medium.MEMORY
     rdma_gb_per_s: float = 0.0
+    rdma_detail: str = "RDMA"
     trusting: bool = False
     plain: bool = False
     staged: bool = False

@@ -12,6 +12,8 @@ from mx.core.types import SourceRecord, SourceState
 
 #: A path that would add less than this part of the best one's bandwidth is not worth its cost.
 WORTH = 0.05
+#: Media that are links of GPUs.
+_LINKS = (Medium.NVLINK, Medium.PCIE)
 #: Sources that one pull reads from at a time, by itself; in a swarm there are more.
 MOST_SOURCES = 4
 
@@ -29,6 +31,7 @@ class SourcePath(NamedTuple):
     rail: Rail | None = None
     staged: bool = False  # through this host's memory to the GPU: the transport can't do it
     not_beside: str = ""  # as `Path` has it
+    link: str = ""  # of the target's GPU, by which the bytes come; "" for no link of its own
 
     @property
     def label(self) -> str:
@@ -38,6 +41,8 @@ class SourcePath(NamedTuple):
     @property
     def bottleneck(self) -> tuple[object, ...]:
         """What the path shares with others of the same value: one of them is enough."""
+        if self.link:
+            return (self.link,)
         if self.medium is Medium.NETWORK:
             ends = (self.rail.local_address, self.rail.remote_address) if self.rail else ()
             return (self.source.key, self.medium, *ends)
@@ -118,7 +123,8 @@ def plan(
     Serving sources come before draining ones, then paths that attach, then faster ones; equal ones
     are ranked by source id, transport and rail, so that the same input gives the same plan. Beside
     the best path those are chosen that share no bottleneck with it and add enough bandwidth: others
-    to its source, and, over the network, some to sources on other hosts.
+    to its source, over the network some to sources on other hosts, and into a GPU some to sources
+    on its host whose bytes come by another link.
 
     Args:
         here: The target's place.
@@ -166,7 +172,7 @@ def _paths(here: Place, source: SourceRecord, path: Path, attach: bool) -> Itera
         rate, detail = path.gb_per_s, path.detail
         if rail is not None:
             if rail.rdma and path.rdma_gb_per_s:
-                rate, detail = path.rdma_gb_per_s, "RDMA"
+                rate, detail = path.rdma_gb_per_s, path.rdma_detail
             rate = min(rate, rail.gb_per_s)
         elif path.medium is Medium.NETWORK and here.nics:
             # Whatever interfaces the source declares, the bytes arrive by one of these.
@@ -181,7 +187,19 @@ def _paths(here: Place, source: SourceRecord, path: Path, attach: bool) -> Itera
             rail,
             path.staged,
             path.not_beside,
+            _link(here, source.place, path.medium) if path.medium in _LINKS else "",
         )
+
+
+def _link(here: Place, there: Place, medium: Medium) -> str:
+    """Return the link of the target's GPU that bytes of another GPU come by: its slot, its lanes to
+    that GPU, or all of its lanes, where they lead to switches; "" for none. (Host memory would have
+    to be pinned, for little beside a GPU.)"""
+    gpu = here.gpu
+    if gpu is None or there.device == "cpu":
+        return ""
+    apart = sum(peer.nvlinks for peer in gpu.peers) <= gpu.nvlinks  # else each reaches all others
+    return f"nvlink {there.device}" if medium is Medium.NVLINK and apart else medium.value
 
 
 def _rank(path: SourcePath) -> tuple[object, ...]:
@@ -198,10 +216,14 @@ def _rank(path: SourcePath) -> tuple[object, ...]:
 
 def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> PathReason | None:
     """Return why a path to another source is not used; None if it is. A second source is of use
-    where the network connection of the source is the bottleneck."""
+    where the network connection of the source is the bottleneck, or the link into the GPU."""
     best = chosen[0]
-    network = path.medium is best.medium is Medium.NETWORK and not best.attach
-    if not network or any(_host(other.source) == _host(path.source) for other in chosen):
+    if path.link and best.link and not path.not_beside:
+        shares = any(other.link == path.link for other in chosen)
+    else:
+        shares = not (path.medium is best.medium is Medium.NETWORK) or best.attach
+        shares |= any(_host(other.source) == _host(path.source) for other in chosen)
+    if shares:
         nearer = Why.NEARER if best.gb_per_s > path.gb_per_s else Why.AS_NEAR
         return nearer(best.source.endpoint)
     if len({other.source.key for other in chosen}) >= MOST_SOURCES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from mx.core.types import Layout
@@ -72,9 +73,9 @@ def progress_of(
             done = done_nbytes[layer.index]
         layers.append(LayerProgress(layer.name, nbytes, done, ready))
     return Progress(
-        sum(layer.done_nbytes for layer in layers),
-        sum(layer.nbytes for layer in layers),
-        sum(layer.ready for layer in layers),
+        sum(map(attrgetter("done_nbytes"), layers)),
+        sum(sizes),
+        sum(map(attrgetter("ready"), layers)),
         len(layers),
         tuple(layers),
         phase,

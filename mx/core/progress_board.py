@@ -16,77 +16,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from mx.core.changes import ChangeKind, PullChange
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import Rates
 from mx.errors import CapacityError, NotAllowedError
-
-#: How many ended pulls are kept for each that is shown at most.
-_GONE_PER_PULL = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PullChange:
-    """The last change of one pull: what it reports now, or None if it does not report any more."""
-
-    number: int
-    pull_id: str
-    status: PullStatus | None
-    name: str  # the model's, also once it is gone
-
-
-class PullChanges:
-    """The last change of each pull, in order, for any number of watchers."""
-
-    def __init__(self, limit: int) -> None:
-        """`limit` is the most pulls that report at a time."""
-        self.latest = 0
-        #: Changes up to this number may be missing: those of pulls that are gone.
-        self.forgotten = 0
-        self._max_gone = _GONE_PER_PULL * limit
-        self._last: OrderedDict[str, PullChange] = OrderedDict()
-        self._gone: OrderedDict[str, None] = OrderedDict()
-
-    def push(self, before: PullStatus | None, status: PullStatus) -> None:
-        """Record a report. One that differs from the last by the time alone is not a change."""
-        same = before is not None and before._replace(seconds=status.seconds) == status
-        if not same or status.pull_id not in self._last:
-            self._gone.pop(status.pull_id, None)
-            self._put(PullChange(self.latest + 1, status.pull_id, status, status.model.name))
-
-    def drop(self, pull_id: str) -> None:
-        """Record that a pull reports no more."""
-        known = self._last[pull_id]
-        self._put(PullChange(self.latest + 1, pull_id, None, known.name))
-        self._gone[pull_id] = None
-        while len(self._gone) > self._max_gone:
-            gone, _ = self._gone.popitem(last=False)
-            self.forgotten = max(self.forgotten, self._last.pop(gone).number)
-
-    def _put(self, change: PullChange) -> None:
-        self.latest = change.number
-        self._last[change.pull_id] = change
-        self._last.move_to_end(change.pull_id)
-
-    def after(self, number: int, name: str = "") -> list[PullChange]:
-        """Return the pulls that have changed after `number`, the oldest change first.
-
-        Args:
-            number: The last change that the watcher has seen; 0 for what is there now.
-            name: The model's name; "" for all.
-
-        Raises:
-            CapacityError: The watcher has read so slowly that the end of a pull is no longer kept.
-        """
-        if 0 < number < self.forgotten:
-            raise CapacityError("this watch was read too slowly", hint="watch again")
-        found = []
-        for change in reversed(self._last.values()):
-            if change.number <= number:
-                break
-            if name in ("", change.name) and (number or change.status is not None):
-                found.append(change)
-        return found[::-1]
-
 
 #: A pull reports at most once a second; one that has not reported for this long is forgotten.
 EXPIRE_S = 5.0
@@ -176,17 +109,19 @@ class ProgressBoard:
         self,
         limit: int = MAX_PULLS,
         link_gb_per_s: Callable[[str, str, str], float] = lambda model, source_host, host: 0.0,
+        on_change: Callable[[PullChange], None] = lambda change: None,
     ) -> None:
         """
         Args:
             limit: The most pulls that report here.
             link_gb_per_s: Returns the most that a pull of a model can read from one host at
                 another; 0.0 for what is not to be recorded.
+            on_change: Called with each change of a pull. A report that differs from the last by the
+                time alone is none.
         """
         self._limit = limit
         self._link_gb_per_s = link_gb_per_s
-        #: What watchers of pulls read.
-        self.changes = PullChanges(2 * limit)
+        self._on_change = on_change
         #: What was measured by the pulls.
         self.rates = Rates()
         self._reports: dict[str, _LastReport] = {}
@@ -331,8 +266,11 @@ class ProgressBoard:
         if self._untold is not None and not report.coordinator:
             self._untold.add(report.principal, pull_id)
         self._reports[pull_id] = report
-        self.changes.push(None if known is None else known.status, report.status)
         self._due_s = min(self._due_s, report.until_s)
+        if known is None:
+            self._on_change(PullChange(ChangeKind.UP, report.status))
+        elif known.status._replace(seconds=report.status.seconds) != report.status:
+            self._on_change(PullChange(ChangeKind.CHANGED, report.status, known.status))
 
     def _count(self, report: _LastReport, by: int) -> None:
         if report.coordinator:
@@ -350,7 +288,7 @@ class ProgressBoard:
             self._count(report, -1)
             if self._untold is not None:
                 self._untold.discard(report.principal, ended)
-            self.changes.drop(ended)
+            self._on_change(PullChange(ChangeKind.GONE, report.status, report.status))
         next_s = min((reported.until_s for reported in self._reports.values()), default=math.inf)
         # If many end one after the other, scan them a few times a second, not for each one.
         self._due_s = max(next_s, now + _LEAST_INTERVAL_S)

@@ -92,10 +92,9 @@ class Store(ABC):
             MxError: It is; the message says why.
         """
 
-    def share_pulls(self, board: ProgressBoard, changed: Callable[[], None]) -> None:  # noqa: B027
+    def share_pulls(self, board: ProgressBoard) -> None:  # noqa: B027
         """Tell other coordinators of the state what pulls report to the board, and the board what
-        reports to them, from `open` on; `changed` is called when it has heard something. A state
-        of one coordinator does nothing."""
+        reports to them, from `open` on. A state of one coordinator does nothing."""
 
     @abstractmethod
     async def catch_up(self) -> None:

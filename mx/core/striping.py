@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mx.core.grid import BLOCK_BYTES
+from mx.units import MIB
 
 #: Beyond half of its depth a connection has no more in flight than it reads in this time.
 AHEAD_S = 0.15
@@ -41,6 +42,9 @@ WORTH = 1 / 8
 #: The most reads of a connection that are under way, of chunks of 16 MiB: those of 100 Gbit/s in
 #: 0.3 s. Where some are read aside, into buffers, fewer.
 MOST_READS, MOST_READS_ASIDE = 256, 32
+#: The most bytes of a trip, and how many trips of a connection are under way: each has a stream of
+#: its own, and one is copied while the other is hashed.
+MOST_TRIP_NBYTES, TRIPS = 256 * MIB, 2
 #: A connection does not count as late before this.
 LATE_S = 1.0
 #: A connection is late if the others could do its work this many times before it is done.
@@ -68,6 +72,7 @@ class ConnectionLoad:
     answers: bool = False  # its source can be asked whether a chunk is right in its memory
     most: int = 0  # reads in flight over a way that is long
     round_trip_s: float = 0.0  # from a request to its first byte; 0: not known, or not to count
+    trip_s: float = 0.0  # it reads by trips, of runs of parts, which take so long; 0: part by part
     #: Part -> when its read was issued, the oldest first.
     in_flight: dict[Part, float] = field(default_factory=dict)
     nbytes: int = 0  # of those
@@ -82,11 +87,15 @@ def way_nbytes(bytes_per_s: float, round_trip_s: float) -> int:
     return int(ROUND_TRIPS * bytes_per_s * round_trip_s)
 
 
-def wants_more(load: ConnectionLoad, chunk_nbytes: int) -> bool:
+def wants_more(load: ConnectionLoad, chunk_nbytes: int, *, begins: bool = False) -> bool:
     """Return True if the connection should read more now. Beyond half of its depth it has to be
     measured as fast, or its way as long: other connections can't read what a slow one holds. A
     chunk's bytes measure its speed; by the first small parts alone, a fast connection and its
-    rivals are ranked wrongly."""
+    rivals are ranked wrongly. What `begins` is another trip: it waits until there is room for a
+    whole one, else a short one would follow each short one."""
+    if load.trip_s:
+        trip = trip_nbytes(load, chunk_nbytes)
+        return load.nbytes + (trip if begins else chunk_nbytes) <= TRIPS * trip
     reads, always = len(load.in_flight), -(-load.depth // 2)
     if reads < always:
         return True
@@ -100,9 +109,16 @@ def wants_more(load: ConnectionLoad, chunk_nbytes: int) -> bool:
     return part * WORTH <= way and load.nbytes < always * part + way
 
 
+def trip_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
+    """Return the most bytes of a trip of this connection: what it reads in `trip_s`, in whole
+    chunks."""
+    nbytes = min(int(load.pace.bytes_per_s * load.trip_s), MOST_TRIP_NBYTES)
+    return max(nbytes // chunk_nbytes, 1) * chunk_nbytes
+
+
 def part_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
     """Return the most bytes that a part for this connection has, by its measured speed."""
-    if not load.pace.measured_nbytes:
+    if load.trip_s or not load.pace.measured_nbytes:
         return chunk_nbytes
     nbytes = int(load.pace.bytes_per_s * PART_S)
     return chunk_nbytes if nbytes >= chunk_nbytes else max(nbytes, BLOCK_BYTES)
@@ -138,16 +154,36 @@ def budget(
     return work * load.pace.bytes_per_s / total - load.nbytes
 
 
-def rank(load: ConnectionLoad, connections: Collection[ConnectionLoad], chunk_nbytes: int) -> int:
+def rank(
+    load: ConnectionLoad,
+    connections: Collection[ConnectionLoad],
+    chunk_nbytes: int,
+    left_nbytes: int,
+) -> int:
     """Return how many chunks the other connections will have taken by the time that this one is
-    done with its next."""
-    own_s = (load.nbytes + chunk_nbytes) / load.pace.bytes_per_s
+    done with its next, or with its next trip."""
+    nbytes = float(chunk_nbytes)
+    if load.trip_s:
+        part = TAKEN * budget(load, connections, left_nbytes)
+        nbytes = max(nbytes, min(trip_nbytes(load, chunk_nbytes), part))
+    own_s = (load.nbytes + nbytes) / load.pace.bytes_per_s
     found = 0
     for other in connections:
         if other is not load:
             chunks = (other.pace.bytes_per_s * own_s - other.nbytes) / chunk_nbytes
             found += max(0, -int(-chunks // 1) - 1)
     return found
+
+
+def has_its_part(
+    load: ConnectionLoad, connections: Collection[ConnectionLoad], left_nbytes: int
+) -> bool:
+    """Return True if a connection that reads by trips has enough under way beside others: half of
+    its share, and before it is measured one read."""
+    if not load.trip_s or not load.in_flight or len(connections) < 2:
+        return False
+    share = budget(load, connections, left_nbytes) + load.nbytes
+    return not load.pace.measured_nbytes or load.nbytes >= TAKEN * share
 
 
 def is_late(

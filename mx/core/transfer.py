@@ -5,8 +5,10 @@ connections there are and how fast each is, and decides what each reads next. It
 the commands and reports their results, in any order.
 
 A read is of a *part*: a chunk, or near the end a piece of one in whole blocks. `mx.core.striping`
-computes how much a connection takes, and how far ahead. Whether what has landed is right, and which
-chunks are verified and which layers ready, `mx.core.verification` decides.
+computes how much a connection takes, and how far ahead. Where a copy engine moves the bytes, a
+read is a *trip*: a run of parts, one after the other; the first trip is of the first layer alone.
+Whether what has landed is right, and which chunks are verified and which layers ready,
+`mx.core.verification` decides.
 
 A part that fails is missing again, and is read from another source if possible. So is a part whose
 connection is lost, but not before its read has ended: until then that transport may still write
@@ -30,7 +32,7 @@ reported that no further connection will come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from mx.core import striping
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
@@ -44,6 +46,9 @@ from mx.core.transfer_commands import Ask, Assign, Command, DropConnection, Fail
 from mx.core.verification import Verification
 from mx.core.wanted import WantedBlocks
 from mx.errors import DigestError, MxError, PathSlowError, StaleGenerationError
+
+#: The parts of a read, each with the digests of its blocks.
+Trip = Sequence[tuple[Part, bytes | None]]
 
 MAX_ATTEMPTS = 5
 #: Pause between looks for connections that are late.
@@ -91,6 +96,8 @@ class TransferMachine:
         self._ended = False
         self._expecting = True
         self._rights = ReadRights(len(grid))
+        #: The first layer with bytes, where trips are read, and how many they are.
+        self._first_layer, self._first_nbytes = 0, 0
 
     @property
     def ended(self) -> bool:
@@ -139,6 +146,7 @@ class TransferMachine:
         peer: str = "",
         bytes_per_s: float = 0.0,
         answers: bool = False,
+        trip_s: float = 0.0,
     ) -> list[Command]:
         """Read through a new connection; `load` returns its state.
 
@@ -152,12 +160,17 @@ class TransferMachine:
             peer: Names the source in errors.
             bytes_per_s: Its expected bandwidth; 0: not known.
             answers: True if its source can be asked whether a chunk is right in its memory.
+            trip_s: How long a trip takes at most; 0: each part is a read of its own.
         """
         if connection in self._connections:
             raise ValueError(f"connection {connection} is there already")
         pace = Pace(bytes_per_s, BLOCK_BYTES)  # soon outweighed by what is seen
+        if trip_s and not self._first_nbytes and self._grid.layer_of:
+            self._first_layer = self._grid.layer_of[0]
+            first = self._grid.of_layer(self._first_layer)
+            self._first_nbytes = sum(self._grid.sizes[first.start : first.stop])
         name = source or f"connection {connection}"
-        load = ConnectionLoad(name, max(1, depth), pace, peer, answers)
+        load = ConnectionLoad(name, max(1, depth), pace, peer, answers, trip_s=trip_s)
         if depth > 1:  # else one at a time is meant
             load.most = striping.MOST_READS if self._wanted is None else striping.MOST_READS_ASIDE
         self._connections[connection] = self._open[connection] = load
@@ -183,38 +196,51 @@ class TransferMachine:
         self._expecting = True
 
     def landed(
-        self,
-        connection: int,
-        part: Part,
-        block_digests: bytes | None,
-        now_s: float,
-        round_trip_s: float = 0.0,
+        self, connection: int, trip: Trip, now_s: float, round_trip_s: float = 0.0, depth: int = 0
     ) -> list[Command]:
-        """Record that all bytes of a part are in place, read under a lease that held.
+        """Record that all bytes of the parts of a read are in place, read under a lease that held.
 
         Args:
-            connection: The connection that brought it.
-            part: The part.
-            block_digests: The digests of its blocks, one after the other, 32 bytes each; None: the
-                shortcut has found them right.
+            connection: The connection that brought them.
+            trip: Each part, and the digests of its blocks, one after the other, 32 bytes each;
+                None: the shortcut has found them right.
             now_s: The time.
             round_trip_s: How long the connection's first bytes take to come, as last seen; 0: not
                 known.
+            depth: How many parts to have in flight from now on, if that is more than before.
         """
-        nbytes = self._grid.part_nbytes(*part)
-        load = self._take_back(connection, part, nbytes)
-        if load is None:
+        load = self._connections.get(connection)
+        if load is None or self._ended:
             return []
+        if load.depth > 1:  # else one at a time is meant
+            load.depth = max(load.depth, depth)
         # In coordinated reading who reads what is agreed upon: nothing is taken early.
         load.round_trip_s = 0.0 if self._rights.coordinated else round_trip_s
-        load.pace.completed(nbytes, now_s)
-        right = self._verification.landed(part, nbytes, load, block_digests)
-        commands = self._assign(now_s)  # the next reads are issued first
-        if right:
-            commands += self._right(part, nbytes, load, now_s)
-        elif right is not None:
-            commands += self._wrong(part, load, now_s)
+        begins = load.trip_s > 0 and self._reads_first_layer()
+        verdicts, total = [], 0
+        for part, block_digests in trip:
+            nbytes = self._grid.part_nbytes(*part)
+            if self._take_back(connection, part, nbytes) is not None:
+                total += nbytes
+                right = self._verification.landed(part, nbytes, load, block_digests)
+                verdicts.append((part, nbytes, right))
+        if not verdicts:
+            return []
+        load.pace.completed(total, now_s)
+        # The next reads are issued first, but after the first layer's, which is to be early.
+        commands = [] if begins else self._assign(now_s)
+        for part, nbytes, right in verdicts:
+            if right:
+                commands += self._right(part, nbytes, load, now_s)
+            elif right is not None:
+                commands += self._wrong(part, load, now_s)
+        if begins:
+            commands += self._assign(now_s)
         return commands if self._expecting else commands + self._check_hopeless()
+
+    def _reads_first_layer(self) -> bool:
+        """Return True while bytes of the first layer have not landed."""
+        return self._verification.landed_nbytes[self._first_layer] < self._first_nbytes
 
     def page_known(self, layer: int, now_s: float) -> list[Command]:
         """Verify what has landed of a layer whose page is known from now on."""
@@ -251,18 +277,28 @@ class TransferMachine:
         """Return True if that rank has yet to hand over something."""
         return not self._ended and self._expected.any_of(rank)
 
-    def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
-        """Record that the read of a part failed; its session may still work."""
-        if self._take_back(connection, part, self._grid.part_nbytes(*part)) is None:
+    def failed(
+        self, connection: int, parts: Sequence[Part], error: MxError, now_s: float
+    ) -> list[Command]:
+        """Record that the read of some parts failed; its session may still work."""
+        part_nbytes = self._grid.part_nbytes
+        missing = [
+            part
+            for part in parts
+            if self._take_back(connection, part, part_nbytes(*part)) is not None
+        ]
+        if not missing:
             return []
-        self.retries += 1
-        self._missing.give_back(part)
+        self.retries += len(missing)
+        for part in missing:
+            self._missing.give_back(part)
         if connection not in self._open:
             return self._assign(now_s) + self._check_hopeless()
-        self._attempts[part.chunk] = self._attempts.get(part.chunk, 0) + 1
-        if self._attempts[part.chunk] >= MAX_ATTEMPTS:
-            self._attempts[part.chunk] = 0
-            return self._drop([connection], error, now_s)
+        for chunk in {part.chunk for part in missing}:
+            self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
+            if self._attempts[chunk] >= MAX_ATTEMPTS:
+                self._attempts[chunk] = 0
+                return self._drop([connection], error, now_s)
         self._causes.append(error)
         return self._assign(now_s) + self._check_hopeless()
 
@@ -462,7 +498,7 @@ class TransferMachine:
         for number, load in self._open.items():
             if load.in_flight and not load.pace.measured_nbytes:
                 load.pace.doubt(load.nbytes, now_s)
-            if number in usable and striping.wants_more(load, chunk_nbytes):
+            if number in usable and striping.wants_more(load, chunk_nbytes, begins=True):
                 able[number] = load
         while able and (left_nbytes := missing.nbytes):
             number = next(iter(able))
@@ -480,7 +516,27 @@ class TransferMachine:
             given.setdefault(number, []).append(part)
             if not striping.wants_more(load, chunk_nbytes):
                 del able[number]
-        return [Assign(connection, tuple(parts)) for connection, parts in given.items()]
+        commands: list[Command] = []
+        for number, parts in given.items():
+            load = self._open[number]
+            if load.trip_s:
+                most = striping.trip_nbytes(load, chunk_nbytes)
+                commands += (Assign(number, trip) for trip in self._trips(parts, most))
+            else:
+                commands.append(Assign(number, tuple(parts)))
+        return commands
+
+    def _trips(self, parts: Sequence[Part], most_nbytes: int) -> Iterator[tuple[Part, ...]]:
+        """Yield runs of parts, each of which begins where the one before ends."""
+        grid, trip, nbytes = self._grid, list[Part](), 0
+        for part in parts:
+            size = grid.part_nbytes(*part)
+            if trip and (nbytes + size > most_nbytes or not grid.follows(trip[-1], part)):
+                yield tuple(trip)
+                trip, nbytes = [], 0
+            trip.append(part)
+            nbytes += size
+        yield tuple(trip)
 
     def _next(self, load: ConnectionLoad, usable: dict[int, ConnectionLoad]) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
@@ -491,30 +547,48 @@ class TransferMachine:
             # Only those that may read some of the same chunks share the work.
             among = allowed = self._rights.allowed(load.source)
             rivals = [each for each in rivals if self._rights.allowed(each.source) & allowed]
-        chunk = self._choose(load, among, rivals) if rivals else None
+        left_nbytes = self._missing.nbytes_in(among) if len(rivals) > 1 else 0
+        chunk = self._choose(load, among, rivals, left_nbytes) if rivals else None
         if chunk is None:
+            return None
+        if (
+            load.trip_s
+            and load.in_flight
+            and self._grid.layer_of[chunk] != self._first_layer  # which is read alone
+            and (self._reads_first_layer() or striping.has_its_part(load, rivals, left_nbytes))
+        ):
             return None
         nbytes = striping.part_nbytes(load, chunk_nbytes)
         if len(rivals) > 1:
             able = [other for other in rivals if self._may_read(other, chunk)]
-            left_nbytes = self._missing.nbytes_in(among)
             budget = striping.budget(load, rivals, left_nbytes)
             piece = striping.piece_nbytes(load, chunk_nbytes)
             if budget < piece and not striping.is_first(load, able, chunk_nbytes):
                 return None  # another connection will be done sooner, and takes it then
             nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
-        if not load.pace.measured_nbytes and (self._several_connections or len(rivals) > 1):
+        several = self._several_connections or len(rivals) > 1
+        if several and not load.pace.measured_nbytes and not load.trip_s:
             nbytes = min(nbytes, striping.PROBE_NBYTES)
         return self._missing.cut(chunk, nbytes)
 
     def _choose(
-        self, load: ConnectionLoad, among: int | None, rivals: Collection[ConnectionLoad]
+        self,
+        load: ConnectionLoad,
+        among: int | None,
+        rivals: Collection[ConnectionLoad],
+        left_nbytes: int,
     ) -> int | None:
-        """Return the chunk that the connection should read next: the lowest missing one that it may
-        read, after as many as the others will have read by the time that it is done."""
+        """Return the chunk that the connection should read next: that with which its trip goes on,
+        else the lowest missing one that it may read, after as many as the others will have read by
+        the time that it is done."""
         rank = 0
         if len(rivals) > 1:
-            rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
+            if load.trip_s and load.in_flight:
+                last, _, end = next(reversed(load.in_flight))
+                following = last + (end == self._missing.blocks(last))
+                if following in self._missing and self._may_read(load, following):
+                    return following
+            rank = striping.rank(load, rivals, self._grid.chunk_nbytes, left_nbytes)
         chosen, wanted, can_judge = None, self._wanted, self._verification.can_judge
         may_read, source, sources = self._rights.may_read, load.source, self._open_sources
         for chunk in self._missing.chunks(among):

@@ -10,10 +10,10 @@ from mx.core.types import ManifestRef
 from mx.errors import ConfigError, ManifestError
 from mx.text import shown
 
-#: The field by which a configuration names code of its own.
-_CODE = "auto_map"
+#: The fields by which a configuration names code of its own.
+_CODE = ("auto_map", "custom_pipelines")
 #: Texts in JSON may spell any letter so.
-_MAYBE_CODE = (_CODE.encode(), b"\\u")
+_MAYBE_CODE = (*(each.encode() for each in _CODE), b"\\u")
 
 
 def check_code(name: str, files: Mapping[str, bytes]) -> None:
@@ -24,7 +24,7 @@ def check_code(name: str, files: Mapping[str, bytes]) -> None:
         files: The side files by path.
 
     Raises:
-        ConfigError: One names code (`auto_map`); it is named.
+        ConfigError: One names code; it is named.
         ManifestError: One is not a valid JSON.
     """
     for path, data in files.items():
@@ -35,26 +35,28 @@ def check_code(name: str, files: Mapping[str, bytes]) -> None:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"the {path} of {name} is not valid JSON: {error}") from None
-        if _names_code(found):
+        if field := _names_code(found):
             raise ConfigError(
-                f"the {shown(path)} of {name} names code of its own ({_CODE}), which is never "
+                f"the {shown(path)} of {name} names code of its own ({field}), which is never "
                 "taken from a peer",
                 hint="load the model from a folder of yours that has its files",
             )
 
 
-def _names_code(found: object) -> bool:
+def _names_code(found: object) -> str:
+    """Return a field that names code, or ""."""
     waiting = [found]
     while waiting:
         each = waiting.pop()
         if isinstance(each, dict):
             # In a vocabulary it is a word with a number.
-            if isinstance(each.get(_CODE), dict | list | str):
-                return True
+            for field in _CODE:
+                if isinstance(each.get(field), dict | list | str):
+                    return field
             waiting += each.values()
         elif isinstance(each, list):
             waiting += each
-    return False
+    return ""
 
 
 def check_covered(model: str, pin: str, ref: ManifestRef, do_this: str) -> None:

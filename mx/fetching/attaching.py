@@ -54,10 +54,12 @@ class Attacher:
         mapped. The causes say why not."""
         self.connections.begin(entry)
         connection: Connection | None = None
+        layout = self.manifest.layout
         try:
-            connection = await self.connector.open(entry.path, self.manifest.layout)
-            nbytes = self.manifest.layout.arena_nbytes
-            return connection, await self.connector.attach(connection, nbytes)
+            connection = await self.connector.open(entry.path, layout)
+            first_nbytes = sum(each.arena_offset + each.nbytes for each in layout.layers[:1])
+            nbytes = layout.arena_nbytes
+            return connection, await self.connector.attach(connection, nbytes, first_nbytes)
         except NotAllowedError as error:
             failure: MxError = error
         except (ConfigError, LocalError) as error:

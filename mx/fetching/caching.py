@@ -31,19 +31,13 @@ async def ask_cache(
     Returns:
         Where the cache holds it; None, which is logged with the reason.
     """
-    client: CacheClient | None = None
+    wanted = WantedModel(options.name, options.revision, options.variant, options.coordinator or "")
     try:
-        client = CacheClient(options.cache, timeout_s=options.connect_timeout_s)
-        found = await client.hold(
-            WantedModel(options.name, options.revision, options.variant, options.coordinator or ""),
-            on_progress,
-        )
+        async with CacheClient(options.cache, timeout_s=options.connect_timeout_s) as client:
+            found = await client.hold(wanted, on_progress)
     except MxError as error:
         log.warning("the cache is of no use, and the pull goes on without it: %s", error.message)
         return None
-    finally:
-        if client is not None:
-            await client.close()
     if isinstance(found, str):
         event(log, "cache.not_held", model=options.name, reason=found)
         return None

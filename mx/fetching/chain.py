@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mx.errors import (
     CapacityError,
@@ -30,6 +30,7 @@ from mx.fetching.report import (
     USED,
     PathReport,
     PullReport,
+    StageReport,
     StepReport,
 )
 from mx.runtime import in_thread, uncut
@@ -57,6 +58,7 @@ class _NoLease:
 
     coordinated = False
     answers = False
+    lease_s = 0.0
 
     def check(self) -> MxError | None:
         return None
@@ -71,12 +73,15 @@ class _NoLease:
 @dataclass
 class Chain:
     """What became of one pull's steps; on the loop. `causes` are the stores' errors; `completed` is
-    the step of the store with which the pull was complete."""
+    the step of the store with which the pull was complete; `stages` are those of reading stores.
+    `session` makes what reads a store in place of `StoreSession`: into a GPU."""
 
     options: PullOptions
     steps: list[StepReport] = field(default_factory=list)
     causes: list[MxError] = field(default_factory=list)
     completed: str = ""
+    session: Callable[..., Any] | None = None
+    stages: list[StageReport] = field(default_factory=list)
     _near: dict[str, bool] = field(default_factory=dict)  # endpoint -> whether it is on this host
     _attachable: bool = False
 
@@ -155,7 +160,7 @@ class Chain:
         for store in self.options.stores:
             found[store.step] = StepReport(store.step, UNUSED)
         found |= {each.step: each for each in self.steps}
-        order = (ATTACH, HOST, PEERS, "disk", "hub", "objects")
+        order = (ATTACH, HOST, PEERS, "snapshot", "disk", "hub", "objects")
         return [found[step] for step in order if step in found]
 
     def goes_on(self, error: MxError, *, described: bool) -> bool:
@@ -303,7 +308,8 @@ class Chain:
                 ),
                 over,
             )
-            session = StoreSession(model, checkpoint.threads, idle)
+            make: Callable[..., StoreSession] = self.session or StoreSession
+            session = await uncut(in_thread(make, model, checkpoint.threads, idle))
             source = StoreSource(f"{store.step} {store.place}", store.place)
             connection = Connection(StorePath(source, store.step), _NoLease(), session)
             connection.opened_at_s = loop.time()
@@ -319,6 +325,7 @@ class Chain:
             if session is not None:
                 session.close()
                 await uncut(in_thread(session.join))
+                self.stages += [StageReport(*each) for each in session.stages.report()]
             if model is not None:
                 model.close()
             await uncut(in_thread(checkpoint.close))

@@ -98,21 +98,18 @@ async def companion_options(options: PullOptions, path: str) -> PullOptions:
     if not options.from_sources:
         stores = tuple(CompanionStore(store, path) for store in options.stores)
         return replace(options, stores=stores)
-    locator = Locator(options)
-    try:
+    async with Locator(options) as locator:
         located, manifest = await retry_until_found(
             lambda: describe(locator), options.wait_s, lambda: None
         )
-    finally:
-        await locator.close()
     companions = {each.path: each for each in manifest.packaging.companions}
     if path not in companions:
         there = listed([*companions])
         raise UnknownModelError(
-            f"{located.key} has no companion {path}",
+            f"{located.model} has no companion {path}",
             hint=f"it has {there}" if there else "it has none: its folder's weights are one model",
         )
-    return _options_of(options, located.key, companions[path])
+    return _options_of(options, located.model, companions[path])
 
 
 def _options_of(options: PullOptions, model: ModelKey, companion: Companion) -> PullOptions:

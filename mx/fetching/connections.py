@@ -30,9 +30,11 @@ from mx.fetching.resolver import FIRST_S, LONGEST_S
 from mx.fetching.transfer import Transfer
 from mx.runtime import set_by
 from mx.swarm.sharing import Sharing
-from mx.transport import ScatteredView
+from mx.tasks import end_tasks
+from mx.transport import AdoptsPlaces, ScatteredView
 from mx.units import format_seconds
-from mx.wire.locate import LocatedModel, Locator
+from mx.wire.client import LocatedModel
+from mx.wire.locate import Locator
 
 #: Pause between look-ups while there is a source to read from,
 ORDINARY_S = 1.0
@@ -207,10 +209,7 @@ class ConnectionPool:
     async def close(self) -> None:
         """Stop opening connections. The `Connector` closes those that are open."""
         self._closed = True
-        opening = list(self._opening.values())
-        for task in opening:
-            task.cancel()
-        await asyncio.gather(*opening, return_exceptions=True)
+        await end_tasks(*self._opening.values())
 
     # -- sources that come later ------------------------------------------------------------------
 
@@ -272,7 +271,7 @@ class ConnectionPool:
         reads_on = any(entry.key not in listed for entry, _ in self._live.values())
         self._stuck = not reads_on and not cover(sources, self._transfer.holdings.layers())
         if before and self._stuck:
-            self._edition.broken(superseded(self._located.key, newest))
+            self._edition.broken(superseded(self._located.model, newest))
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -282,8 +281,10 @@ class ConnectionPool:
             self._sharing.shared(connection.path.medium)
         now_s = connection.opened_at_s = time.monotonic()
         arena = self._transfer.arena
-        if not isinstance(arena, ScatteredView):  # else each read stands for itself
+        if not isinstance(arena, ScatteredView):
             connection.session.adopt(arena)
+        elif isinstance(connection.session, AdoptsPlaces):  # else each read stands for itself
+            connection.session.adopt_places(arena)
         self._log.reading_began(now_s)
         number = self._transfer.add_connection(connection)
         self._connections.opened(entry)

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from mx import trace
+from mx.core.grid import chunk_nbytes_of
+from mx.core.paths import FIRST_STREAMS
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import Layout
-from mx.errors import ClosedError, MxError, PeerProtocolError, SourceError
+from mx.errors import ClosedError, MxError, PeerProtocolError, SourceError, release_frames
 from mx.fetching.options import PullOptions
 from mx.fetching.reads import Connection, ReadLease
 from mx.runtime import in_thread, uncut
-from mx.transport import Grant, Session, Transport, View, Vouching
+from mx.tasks import end_tasks
+from mx.transport import Grant, Growing, Session, Transport, View, Vouching
+from mx.views import located_spans
 from mx.wire.address import resolve
 from mx.wire.channel import dial
 from mx.wire.lease import LAST_WORDS, GrantAnswer, Lease
@@ -165,10 +169,11 @@ class Connector:
         def connect() -> Session:
             addresses = resolve(path.source.endpoint)
             session = transport.open(replace(grant, peer_addresses=addresses))
+            staged = path.staged and not getattr(session, "fills_device", False)
             if pacer is not None:
                 session = PacedSession(session, pacer, path.source.endpoint)
-            if path.staged:
-                session = self._stage(session)
+            if staged:
+                session = self._stage(session, sum(grant.region_nbytes))
             with self._lock:
                 if not grant.cancelled.is_set:
                     self._sessions.append(session)
@@ -188,12 +193,15 @@ class Connector:
             raise
         return opening.result()
 
-    def _stage(self, inner: Session) -> Session:
+    def _stage(self, inner: Session, model_nbytes: int) -> Session:
         """Return a session that fills the target's GPU through `inner`, which it owns. Blocks."""
-        from mx.cuda.staged import StagedSession
+        from mx.cuda.staged import GrowingStagedSession, StagedSession, slots_for
 
+        slots, slot_nbytes = slots_for(chunk_nbytes_of(model_nbytes))
         try:
-            return StagedSession(inner, self._open_device())
+            device = self._open_device()
+            staged = GrowingStagedSession if isinstance(inner, Growing) else StagedSession
+            return staged(inner, device, slot_nbytes=slot_nbytes, slots=slots)
         except BaseException:
             inner.close()
             inner.join(2 * self._options.stall_timeout_s)
@@ -216,6 +224,7 @@ class Connector:
             raise PeerProtocolError(f"{peer} sent no ticket for {path.transport}", peer=peer)
         if granted.generation != path.source.generation:
             raise PeerProtocolError(f"{peer} granted another generation than requested", peer=peer)
+        streams = self._options.streams
         return Grant(
             grant_id=granted.grant_id,
             ticket=ticket,
@@ -224,10 +233,11 @@ class Connector:
             peer=peer,
             tls=self._options.data_tls,
             stall_timeout_s=self._options.stall_timeout_s,
-            streams=self._options.streams,
+            streams=streams if isinstance(streams, int) else FIRST_STREAMS,
             rail=path.rail,
             # A staged session's own destinations are in host memory.
             place=replace(self._place(), device="cpu") if path.staged else self._place(),
+            device=self._place().device if path.staged else "cpu",
             trusted_fabric=self._options.trusted_fabric,
             content=path.source.content,
             setting=self._options.transport_context.setting,
@@ -255,22 +265,30 @@ class Connector:
         said = [(lease.key, lease.check()) for lease in left]
         return [(key, error) for key, error in said if isinstance(error, LAST_WORDS)]
 
-    async def attach(self, connection: Connection, nbytes: int) -> View:
+    async def attach(self, connection: Connection, nbytes: int, first_nbytes: int = 0) -> View:
         """Map the source's memory, and return the first `nbytes` of it, which the model takes.
+        Those of the first layer are there; what follows may be mapped as it is looked at.
 
         Raises:
             NotAllowedError: The memory can only be copied; the connection still works.
             SourceError: The source failed; the connection was given back.
             LocalError: This machine can't map it.
         """
+
+        def mapped() -> View:
+            view = connection.session.attach(0)
+            located_spans(view[:first_nbytes])
+            return view
+
         try:
-            view = await uncut(in_thread(connection.session.attach, 0))
+            view = await uncut(in_thread(mapped))
             if len(view) < nbytes:
                 raise PeerProtocolError(
                     f"{connection.peer} holds {len(view)} bytes of a model that takes {nbytes}",
                     peer=connection.peer,
                 )
-        except SourceError:
+        except SourceError as error:
+            release_frames(error)  # which refer to the view
             await self.give_back(connection)
             raise
         return view[:nbytes]
@@ -280,9 +298,7 @@ class Connector:
         begun = [*self._begun.values(), *self._granted.values()]
         self._begun.clear()
         self._granted.clear()
-        for task in begun:
-            task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
+        await end_tasks(*begun)
         if self._abandoned:
             # One that may use a GPU needs the device until its end.
             patience_s = _ABANDONED_S if self._options.device == "cpu" else None

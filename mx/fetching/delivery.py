@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mx.fetching.transfer import Transfer
     from mx.memory.device import HostReader
     from mx.storage.output import Output
+    from mx.storage.writer import CheckpointWriter
     from mx.transport import View
 
 
@@ -38,6 +39,8 @@ class Delivery:
         companions: Sequence[Companion] = (),
         revision: str = "",
         layout: Layout | None = None,
+        page: Callable[[int], bytes | None] = lambda layer: None,
+        writer: Callable[..., CheckpointWriter] | None = None,
     ) -> None:
         self._revision = revision
         self._manifest = manifest
@@ -64,7 +67,9 @@ class Delivery:
         if out is not None:
             from mx.storage.output import Output
 
-            self._output = Output(out, manifest, log.raised, keep=keep, companions=companions)
+            self._output = Output(
+                out, manifest, log.raised, page, keep=keep, companions=companions, writer=writer
+            )
 
     @property
     def written_nbytes(self) -> int:
@@ -84,7 +89,7 @@ class Delivery:
             if cancelled():
                 return
             began_s = time.monotonic()
-            chunks = self._output.read_back(layer, self._place(transfer.arena, layer))
+            chunks = self._output.read_back(layer, self.place(transfer.arena, layer))
             transfer.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
     def layer_ready(self, layer: int, arena: View, by: VerifiedBy) -> None:
@@ -128,12 +133,13 @@ class Delivery:
     def announce(self, arena: View, layer: int, by: VerifiedBy) -> None:
         """Write a layer that is ready, and fire its event."""
         if self._output is not None:
-            self._output.layer_ready(layer, self._place(arena, layer))
+            self._output.layer_ready(layer, self.place(arena, layer))
         with self._log.guard():  # callbacks may raise
             if self._log.layer_ready(self._layers[layer], by, self._revision):
                 self._log.complete()
 
-    def _place(self, arena: View, layer: int) -> View:
+    def place(self, arena: View, layer: int) -> View:
+        """Return a layer's part of an arena."""
         place = self._manifest.layout.layers[layer]
         return arena[place.arena_offset : place.arena_offset + place.nbytes]
 

@@ -68,6 +68,17 @@ class Destination:
             pieces.append(Piece(0, base + runs[len(pieces)][0], view))
         return PartMemory(part, blocks, pieces, buffer)
 
+    def land_trip(self, parts: Iterable[Part]) -> list[Piece]:
+        """Return the memory in which a run of parts is to land in its place: adjacent bytes, also
+        of several parts, as one piece."""
+        runs: list[tuple[int, int]] = []
+        for part in parts:
+            base, places = self._places(part)
+            runs += ((base + offset, nbytes) for offset, nbytes in runs_of(places))
+        runs = runs_of(runs)
+        views = cut(self.arena, runs)
+        return [Piece(0, at, view) for (at, _), view in zip(runs, views, strict=True)]
+
     def blocks(self, part: Part) -> list[Span]:
         """Return the blocks of a part in their place."""
         return self._spans(*self._places(part))
@@ -78,7 +89,7 @@ class Destination:
 
     def write(self, part: Part, data: memoryview) -> None:
         """Scatter a part's wanted blocks to their destinations."""
-        self._write(part, self._blocks_in(data, part))
+        self._write(part, _one_after_another(data, self._places(part)[1]))
 
     def free(self, landing: PartMemory) -> None:
         """Keep the buffer of a part for others: nothing writes there any more. Idempotent."""
@@ -116,9 +127,6 @@ class Destination:
         if isinstance(arena, ScatteredView):
             return list(map(contiguous, arena.cut(places, base)))
         return [arena[base + offset : base + offset + nbytes] for offset, nbytes in places]
-
-    def _blocks_in(self, data: Span, part: Part) -> list[Span]:
-        return _one_after_another(data, self._places(part)[1])
 
     def _write(self, part: Part, blocks: Iterable[Span]) -> None:
         assert self._subset is not None

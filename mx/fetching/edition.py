@@ -195,6 +195,10 @@ class Edition:
             return self.subset.layout
         return self.early_layout if self.manifest is None else self.manifest.layout
 
+    def page(self, layer: int) -> bytes | None:
+        """Return a layer's page; None while it is not known."""
+        return None if self.pages is None else self.pages.get(layer)
+
     def count(self, done: int, total: int) -> None:
         """Record how many bytes were read; from any thread."""
         self.counted = (done, total)

@@ -99,14 +99,15 @@ class EventLog:
 
     # -- changes ------------------------------------------------------------------------------
 
-    def begin_again(self) -> EditionReadiness | None:
+    def begin_again(self, *, unseen: bool = False) -> EditionReadiness | None:
         """Begin another edition of the same weights, with other memory, and return it: it has no
-        layers and no manifest until `planned`. Returns None if layers or memory of the present one
-        were given to the caller."""
+        layers and no manifest until `planned`. Returns None if layers of the present one are ready
+        (`unseen`: and the caller has seen one), or its memory was given to the caller."""
         with self._lock:
-            if self._present.events or self._present.kept:
+            present = self._present
+            if present.kept or (present.given if unseen else present.events):
                 return None
-            self._present = EditionReadiness(told=self._present.told)
+            self._present = EditionReadiness(told=present.told)
             return self._present
 
     def begin_newer(self) -> EditionReadiness | None:
@@ -309,9 +310,6 @@ class EventLog:
         """Block until layer `index` is ready; returns None if there is no such layer. Raises the
         pull's error if it failed."""
         return self.block(lambda: self._layer(index))
-
-    async def wait_layer_async(self, index: int) -> LayerEvent | None:
-        return await self.wait(lambda: self._layer(index))
 
     def layers(self) -> LayerReader:
         """Return what reads the layers one after the other, all of one edition."""

@@ -95,7 +95,8 @@ class Exchange:
             fellows: The other ranks.
         """
         self._grid = grid
-        self._ring = ring
+        self.ring = ring
+        self.fellows = tuple(fellows)  # all that there were at first
         self._fellows = {each.rank: each for each in fellows}
         self._changed = threading.Condition()
         self._free = list(range(ring.slots))
@@ -107,8 +108,8 @@ class Exchange:
 
     def shares(self, rank: int, wanted: WantedBlocks) -> Shares:
         """Return who reads what: this rank wants `wanted`, the others what their rings say."""
-        indices = {other: fellow.ring.index for other, fellow in self._fellows.items()}
-        return Shares(self._grid, rank, wanted, indices | {rank: self._ring.index})
+        indices = {other: bytes(fellow.ring.shown) for other, fellow in self._fellows.items()}
+        return Shares(self._grid, rank, wanted, indices | {rank: bytes(self.ring.shown)})
 
     def begin(self, pull: Pulling, shares: Shares, silent_s: float) -> None:
         """Exchange blocks from now on.
@@ -143,8 +144,8 @@ class Exchange:
             if self._is_over():
                 return False
             slot = self._free.pop()
-            count = self._ring.begin_use(slot)
-            to = self._ring.slot(slot, sum(len(block) for block in blocks))
+            count = self.ring.begin_use(slot)
+            to = self.ring.slot(slot, sum(len(block) for block in blocks))
         at = 0
         for block in blocks:
             to[at : at + len(block)] = block
@@ -206,7 +207,7 @@ class Exchange:
                 now_s = time.monotonic()
                 if now_s - beat_s >= BEAT_S:
                     beat_s = now_s
-                    self._beat()
+                    self.beat()
                     for fellow in self._stuck(now_s):
                         self._leave(selector, fellow, "it makes no progress")
                 for fellow in list(self._fellows.values()):
@@ -229,7 +230,8 @@ class Exchange:
             if fellow.moved_s < until_s and self._pull.expects(fellow.rank)
         ]
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Tell the others how many bytes have come."""
         message = _MESSAGE.pack(_ALIVE, 0, 0, 0, 0, self._pull.landed_nbytes())
         with self._changed:
             for fellow in self._fellows.values():
@@ -265,7 +267,7 @@ class Exchange:
         if kind == _TAKEN:
             with self._changed:
                 awaited = self._awaited.get(slot)
-                if awaited is not None and self._ring.use(slot) == count:
+                if awaited is not None and self.ring.use(slot) == count:
                     awaited.discard(fellow.rank)
                     if not awaited:
                         self._release(slot)
@@ -322,7 +324,7 @@ class Exchange:
             for fellow in self._fellows.values():
                 fellow.close()
             self._fellows.clear()
-            self._ring.close()
+            self.ring.close()
             self._wake = self._woken = -1
             while self._pipe:
                 os.close(self._pipe.pop())

@@ -15,10 +15,12 @@ from mx.fetching.events import EditionReadiness
 from mx.fetching.opening import stored_files
 from mx.fetching.options import PullOptions
 from mx.fetching.report import LeftSource
-from mx.fetching.resolver import FoundPaths, retry_until_found
+from mx.fetching.resolver import retry_until_found
 from mx.runtime import in_thread, uncut, unexpected
+from mx.tasks import end_tasks
+from mx.wire.client import LocatedModel
 from mx.wire.documents import WritePage
-from mx.wire.locate import LocatedModel, Locator
+from mx.wire.locate import Locator, write_side_files
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
@@ -47,6 +49,7 @@ class DocumentCollector:
 
 async def write_files(
     options: PullOptions,
+    locator: Locator,
     located: LocatedModel,
     manifest: Manifest,
     write: WritePage,
@@ -58,6 +61,7 @@ async def write_files(
 
     Args:
         options: The pull's options.
+        locator: Looks for sources.
         located: The model, and its sources when it was found.
         manifest: The model's manifest.
         write: Takes the pages, on a thread; at offset 0 a document begins anew.
@@ -73,7 +77,6 @@ async def write_files(
         LocalError: `write` raised it.
     """
     known: Sequence[SourceRecord] = located.sources
-    locator = Locator(options)
 
     def refused(endpoint: str, error: MxError) -> None:
         left.append(LeftSource(endpoint, reason_of(error)))
@@ -94,58 +97,20 @@ async def write_files(
                 raise
         return await locator.write_side_files(manifest, known, write, refused)
 
-    nbytes = sum(side.nbytes for side in manifest.packaging.side_files)
+    packaging = manifest.packaging
+    nbytes = sum(side.nbytes for side in packaging.side_files)
     try:
         with trace.span("pull.files", nbytes=nbytes):
             return await retry_until_found(attempt, options.wait_s, on_wait)
     except LocalError:
         raise
     except MxError:
-        same = await stored_files(options, manifest.packaging)
+        same = await stored_files(options, packaging)
         if same is None:
             raise
         place, documents = same
-        await uncut(in_thread(write_documents, manifest.packaging, documents, write))
+        await uncut(in_thread(write_side_files, packaging, documents, write))
         return place
-    finally:
-        await locator.close()
-
-
-async def write_first(
-    options: PullOptions,
-    locator: Locator,
-    found: FoundPaths,
-    write: WritePage,
-    on_wait: Callable[[], None],
-) -> None:
-    """As `write_files`, before the weights are read: from the sources that were found, and after a
-    failure from those that are listed then; else from a store."""
-    manifest = found.manifest
-    sources: Sequence[SourceRecord] | None = found.located.sources
-
-    async def attempt() -> None:
-        nonlocal sources
-        known, sources = sources, None  # after a failure, those that are listed then
-        known = await locator.again(found.located) if known is None else known
-        await locator.write_side_files(manifest, known, write)
-
-    try:
-        await retry_until_found(attempt, options.wait_s, on_wait)
-    except LocalError:
-        raise
-    except MxError:
-        stored = await stored_files(options, manifest.packaging)
-        if stored is None:
-            raise
-        await uncut(in_thread(write_documents, manifest.packaging, stored[1], write))
-
-
-def write_documents(
-    packaging: Packaging, documents: Mapping[bytes, bytes], write: WritePage
-) -> None:
-    """Pass the side files, which are among these documents, to `write`. Blocks."""
-    for digest in {side.digest for side in packaging.side_files}:
-        write(digest, 0, documents[digest])
 
 
 class _KnownFiles(NamedTuple):
@@ -267,10 +232,11 @@ class SideFiles:
         digests = {side.digest for side in known.packaging.side_files}
         if known.manifest is None or known.located is None or digests <= known.documents.keys():
             return {digest: known.documents[digest] for digest in digests}
-        collector = DocumentCollector()
-        self.source = await write_files(
-            self._options, known.located, known.manifest, collector.write, self.left
-        )
+        collector, options = DocumentCollector(), self._options
+        async with Locator(options) as locator:
+            self.source = await write_files(
+                options, locator, known.located, known.manifest, collector.write, self.left
+            )
         return collector.take()
 
     def end(self, why: MxError) -> None:
@@ -284,5 +250,4 @@ class SideFiles:
         task = self._task
         self.end(ClosedError("the pull was closed"))
         self._files = self._known = None
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)

@@ -12,7 +12,7 @@ from mx.core.types import Packaging
 from mx.errors import ConfigError, LocalError, MxError, NoSourceError, OutputError
 from mx.fetching.edition import Edition
 from mx.fetching.events import EventLog, changed
-from mx.fetching.files import write_documents, write_files
+from mx.fetching.files import write_files
 from mx.fetching.opening import open_store
 from mx.fetching.options import PullOptions
 from mx.fetching.report import FilesReport, PullReport, VerifiedBy
@@ -21,7 +21,7 @@ from mx.runtime import in_thread, uncut, unexpected
 from mx.storage.staged_writer import FilesWriter
 from mx.storage.stores import CheckpointStore
 from mx.wire.documents import WritePage
-from mx.wire.locate import Locator
+from mx.wire.locate import Locator, write_side_files
 
 
 class FilesJob:
@@ -73,14 +73,11 @@ class FilesJob:
         return await self._from_stores()
 
     async def _from_sources(self) -> PullReport:
-        locator = Locator(self.options)
-        try:
+        async with Locator(self.options) as locator:
             located, manifest = await retry_until_found(
                 lambda: describe(locator), self.options.wait_s, self._log.waiting
             )
-        finally:
-            await locator.close()
-        self.key, self.edition.manifest = located.key, manifest
+        self.key, self.edition.manifest = located.model, manifest
         self.edition.log.planned(0, manifest)
         wanted = replace(manifest, packaging=self.options.wanted_files(manifest.packaging))
         self.edition.files.described(located, wanted)
@@ -92,7 +89,11 @@ class FilesJob:
             )
 
         async def fetch(write: WritePage) -> str:
-            return await write_files(self.options, located, wanted, write, left, self._log.waiting)
+            waiting = self._log.waiting
+            async with Locator(self.options) as locator:
+                return await write_files(
+                    self.options, locator, located, wanted, write, left, waiting
+                )
 
         source = await self._get("fetching files", packaging, fetch) or self.edition.files.source
         report = self._report(packaging, source)
@@ -125,7 +126,7 @@ class FilesJob:
             )
 
         async def copy(write: WritePage) -> str:
-            await uncut(in_thread(write_documents, packaging, checkpoint.side_documents, write))
+            await uncut(in_thread(write_side_files, packaging, checkpoint.side_documents, write))
             return store.place
 
         await self._get(phase, packaging, copy)

@@ -10,7 +10,6 @@ import importlib
 import logging
 import sys
 import time
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,14 +17,21 @@ from mx import trace
 from mx.core.answers import away
 from mx.core.connections import Connections, PathEntry
 from mx.core.pages import Pages
-from mx.core.progress import Progress, progress_of
-from mx.core.types import Layout, Manifest, SourceRecord
-from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
+from mx.core.types import Manifest, SourceRecord
+from mx.errors import (
+    IncompleteError,
+    LocalError,
+    MxError,
+    NoSourceError,
+    SourceError,
+    another,
+    release_frames,
+)
 from mx.fetching.attaching import Attacher
-from mx.fetching.attempt import Attempt, Context
+from mx.fetching.attempt import TransferAttempt
 from mx.fetching.connector import Connector
 from mx.fetching.delivery import Delivery
-from mx.fetching.edition import Edition
+from mx.fetching.files import DocumentCollector, write_files
 from mx.fetching.prefill import Fill, prefilling
 from mx.fetching.reads import Connection
 from mx.fetching.report import (
@@ -40,17 +46,14 @@ from mx.fetching.resolver import FoundPaths, fetch_manifest, locate, retry_until
 from mx.memory.arena import BorrowedArena
 from mx.runtime import beside, in_thread, uncut
 from mx.transport import Preparing, View
+from mx.views import located_spans
 from mx.wire.locate import Locator
 
 if TYPE_CHECKING:
-    from mx.core.selection import Subset
-    from mx.core.wanted import WantedBlocks
     from mx.fetching.connections import ConnectionPool
-    from mx.fetching.exchange import Exchange
     from mx.fetching.pages import PageFetcher
     from mx.fetching.transfer import Transfer
     from mx.memory.live import Memory
-    from mx.memory.subset import SubsetMemory
     from mx.swarm.sharing import Sharing
 
 log = logging.getLogger(__name__)
@@ -68,34 +71,9 @@ FOLLOW_S = 10.0
 REST_S = 10.0
 
 
-class FromSources(Attempt):
+class FromSources(TransferAttempt):
     """One attempt to read the model from sources, and what they do not serve from the stores, if
     those hold the same weights."""
-
-    def __init__(self, context: Context, edition: Edition) -> None:
-        super().__init__(context, edition)
-        self._closing = AsyncExitStack()  # what is open until the bytes are there
-        self._wanted: WantedBlocks | None = None  # of a pull of some tensors
-        self._transfer: Transfer | None = None
-
-    def progress(self) -> Progress:
-        """Return a snapshot; from any thread."""
-        layout, transfer, wanted = self.edition.layout, self._transfer, self._wanted
-        if layout is None or transfer is None:
-            return super().progress()
-        return progress_of(
-            layout,
-            transfer.progress()[1],
-            self.edition.log.is_ready,
-            self._log.phase,
-            [each.peer for each in transfer.connections if not each.lost],
-            transfer.retries,
-            None if wanted is None else wanted.layer_nbytes,
-        )
-
-    def paths(self) -> list[PathReport]:
-        """Return the bytes received over each path so far."""
-        return [] if self._transfer is None else self._transfer.paths()
 
     async def run(self) -> PullReport:
         """Find, read and commit the model.
@@ -121,9 +99,15 @@ class FromSources(Attempt):
             if options.strong:
                 closing.push_async_callback(in_thread, delivery.settle)
             if options.out is not None:
-                from mx.fetching.files import write_first
-
-                await write_first(options, locator, found, delivery.side_page, self._log.waiting)
+                await write_files(
+                    options,
+                    locator,
+                    found.located,
+                    found.manifest,
+                    delivery.side_page,
+                    [],
+                    self._log.waiting,
+                )
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
                 try:
                     report = await self._read(locator, connector, found, delivery)
@@ -161,8 +145,8 @@ class FromSources(Attempt):
         options, history, plan = self._options, self._history, self._context.plan
         located = await locate(locator)
         paths = plan([source for source in located.sources if source.whole])
-        history.key, history.named = located.key, located.ref
-        history.newest = str(located.newest) if located.newest not in (None, located.key) else ""
+        history.key, history.named = located.model, located.ref
+        history.newest = str(located.newest) if located.newest not in (None, located.model) else ""
         await connector.begin(paths.chosen)
         manifest = await fetch_manifest(locator, located)
         # A manifest is enough with stores, which may hold the weights.
@@ -177,63 +161,17 @@ class FromSources(Attempt):
             if options.transport and paths.why_none():
                 hint = f"leave out `transport={options.transport}`, or {hint}"
             raise NoSourceError(
-                f"no source of {located.key} can be reached from here: "
+                f"no source of {located.model} can be reached from here: "
                 + (paths.why_none() or "none is registered"),
                 hint=hint,
             )
         if options.hold:  # later readers of this pull may write the side files
-            sides = await locator.side_files(manifest, located)
-            manifest = replace(manifest, documents=manifest.documents | sides)
+            collector = DocumentCollector()
+            await locator.write_side_files(manifest, located.sources, collector.write)
+            manifest = replace(manifest, documents=manifest.documents | collector.take())
         return FoundPaths(located, manifest, paths)
 
-    # -- allocate, prefill ------------------------------------------------------------------------
-
-    async def _allocate(self, found: FoundPaths, delivery: Delivery) -> tuple[Memory, Transfer]:
-        """Return new memory, and the transfer into it, which `_closing` ends."""
-        from mx.fetching.transfer import Transfer
-        from mx.memory.live import LiveMemory
-
-        manifest, options = found.manifest, self._options
-        arena = await uncut(self._new_arena(self.edition.layout or manifest.layout))
-        if isinstance(arena, LiveMemory):
-            delivery.deliver_together(arena.overlapping)
-        selected = exchanged = None
-        if self.edition.subset is not None:
-            selected = await uncut(in_thread(_selected, self.edition.subset, arena, manifest))
-            ranks = None if self._history.ranks_met else options.local_ranks
-            if ranks is not None:
-                self._history.ranks_met = True
-                self._log.phase = "waiting for ranks"
-                from mx.fetching.ranks import meet_ranks
-
-                exchanged = await meet_ranks(
-                    ranks, manifest, selected[1], self._closing, self._context.closed.is_set
-                )
-        self._wanted = None if selected is None else selected[1]
-        self.edition.pages = Pages(manifest, None if self._wanted is None else self._wanted.layers)
-        self._transfer = transfer = Transfer(
-            manifest,
-            self.edition.pages,
-            arena.view if selected is None else selected[0].view,
-            delivery,
-            arena.hasher,
-            several_connections=len(found.paths.chosen) > 1,
-            in_turn=isinstance(arena, LiveMemory) and bool(arena.overlapping),
-            # Who holds the weights for others has verified them against the identity itself.
-            shortcut=not (options.strong or options.hold) and options.device == "cpu",
-            subset=selected,
-            exchange=exchanged,
-        )
-        exchange = None if exchanged is None else exchanged[0]
-        self._closing.push_async_callback(self._end_transfer, transfer, exchange)
-        if exchanged is not None:
-            exchanged[0].begin(transfer, exchanged[1], options.stall_timeout_s)
-        return arena, transfer
-
-    async def _new_arena(self, layout: Layout) -> Memory:
-        # Many tensors take a second; how much memory is free, half the time until leases answer.
-        self.edition.arena = await in_thread(self._options.new_arena, layout)
-        return self.edition.arena
+    # -- prefill ---------------------------------------------------------------------------------
 
     async def _prefill(self, fill: Fill, transfer: Transfer, fetcher: PageFetcher) -> None:
         options, closed = self._options, self._context.closed
@@ -256,7 +194,7 @@ class FromSources(Attempt):
         causes, plan = self._history.causes, self._context.plan
         connections = Connections(options.patience_s, local_exempt=not options.coordinate_always)
         connections.add(found.paths.paths)
-        attachable = any(path.attach for path in found.paths.paths)
+        attachable = self._history.attaches and any(path.attach for path in found.paths.paths)
         fill = prefilling(delivery, options.reuse, attachable=attachable)
 
         self._log.phase = "connecting"
@@ -276,7 +214,8 @@ class FromSources(Attempt):
         from mx.fetching.pages import PageFetcher
         from mx.memory.live import LiveMemory
 
-        arena, transfer = await self._allocate(found, delivery)
+        several = len(found.paths.chosen) > 1
+        arena, transfer = await self._allocate(manifest, delivery, several_connections=several)
         self.edition.sharing = sharing = self._sharing(found, arena, transfer)
         self._closing.push_async_callback(self._end_reading, sharing)
         fetcher = PageFetcher(
@@ -317,12 +256,12 @@ class FromSources(Attempt):
             or edition_log.causes is not None
         ):
             failure = self._failure(manifest, transfer)
-            if isinstance(failure, IncompleteError | NoSourceError):
+            if type(failure) in (IncompleteError, NoSourceError):  # and not superseded already
                 with contextlib.suppress(MxError):
                     await locator.again(found.located)
                 if locator.superseded_by is not None:
                     newest, why = locator.superseded_by, failure.message
-                    raise superseded(found.located.key, newest, why) from failure
+                    raise superseded(found.located.model, newest, why) from failure
             raise failure
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")
@@ -352,13 +291,19 @@ class FromSources(Attempt):
         def announce() -> None:
             for layer in range(len(manifest.layout.layers)):
                 if not self._context.closed.is_set():
+                    located_spans(delivery.place(view, layer))  # all of it is mapped after this
                     delivery.announce(view, layer, by)
 
         # The caller, who is told of each, may take long, and a closed pull waits as for a transfer.
         announcing = asyncio.ensure_future(in_thread(announce))
         patience_s = 2 * self._options.stall_timeout_s
         self._closing.push_async_callback(asyncio.wait, (announcing,), timeout=patience_s)
-        await asyncio.shield(announcing)
+        try:
+            await asyncio.shield(announcing)
+        except SourceError as error:  # some of its memory can't be mapped
+            self.mapped_in_part, self._history.attaches = True, False
+            release_frames(error)  # which refer to the view
+            raise another(error.with_traceback(None)) from None  # `announcing` keeps this one
         path = PathReport(
             connection.path.transport,
             connection.peer,
@@ -422,33 +367,11 @@ class FromSources(Attempt):
         if not sharing.begun:
             await self.leave()
 
-    async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
-        transfer.close()
-        for connection in transfer.connections:  # their sources don't wait for what comes now
-            connection.lease.end()
-        if exchange is not None:
-            if transfer.holdings.whole:  # others still get what is being handed to them
-                await in_thread(transfer.join_sessions, 2 * self._options.stall_timeout_s)
-            await in_thread(exchange.close)
-        joined = await in_thread(transfer.join, 2 * self._options.stall_timeout_s)
-        if not joined and self._options.into is not None:
-            # Another edition fills the caller's memory, and the caller gets it back, only when no
-            # transport can write to it any more.
-            log.warning("waiting for a transport that may still write to the memory of `into`")
-            while not await in_thread(transfer.join, 1.0):
-                pass
-
     async def leave(self) -> None:
         """Leave the swarm, and end all reads of this attempt's memory. Idempotent."""
         sharing, self.edition.sharing = self.edition.sharing, None
         if sharing is not None:
             await sharing.close()
-
-    async def discard(self) -> str:
-        """See `Attempt`."""
-        if self._transfer is not None and self._transfer.started:
-            self._begin_to_write()
-        return await super().discard()
 
 
 async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
@@ -456,12 +379,3 @@ async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
     with it, and they are needed only for bytes that are there."""
     await pool.tried.wait()
     await fetcher.run()
-
-
-def _selected(
-    subset: Subset, arena: Memory, manifest: Manifest
-) -> tuple[SubsetMemory, WantedBlocks]:
-    """Return the memory of the tensors that are wanted, and the blocks that they need."""
-    from mx.memory.subset import SubsetMemory
-
-    return SubsetMemory(subset, arena), subset.wanted(manifest.grid)

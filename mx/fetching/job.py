@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mx import trace
+from mx import packs, trace
 from mx.core.progress import Progress
-from mx.core.reuse import ReusableWeights
 from mx.core.types import ModelKey
 from mx.errors import (
     ConfigError,
@@ -26,7 +25,7 @@ from mx.errors import (
     StaleGenerationError,
     SupersededError,
 )
-from mx.fetching.attempt import Attempt, Context, History
+from mx.fetching.attempt import Attempt, Context, History, TransferAttempt
 from mx.fetching.chain import Chain
 from mx.fetching.edition import Edition
 from mx.fetching.events import EditionReadiness, EventLog, changed
@@ -140,10 +139,10 @@ class Job:
             self._succeed(ready)
         return ready is not None
 
-    def _begin_again(self) -> bool:
+    def _begin_again(self, *, unseen: bool = False) -> bool:
         """Return True if another edition of the same weights has begun; False if the caller has
-        something of the present one."""
-        ready = self._log.begin_again()
+        something of the present one. `unseen`: layers that are ready and not seen are none."""
+        ready = self._log.begin_again(unseen=unseen)
         if ready is None:
             return False
         self._succeed(ready)
@@ -161,6 +160,7 @@ class Job:
                     span.set(moved=self.paths())
                     raise
                 report.steps = self._chain.report() if self.options.bound else []
+                report.defined_by = report.defined_by or self.options.defined_by
                 self._log.phase = "complete"
                 self._log.finished(report)
                 span.set(report=report)
@@ -180,9 +180,9 @@ class Job:
     async def _from_chain(self) -> PullReport:
         """Pull from the sources, and complete it from the stores; if no source has described the
         model, or nothing was delivered, from the first store that holds it."""
-        chain, begin_again = self._chain, self._begin_again
+        chain = self._chain
         if not self.options.from_sources:
-            return await chain.whole(None, self._from_store, begin_again)
+            return await self._from_stores(None)
         if self.options.cache:
             self._log.phase = "waiting for the cache"
             from mx.fetching.caching import ask_cache
@@ -194,7 +194,7 @@ class Job:
         except MxError as error:
             chain.sources_gave((), error)
             described = self.edition.manifest is not None
-            if not chain.goes_on(error, described=described) or not begin_again():
+            if not chain.goes_on(error, described=described) or not self._begin_again():
                 if (failure := chain.failure(error)) is not error:
                     raise failure from error
                 raise
@@ -203,7 +203,24 @@ class Job:
             chain.sources_gave(report.paths, None)
             report.fallback = chain.completed or None
             return report
-        return await chain.whole(failure, self._from_store, begin_again)
+        return await self._from_stores(failure)
+
+    async def _from_stores(self, failure: MxError | None) -> PullReport:
+        """Read the model from the stores: by the digests beside its weights, if those are of what
+        was asked for, else all of it from the first store that holds it."""
+        options = self.options
+        listed = self._history.named if options.bound else None
+        if options.pin or listed or options.selection:
+            from_digests = packs.optional("mx.snapshots.pulling:from_digests")
+            attempt = from_digests and await from_digests(self._context, self.edition, listed)
+            if attempt is not None:
+                try:
+                    return await self._attempted(attempt)
+                except DigestError:
+                    # The weights are newer than the digests, and nothing else defines the model.
+                    if attempt.is_defined or not self._begin_again(unseen=True):
+                        raise
+        return await self._chain.whole(failure, self._from_store, self._begin_again)
 
     async def _from_store(self, store: CheckpointStore, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
@@ -211,7 +228,7 @@ class Job:
 
         return await self._attempted(FromStore(self._context, self.edition, store, last=last))
 
-    async def _attempted(self, attempt: FromSources | FromStore) -> PullReport:
+    async def _attempted(self, attempt: TransferAttempt | FromStore) -> PullReport:
         """Undo what earlier attempts have begun, and fill the present edition by this one."""
         await uncut(self._discard())
         self._attempt = attempt
@@ -241,7 +258,8 @@ class Job:
                 superseded = isinstance(error, SupersededError)
                 follows = self.options.follow and not lasting
                 follows = follows and (superseded or self._may_follow(error))
-                if not follows and not (superseded and self._begin_newer()):
+                again = self._attempt.mapped_in_part and self._begin_again(unseen=True)
+                if not (follows or again or (superseded and self._begin_newer())):
                     raise
             if not self._attempt.paths():  # what could not be opened may be listed for a moment yet
                 await asyncio.sleep(FIRST_S)
@@ -268,6 +286,8 @@ class Job:
         edition = self.edition
         manifest, pages, arena = edition.manifest, edition.pages, edition.arena
         if manifest is not None and pages is not None and arena is not None:
+            from mx.core.reuse import ReusableWeights
+
             self.options.reuse.append(ReusableWeights(manifest, pages, host_bytes(arena.view)))
 
     # -- ends -------------------------------------------------------------------------------------

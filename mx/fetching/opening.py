@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from mx.core.types import Packaging
-from mx.errors import MxError
+from mx.core.layout_rules import oldest
+from mx.core.types import ManifestRef, Packaging
+from mx.errors import MxError, NotAllowedError
 from mx.fetching.options import PullOptions
 from mx.runtime import in_thread, uncut
 from mx.storage.stores import CheckpointStore
 
 if TYPE_CHECKING:
     from mx.storage.safetensors import Checkpoint
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -27,17 +30,7 @@ async def stoppable(
     then on, and the cancellation is passed on once `work` has ended. `over`, if given, is the event
     that it asks, which is set then."""
     over = over or threading.Event()
-    task = asyncio.ensure_future(in_thread(work, over.is_set))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        over.set()
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it
-        raise
+    return await uncut(in_thread(work, over.is_set), over.set)
 
 
 async def open_store(
@@ -78,3 +71,29 @@ async def stored_files(
         if all(side.digest in documents for side in packaging.side_files):
             return store.place, documents
     return None
+
+
+async def layout_version(options: PullOptions, listed: ManifestRef | None) -> int | None:
+    """Return the layout version of a model that others are to read from here: where no coordinator
+    names one, the oldest, which the release before plans too. None for any.
+
+    Args:
+        options: The pull's.
+        listed: What the coordinator has answered; None if it was not asked.
+    """
+    if listed is not None:
+        return listed.layout_version
+    if not options.hold:
+        return None
+    if options.coordinator is None:
+        return oldest()
+    from mx.wire.locate import Locator
+
+    try:
+        async with Locator(options) as locator:
+            return await locator.layout_version(options.key)
+    except NotAllowedError:  # nor could it be registered
+        raise
+    except MxError as error:  # to pull needs no coordinator; the registration will say it
+        log.debug("no layout version is known: %s", error)
+        return oldest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mx.memory.in_place import InPlace
     from mx.memory.live import Memory
     from mx.storage.stores import CheckpointStore
+    from mx.storage.writer import CheckpointWriter
     from mx.swarm.sharing import MakeHost
     from mx.transport import TlsFiles
 
@@ -37,7 +39,9 @@ class PullOptions(LocateRequest):
     coordinator has said of the weights holds for the stores too; otherwise a store is taken as it
     is where no layer was delivered before. `skipped` are the steps of the chain that this pull does
     not have. `files_only` pulls no weights, but all side files, or those of the
-    names or patterns in `files`. With `out`, `companions` says whether these are written, too.
+    names or patterns in `files`. With `out`, `companions` says whether these are written, too, and
+    `writer` is called in place of `CheckpointWriter`. `defined_by` is the step that says what the
+    model is, where the pin in `name` is no other's.
     `device` is "cpu" or
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
     empties the list). `follow` goes over to a newer revision when the weights change. `selection`
@@ -55,7 +59,9 @@ class PullOptions(LocateRequest):
     bound: bool = False
     skipped: tuple[StepReport, ...] = ()
     store_timeout_s: float = 30.0
+    defined_by: str = ""
     out: Path | None = None
+    writer: Callable[..., CheckpointWriter] | None = None
     resume: bool = True
     files_only: bool = False
     files: tuple[str, ...] | None = None
@@ -68,7 +74,7 @@ class PullOptions(LocateRequest):
     strong: bool = False
     attach: bool = True
     data_tls: TlsFiles | None = None
-    streams: int = 2
+    streams: int | str = "auto"
     stall_timeout_s: float = 4.0
     wait_s: float = 0.0
     trusted_fabric: bool = False
@@ -106,10 +112,10 @@ class PullOptions(LocateRequest):
         """How many seconds to try again while all sources have as many readers as they admit."""
         return self.wait_s or self.stall_timeout_s
 
-    def new_arena(self, layout: Layout) -> Memory:
+    def new_arena(self, layout: Layout, shift: int = 0) -> Memory:
         """Return an arena: the caller's memory, memory that others can attach later, or plain
-        memory of the host or a GPU. Raises ConfigError if the caller's memory is too small or its
-        tensors do not fit, CapacityError."""
+        memory of the host, which begins `shift` bytes after a page, or a GPU. Raises ConfigError if
+        the caller's memory is too small or its tensors do not fit, CapacityError."""
         nbytes = layout.arena_nbytes
         if self.into is not None:
             from mx.memory.in_place import WHOLE, InPlace
@@ -126,4 +132,4 @@ class PullOptions(LocateRequest):
             return DeviceArena(nbytes, self.device)
         if self.hold:
             return MemfdArena(nbytes, name=f"pull:{self.name}")
-        return HostArena(nbytes)
+        return HostArena(nbytes, shift)

@@ -23,7 +23,8 @@ from mx.errors import ConfigError, ManifestError
 from mx.log import event
 from mx.publickey import is_signed
 from mx.storage import folder_index
-from mx.wire.locate import LocatedModel, LocateRequest
+from mx.wire.client import LocatedModel
+from mx.wire.locate import LocateRequest
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def check(where: LocateRequest, found: LocatedModel) -> None:
         NotAllowedError: Others may have written that.
     """
     name, _, pin = where.name.partition("@")
-    key, asked = found.key, where.revision or MAIN
+    key, asked = found.model, where.revision or MAIN
 
     def wrong(why: str, hint: str = "") -> NoReturn:
         by = f"the source at {where.peer}" if where.peer else "the coordinator"

@@ -20,6 +20,7 @@ from mx.core.types import SourceRecord
 from mx.errors import DigestError, IncompleteError, MxError, PeerProtocolError
 from mx.fetching.transfer import Transfer
 from mx.runtime import in_thread
+from mx.tasks import end_tasks
 from mx.wire.channel import Remote, Role
 from mx.wire.pages import fetch_pages
 
@@ -110,9 +111,7 @@ class PageFetcher:
                 if source is None and not asking:
                     return
         finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await end_tasks(*asking)
 
     def _candidates(self) -> Iterator[SourceRecord]:
         """Yield those that are read from first, then those that hold everything."""

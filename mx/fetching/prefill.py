@@ -16,7 +16,6 @@ from mx.buffers import copy_bytes
 from mx.core.digest import DIGEST_BYTES, BlockHasher, block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages, check_page
-from mx.core.reuse import ChunkCopy, ReusableWeights, same_chunks
 from mx.core.types import Manifest
 from mx.errors import DigestError
 from mx.fetching.delivery import Delivery
@@ -24,6 +23,7 @@ from mx.threads import Threads
 from mx.transport import DeviceView, View, contiguous, host_view
 
 if TYPE_CHECKING:
+    from mx.core.reuse import ChunkCopy, ReusableWeights
     from mx.fetching.transfer import Transfer
     from mx.memory.device import HostReader
 
@@ -90,6 +90,7 @@ def reuse(
         cancelled: Returns True once the pull is cancelled.
     """
     grid = transfer.manifest.grid
+    from mx.core.reuse import same_chunks  # most pulls hold nothing
     from mx.memory.device import HostReader
 
     with contextlib.closing(HostReader()) as reader, Threads(THREADS, "mx-reuse") as pool:

@@ -17,9 +17,10 @@ from contextlib import AsyncExitStack
 from itertools import combinations
 
 from mx import forks, users
+from mx.contexts import Undo
 from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import MOST_RANKS, LocalRanks, Shares, index_nbytes, index_of
-from mx.core.types import Manifest, ManifestRef
+from mx.core.types import Manifest
 from mx.core.wanted import WantedBlocks
 from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
 from mx.fetching.exchange import Exchange, Fellow
@@ -42,19 +43,22 @@ class _Alone(Exception):
 
 def meet(
     ranks: LocalRanks,
-    ref: ManifestRef,
+    content: bytes,
     grid: ChunkGrid,
     wanted: WantedBlocks,
     cancelled: Callable[[], bool],
+    *,
+    table_nbytes: int = 0,
 ) -> Exchange | None:
     """Meet the other ranks that pull these weights on this host. Blocks.
 
     Args:
         ranks: Which rank this is.
-        ref: The weights.
+        content: What tells the weights from others.
         grid: Their chunks.
         wanted: What this rank wants.
         cancelled: Returns True once the pull was closed.
+        table_nbytes: How much each rank shows the others beside what it wants, zeros at first.
 
     Returns:
         The exchange with those that came in time; None if none did, which is logged.
@@ -70,10 +74,10 @@ def meet(
         if ambiguity := users.ambiguity():
             raise _Alone(ambiguity)
         with contextlib.ExitStack() as failing:  # closes what no exchange owns
-            ring = Ring.create(index_of(grid, wanted), wanted.nbytes)
+            ring = Ring.create(index_of(grid, wanted) + bytes(table_nbytes), wanted.nbytes)
             failing.callback(ring.close)
-            meeting = _Meeting(ranks, _address(ranks, ref), ring, cancelled)
-            fellows = _fellows(meeting.others(), index_nbytes(grid), failing)
+            meeting = _Meeting(ranks, _address(ranks, content), ring, cancelled)
+            fellows = _fellows(meeting.others(), index_nbytes(grid) + table_nbytes, failing)
             exchange = Exchange(grid, ring, fellows)
             failing.pop_all()
     except _Alone as alone:
@@ -109,8 +113,8 @@ def _fellows(
     return found
 
 
-def _address(ranks: LocalRanks, ref: ManifestRef) -> str:
-    what = (ref.content, ranks.size, ranks.group)
+def _address(ranks: LocalRanks, content: bytes) -> str:
+    what = (content, ranks.size, ranks.group)
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
     return f"\0mx-ranks-{users.own()}-{name}"
 
@@ -260,7 +264,7 @@ class _Meeting:
 
     def _connected(self) -> socket.socket:
         sock = _socket()
-        try:
+        with Undo(sock.close):
             while self._waits(self._until_s):
                 try:
                     sock.connect(self._address)
@@ -270,9 +274,6 @@ class _Meeting:
                 if not users.is_own_peer(sock):
                     raise _Alone("another user listens in place of rank 0")
                 return sock
-        except BaseException:
-            sock.close()
-            raise
         sock.close()
         raise _Alone(f"rank 0 did not arrive within {self._ranks.wait_s:g} s")
 
@@ -328,7 +329,8 @@ async def meet_ranks(
     """
 
     async def met() -> Exchange | None:
-        found = await in_thread(meet, ranks, manifest.ref, manifest.grid, wanted, cancelled)
+        content = manifest.ref.content
+        found = await in_thread(meet, ranks, content, manifest.grid, wanted, cancelled)
         if found is not None:
             closing.push_async_callback(in_thread, found.close)
         return found

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mx.core.paths import Medium, Rail
 from mx.core.planner import SourcePath
@@ -21,6 +21,9 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.transport import Session
+
+if TYPE_CHECKING:
+    from mx.cuda.source_digests import SourceDigests
 
 #: A read's errors after which its session is given up: peer or path are at fault, not the chunk.
 CONNECTION_ERRORS = (
@@ -42,6 +45,10 @@ class ReadLease(Protocol):
     @property
     def coordinated(self) -> bool:
         """True once the source has said that other pulls read there too."""
+
+    @property
+    def lease_s(self) -> float:
+        """How long the lease lasts from one renewal on."""
 
     @property
     def answers(self) -> bool:
@@ -97,6 +104,8 @@ class Connection:
     #: What the process that holds the memory says the shortcut digests of all blocks are, where the
     #: kernel vouches that it is this user's.
     vouched: memoryview | None = None
+    #: Has the source's GPU hash what is read; the transfer's, which closes it.
+    digests: SourceDigests | None = None
 
     @property
     def peer(self) -> str:
@@ -120,6 +129,11 @@ class Connection:
     def bytes_per_s(self) -> float:
         """Its speed as seen last, at first the expected one."""
         return 0.0 if self.load is None else self.load.pace.bytes_per_s
+
+    @property
+    def trip_s(self) -> float:
+        """How long a trip takes at most; 0: its session has each part read by itself."""
+        return self.lease.lease_s / 4 if getattr(self.session, "reads_trips", False) else 0.0
 
     @property
     def verified_nbytes(self) -> int:

@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 class VerifiedBy(enum.Enum):
     """Who checked a layer's bytes, and how: this process by blake3 against the identity (`digest`;
-    `strong` if no shortcut was allowed), or by xxh3_128 against what a process of this user says
+    `strong` if no shortcut was allowed), also where a GPU of this user's other process holds them,
+    behind the copies out of it (`gpu`), or by xxh3_128 against what a process of this user says
     (`xxh3`); or the process of this user that sealed the memory that was attached (`source`); or,
     for some of the layer, another rank on this host that has read it for both (`rank`)."""
 
     DIGEST = "digest"
     STRONG = "strong"
+    GPU = "gpu"
     SHORTCUT = "xxh3"
     SOURCE = "source"
     RANK = "rank"
@@ -102,7 +104,8 @@ class LayerEvent:
 class PathReport(NamedTuple):
     """What came over one path; if `attached`, `bytes` were mapped, and none was moved. `rail`
     names the pair of interfaces, where the path is one of several; `pid` the process whose memory
-    was attached."""
+    was attached; `detail` says how bytes came from a disk into a GPU, or what made the path slower
+    than it could be."""
 
     transport: str
     source: str
@@ -111,6 +114,7 @@ class PathReport(NamedTuple):
     attached: bool = False
     rail: str = ""
     pid: int = 0
+    detail: str = ""
 
     @property
     def given(self) -> bool:
@@ -157,7 +161,7 @@ SKIPPED, UNUSED = "skipped", "not needed"
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one step of the chain came to: "attach" (memory of this host), "host" (peers on it),
-    "peers" (elsewhere), "disk", "hub" or "objects".
+    "peers" (elsewhere), "snapshot", "disk", "hub" or "objects".
 
     `outcome` is "used" (the pull was complete with it), "partly" (it gave bytes, and others the
     rest), "failed", "skipped" (there was nothing to try, see `reason`) or "not needed". `bytes` are
@@ -168,6 +172,23 @@ class StepReport:
     outcome: str
     reason: str = ""
     bytes: int = 0
+
+
+class StageReport(NamedTuple):
+    """What a pull spent on one stage of reading from a drive, or another store: "open" (files and
+    headers), "read", "place" (copies to where bytes belong), "hash", "upload" (to a GPU) or "wait"
+    (for reads to be asked for, and all else). `seconds` are those of all its threads together, and
+    `bytes` what they moved then."""
+
+    drive: str
+    stage: str
+    seconds: float
+    bytes: int
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """What one thread moved; None where nothing was."""
+        return round(self.bytes / self.seconds / 1e9, 3) if self.bytes and self.seconds else None
 
 
 @dataclass(repr=False)
@@ -182,12 +203,12 @@ class PullReport:
     `identity` is that of the weights. `pin` covers their files too, if there are any, else
     it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose
     weights are not read. `bytes`, `layers` and `paths` count weights: a pull of files only has
-    none, and has `files`. `fallback` is the step ("disk", "hub", "objects") with which a pull was
+    none, and has `files`. `fallback` is the step ("disk", "hub" …) with which a pull was
     complete that its peers did not complete. `defined_by` is that step if nothing but what it holds
     says which weights these are: neither a pin nor any source. `steps` is empty but for a pull from
     "auto". `newest` is what the name meant, if that could not be obtained whole and `model` is an
     older revision (`allow_older`). `notes` is what the source says of its folder, see `folder`.
-    `companions` are those that were written.
+    `companions` are those that were written. `stages` is empty if no store was read.
     """
 
     model: str
@@ -210,6 +231,7 @@ class PullReport:
     newest: str = ""
     notes: _Document = b""
     companions: list[CompanionReport] = field(default_factory=list)
+    stages: list[StageReport] = field(default_factory=list)
 
     @property
     def folder(self) -> Notes:
@@ -280,6 +302,7 @@ class PullReport:
                 }
                 | ({"rail": path.rail} if path.rail else {})
                 | ({"pid": path.pid} if path.pid else {})
+                | ({"detail": path.detail} if path.detail else {})
                 for path in self.paths
             ],
             "retries": self.retries,
@@ -302,6 +325,8 @@ class PullReport:
             found["newest"] = self.newest
         if self.steps:
             found["steps"] = [asdict(each) for each in self.steps]
+        if self.stages:
+            found["stages"] = [s._asdict() | {"gb_per_s": s.gb_per_s} for s in self.stages]
         return found if self.moved_bytes is None else found | {"moved_bytes": self.moved_bytes}
 
 

@@ -24,7 +24,8 @@ from mx.errors import (
 from mx.memory.collector import paused
 from mx.runtime import in_thread
 from mx.units import format_seconds
-from mx.wire.locate import LocatedModel, Locator
+from mx.wire.client import LocatedModel
+from mx.wire.locate import Locator
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 
+from mx.contexts import Undo
 from mx.core.wanted import ASIDE_BYTES
 from mx.errors import CapacityError, PeerProtocolError
 from mx.units import align_up, format_bytes
@@ -19,7 +20,7 @@ _COUNTS = struct.Struct("<Q")
 
 
 class Ring:
-    """Shared memory of one rank: uses of each slot, what the rank wants, and the slots.
+    """Shared memory of one rank: uses of each slot, what the rank shows, and the slots.
 
     The rank that made it writes, others map it and read.
     """
@@ -28,7 +29,7 @@ class Ring:
         """
         Args:
             fd: The memfd, which this object closes.
-            index_nbytes: The length of what the rank wants.
+            index_nbytes: The length of what the rank shows.
             writable: True for the rank that made it.
 
         Raises:
@@ -40,19 +41,17 @@ class Ring:
         self._first = _PAGE + align_up(index_nbytes, _PAGE)
         self._nbytes = os.fstat(fd).st_size
         self.slots, rest = divmod(self._nbytes - self._first, ASIDE_BYTES)
-        try:
+        with Undo(os.close, fd):
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if rest or not 0 < self.slots <= SLOTS or not sealed:
                 raise PeerProtocolError("a rank on this host shares memory of a wrong size")
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             self._view = memoryview(mmap.mmap(fd, self._nbytes, prot=prot))
-        except BaseException:
-            os.close(fd)
-            raise
 
     @staticmethod
     def create(index: bytes, nbytes: int) -> Ring:
-        """Return a ring for a rank that wants `index`, `nbytes` in all.
+        """Return a ring for a rank that wants `nbytes` in all, and shows `index` at first: what it
+        wants, and what else there is for the others.
 
         Raises:
             CapacityError: There is too little memory.
@@ -78,9 +77,9 @@ class Ring:
         return ring
 
     @property
-    def index(self) -> bytes:
-        """What the rank wants."""
-        return bytes(self._view[_PAGE : _PAGE + self._index_nbytes])
+    def shown(self) -> memoryview:
+        """What the rank shows, at once; a view, which keeps the memory mapped."""
+        return self._view[_PAGE : _PAGE + self._index_nbytes]
 
     def use(self, slot: int) -> int:
         """Return how often the slot was used so far."""

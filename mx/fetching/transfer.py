@@ -8,14 +8,18 @@ do.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from mx.core.digest import DIGEST_BYTES
+from mx.core.growth import StreamGrowth
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.local_ranks import Shares
 from mx.core.pages import Pages
+from mx.core.paths import FIRST_STREAMS
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
@@ -30,15 +34,19 @@ from mx.core.transfer_commands import (
 from mx.core.types import Manifest
 from mx.core.wanted import WantedBlocks
 from mx.errors import ChunkElsewhereError, ClosedError, MxError, another
-from mx.fetching.destination import Destination
+from mx.fetching.destination import Destination, PartMemory
 from mx.fetching.exchange import Exchange
 from mx.fetching.reads import CONNECTION_ERRORS, Connection
 from mx.fetching.report import PathReport, VerifiedBy
-from mx.fetching.sink import PartSink, vouched_of
+from mx.fetching.sink import PartSink, ReadSink, TripSink, vouched_of
 from mx.memory.arena import MakeHasher, host_hasher
 from mx.memory.subset import SubsetMemory
 from mx.runtime import unexpected
-from mx.transport import Read, View, host_view
+from mx.transport import Growing, Read, ShowsSource, Span, View, host_view
+
+if TYPE_CHECKING:
+    from mx.cuda.digest_table import DigestTable
+    from mx.cuda.source_digests import SourceDigests
 
 Answer = TypeVar("Answer")
 
@@ -85,6 +93,8 @@ class Transfer:
         shortcut: bool = False,
         subset: tuple[SubsetMemory, WantedBlocks] | None = None,
         exchange: tuple[Exchange, Shares] | None = None,
+        table: DigestTable | None = None,
+        streams: int | str = FIRST_STREAMS,
     ) -> None:
         """
         Args:
@@ -102,20 +112,27 @@ class Transfer:
                 them; None: all.
             exchange: With other ranks on this host, which read some of these blocks, and which. The
                 caller begins it and closes it.
+            table: The blocks in `arena`, all of it on one GPU, which `join` closes; None: the GPU
+                hashes no run of parts at once, or there is none.
+            streams: The setting: how many connections to each source.
         """
         self.manifest = manifest
         self.pages = pages
         self.started = False
-        self._grid = manifest.grid
-        self._destination = Destination(self._grid, arena, subset)
+        self.grid = manifest.grid
+        self._destination = Destination(self.grid, arena, subset)
         self._listener = listener
         self._make_hasher = make_hasher
         self._shortcut = shortcut
         self._in_turn = in_turn
+        self._table = table
+        self._by = VerifiedBy.DIGEST
+        #: Whether a source's GPU may hash what is read from it.
+        self._hashes_there = shortcut and table is None and subset is None and not in_turn
         self._exchange = None if exchange is None else exchange[0]
         self._lock = threading.Lock()
         self._machine = TransferMachine(
-            self._grid,
+            self.grid,
             pages.get,
             several_connections=several_connections,
             wanted=None if subset is None else subset[1],
@@ -123,9 +140,11 @@ class Transfer:
         )
         self.holdings: Holdings = self._machine.holdings
         self._connections: list[Connection] = []
-        self._in_flight: dict[Part, PartSink] = {}
+        self._in_flight: dict[Part, ReadSink] = {}  # by their first parts
         self._others: dict[tuple[str, str], PathReport] = {}  # what no connection brought
         self._began_s = time.monotonic()
+        cores = len(os.sched_getaffinity(0))
+        self._growth = StreamGrowth.of(streams, cores, self._began_s)
         #: Sources that are read from no more, and why.
         self.excluded: dict[str, MxError] = {}
         self._put = threading.Condition()
@@ -183,7 +202,8 @@ class Transfer:
                     seconds = each.verified_at_s - each.opened_at_s
                     if key in found:
                         nbytes, seconds = nbytes + found[key].bytes, seconds + found[key].seconds
-                    found[key] = PathReport(*key[:2], nbytes, seconds, rail=key[2])
+                    detail = getattr(each.session, "detail", "")
+                    found[key] = PathReport(*key[:2], nbytes, seconds, rail=key[2], detail=detail)
             return [*found.values(), *self._others.values()]
 
     def progress(self) -> tuple[int, list[int]]:
@@ -192,7 +212,8 @@ class Transfer:
             layers = self._machine.landed_nbytes()
             sinks = list(self._in_flight.values())
         for sink in sinks:
-            layers[self._grid.layer_of[sink.part.chunk]] += sink.landed_nbytes
+            for part, nbytes in sink.landed_parts():
+                layers[self.grid.layer_of[part.chunk]] += nbytes
         return sum(layers), layers
 
     def landed_nbytes(self) -> int:
@@ -281,25 +302,41 @@ class Transfer:
     def add_connection(self, connection: Connection) -> int:
         """Begin reading through a session. Returns the connection's number. Raises the error for
         which its source was excluded."""
-        path = connection.path
+        path, session = connection.path, connection.session
         if path.source.key in self.excluded:
             raise another(self.excluded[path.source.key])
+        if self._hashes_there and isinstance(session, ShowsSource):
+            connection.digests = self._source_digests(session)
+        hashes = self._table is not None or connection.digests is not None
         self.start()
         with self._lock:
             number = len(self._connections)
             self._connections.append(connection)
             commands = self._machine.add_connection(
                 number,
-                1 if self._in_turn else connection.session.depth,
+                1 if self._in_turn else session.depth,
                 time.monotonic(),
                 source=path.source.key,
                 peer=connection.peer,
                 bytes_per_s=path.gb_per_s * 1e9,
                 answers=connection.lease.answers,
+                trip_s=0.0 if not hashes or self._in_turn else connection.trip_s,
             )
             connection.load = self._machine.load(number)
         self._run(commands)
+        if self._growth.streams > FIRST_STREAMS and isinstance(connection.session, Growing):
+            connection.session.grow(self._growth.streams)  # it has come late
         return number
+
+    def _source_digests(self, session: ShowsSource) -> SourceDigests | None:
+        """Return what has the source's GPU hash what a session reads, None where it does not."""
+        from mx.cuda.source_digests import SourceDigests, is_worth_while
+
+        nbytes = len(self.arena)
+        there = session.source_view(0) if is_worth_while(nbytes) else None
+        if there is None or len(there) < nbytes:
+            return None
+        return SourceDigests(self.grid, there, self.pages.get)
 
     def connection_lost(self, number: int, error: MxError) -> None:
         """Give a connection up; its parts are missing again when its reads have ended."""
@@ -324,14 +361,26 @@ class Transfer:
     @property
     def due_s(self) -> float:
         """When `tick` is to be called next."""
-        return self._call(lambda machine: machine.due_s)
+        return min(self._growth.due_s, self._call(lambda machine: machine.due_s))
 
     def tick(self) -> None:
-        """Give up connections that are too slow to wait for."""
+        """Give up connections that are too slow to wait for, and open more where that is faster."""
         with self._lock:
-            landed = {part: sink.landed_nbytes for part, sink in self._in_flight.items()}
+            landed = dict(each for sink in self._in_flight.values() for each in sink.landed_parts())
             commands = self._machine.tick(time.monotonic(), landed)
         self._run(commands)
+        if self._growth.due_s <= time.monotonic():
+            self._grow()
+
+    def _grow(self) -> None:
+        """Open more connections to sources that nothing else reads from, if that is faster."""
+        own = (each for each in self.connections if not (each.lost or each.lease.coordinated))
+        growing = [each.session for each in own if isinstance(each.session, Growing)]
+        now_s, processor_s = time.monotonic(), time.process_time()
+        streams = [each.open_streams for each in growing]
+        self._growth.look(now_s, self.landed_nbytes(), processor_s, streams)
+        for session in growing:
+            session.grow(self._growth.streams)
 
     def no_more_connections(self) -> None:
         """Fail once the open connections can't read what is missing."""
@@ -374,7 +423,7 @@ class Transfer:
 
     def given(self, rank: int, part: Part) -> None:
         """Count a part as verified that another rank has read, and that is in its place."""
-        nbytes = self._grid.part_nbytes(part.chunk, part.begin, part.end)
+        nbytes = self.grid.part_nbytes(part.chunk, part.begin, part.end)
 
         def count(machine: TransferMachine) -> Sequence[Command]:
             passed_s = time.monotonic() - self._began_s
@@ -399,45 +448,67 @@ class Transfer:
 
     # -- from the sinks, on the transports' threads -----------------------------------------------
 
-    def part_done(self, sink: PartSink) -> None:
-        """Judge a part that has landed."""
+    def read_done(self, sink: ReadSink) -> None:
+        """Judge what a read has brought."""
+        landed_s = time.monotonic()  # a GPU's first digests may wait for a compiler
         # Lease first, then generation, then digest: bytes read after the lease prove nothing.
         connection = self._connections[sink.connection]
         error = connection.lease.check()
         if error is not None:
             self.connection_lost(sink.connection, error)
-            self.part_failed(sink, error)
+            self.read_failed(sink, error)
             return
-        digests = sink.block_digests()
-        round_trip_s: float = getattr(connection.session, "round_trip_s", 0.0)
+        try:
+            digests = sink.digests()
+        except MxError as lost:  # the GPU's, which hashes them
+            self.read_failed(sink, lost.with_traceback(None))
+            return
+        number, session = sink.connection, connection.session
+        trip_s: float = getattr(session, "round_trip_s", 0.0)
         with self._lock:
             self._in_flight.pop(sink.part, None)
-            commands = self._machine.landed(
-                sink.connection, sink.part, digests, time.monotonic(), round_trip_s
-            )
+            commands = self._machine.landed(number, digests, landed_s, trip_s, session.depth)
         self._run(commands, sink)
-        self._destination.free(sink.landing)
+        if sink.uses:
+            sink.end()
 
-    def part_failed(self, sink: PartSink, error: MxError) -> None:
-        """Read a part again that has not landed: nothing writes to its memory any more."""
+    def read_failed(self, sink: ReadSink, error: MxError) -> None:
+        """Read parts again that have not landed: nothing writes to their memory any more."""
         if isinstance(error, CONNECTION_ERRORS):
             self.connection_lost(sink.connection, error)
+        parts = [part for part, _ in sink.landed_parts()]
         with self._lock:
             self._in_flight.pop(sink.part, None)
-            commands = self._machine.failed(sink.connection, sink.part, error, time.monotonic())
-        self._destination.free(sink.landing)
+            commands = self._machine.failed(sink.connection, parts, error, time.monotonic())
+        if sink.uses:
+            sink.end()
         self._run(commands)
+
+    def free(self, landing: PartMemory) -> None:
+        """Let other parts use the memory in which one was read aside."""
+        self._destination.free(landing)
+
+    def blocks(self, part: Part) -> list[Span]:
+        """Return the blocks of a part in their place."""
+        return self._destination.blocks(part)
+
+    def expected(self, part: Part) -> bytes:
+        """Return the digests that a part's blocks must have, by their page, which is known."""
+        page, first = self.pages.get(self.grid.layer_of[part.chunk]), self.grid.first_block
+        assert page is not None
+        begin = DIGEST_BYTES * (first[part.chunk] + part.begin)
+        return page[begin : begin + DIGEST_BYTES * (part.end - part.begin)]
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def _run(self, commands: Sequence[Command], sink: PartSink | None = None) -> None:
+    def _run(self, commands: Sequence[Command], sink: ReadSink | None = None) -> None:
         """Carry out commands; `sink` has what has landed just now."""
         for command in commands:
             # By frequency, and without `match`, which takes ten times as long.
             if isinstance(command, Assign):
                 self._assign(command.connection, command.parts)
             elif isinstance(command, LayerReady):
-                by = VerifiedBy.SHORTCUT if command.shortcut else VerifiedBy.DIGEST
+                by = VerifiedBy.SHORTCUT if command.shortcut else self._by
                 by = VerifiedBy.RANK if command.given else by
                 self._listener.layer_ready(command.layer, self._destination.arena, by)
             elif isinstance(command, Ask):
@@ -445,7 +516,7 @@ class Transfer:
                 answered = functools.partial(self._answered, asked.path.source.key)
                 asked.lease.ask(command.chunk, answered)
             elif isinstance(command, CopyOut):
-                assert sink is not None  # it is judged when it lands
+                assert isinstance(sink, PartSink)  # it is judged when it lands
                 self._copy_out(sink)
             elif isinstance(command, HandOut):
                 self._hand_out(command.part, sink)
@@ -459,15 +530,24 @@ class Transfer:
 
     def _assign(self, connection: int, parts: Sequence[Part]) -> None:
         through = self._connections[connection]
-        sinks: dict[Part, PartSink] = {}
+        sinks: dict[Part, ReadSink] = {}
         reads: list[Read] = []
+        table = self._table
+        if through.digests is not None and (table := through.digests.table) is not None:
+            self._by = VerifiedBy.GPU
+        if table is not None:
+            assert through.load is not None
+            trips = [parts] if through.load.trip_s else [(part,) for part in parts]
+            for trip in trips:
+                sink = TripSink(self, connection, trip, table, self._make_hasher)
+                sinks[sink.part] = sink
+                reads.append(Read(sink.tag, self._destination.land_trip(trip), sink))
+            parts = ()
         for part in parts:
             landing = self._destination.land(part)
-            vouched = vouched_of(through.vouched, self._grid, part) if self._shortcut else None
-            staged = through.path.staged
-            sink = PartSink(self, connection, landing, self._make_hasher, vouched, staged)
-            sinks[part] = sink
-            reads.append(Read(f"chunk {part.chunk}", landing.pieces, sink))
+            vouched = vouched_of(through.vouched, self.grid, part) if self._shortcut else None
+            sinks[part] = PartSink(self, connection, landing, self._make_hasher, vouched)
+            reads.append(Read(f"chunk {part.chunk}", landing.pieces, sinks[part]))
         with self._lock:
             self._in_flight.update(sinks)
         try:
@@ -476,16 +556,16 @@ class Transfer:
             # Its traceback refers to the reads, and they to the arena.
             refused = error.with_traceback(None)
             self.connection_lost(connection, refused)
-            for sink in sinks.values():
-                self.part_failed(sink, refused)
+            for each in sinks.values():
+                self.read_failed(each, refused)
 
     def _copy_out(self, sink: PartSink) -> None:
         self._destination.copy_out(sink.landing)
         self.react(lambda machine: machine.copied_out(sink.part))
 
-    def _hand_out(self, part: Part, sink: PartSink | None) -> None:
+    def _hand_out(self, part: Part, sink: ReadSink | None) -> None:
         assert self._exchange is not None
-        if sink is not None and sink.part == part:
+        if isinstance(sink, PartSink) and sink.part == part:
             blocks = sink.landing.blocks
         else:  # it landed earlier, in its place
             blocks = self._destination.blocks(part)
@@ -522,7 +602,12 @@ class Transfer:
         if joined:
             with self._lock:
                 self._in_flight.clear()
-                for connection in self._connections:
-                    connection.vouched = None
+                connections = list(self._connections)
+            for connection in connections:
+                connection.vouched = None
+                if connection.digests is not None:
+                    connection.digests.close()
             self._destination.forget()
+            if self._table is not None:
+                self._table.close()
         return joined

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mx.core.buckets import BUCKET_BYTES, Bucket, BucketPart, cut_buckets
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES, Layer, block_count
 from mx.core.types import Manifest
 from mx.cuda.device import find_ordinal
 from mx.cuda.driver import load
 from mx.errors import DigestError, LocalError
+from mx.fleet.buckets import BUCKET_BYTES, Bucket, BucketPart, cut_buckets
 from mx.fleet.process_group import CollectiveStep, ProcessGroup, settle
 from mx.memory.extras import torch_missing
 from mx.memory.live import LiveMemory, Memory

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from mx.api.options import pull_options
 from mx.api.pulling import begin
 from mx.api.source import Source
 from mx.api.target import Pull
-from mx.core.cache import CacheTable
+from mx.contexts import Undo
 from mx.core.topology import Place
 from mx.core.types import Layout, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
@@ -33,6 +33,7 @@ from mx.errors import (
 from mx.fetching.options import PullOptions
 from mx.fetching.paths import plan_paths, target_place
 from mx.fetching.resolver import describe
+from mx.fleet.cache_table import CacheTable
 from mx.log import event
 from mx.memory.huge import Collapser
 from mx.processes import process_start_ticks
@@ -89,7 +90,7 @@ class _WantedPull:
     options: PullOptions
     ref: ManifestRef
     layout: Layout
-    sources: tuple[SourceRecord, ...]
+    sources: Sequence[SourceRecord]
 
 
 class Keeper:
@@ -178,12 +179,9 @@ class Keeper:
         else:
             asked["coordinator"] = self._coordinator
         options = pull_options(wanted.name, self._settings, asked)
-        locator = Locator(options)
-        try:
+        async with Locator(options) as locator:
             located, manifest = await describe(locator)
-        finally:
-            await locator.close()
-        key, ref = located.key, located.ref
+        key, ref = located.model, located.ref
         options = replace(
             options,
             name=f"{key.name}@{ref.pin.hex()}",
@@ -232,7 +230,7 @@ class Keeper:
         """Pull a model, and serve it. Blocks."""
         pull = begin(found.options, self._settings, time.monotonic())
         self._pulls[found.id] = pull
-        try:
+        with Undo(pull.close):
             if self._closed:
                 raise ClosedError("the cache was closed")
             source = pull.hold()
@@ -242,9 +240,6 @@ class Keeper:
                 return _KeptModel(pull, source, held, nbytes, 0, lambda: None)
             let_go = self._collapser.add(memfd, nbytes)
             return _KeptModel(pull, source, held, nbytes, os.fstat(memfd).st_ino, let_go)
-        except BaseException:
-            pull.close()
-            raise
 
     # -- evicting ---------------------------------------------------------------------------------
 

@@ -10,13 +10,14 @@ from typing import IO
 from mx import config, forks, runtime
 from mx.api.closing import Closable, Step
 from mx.api.serving import join_or_embed, named_by
+from mx.contexts import Undo
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
 from mx.fleet.cache_keeper import Keeper, require_free_port
 from mx.memory.budget import available_nbytes
 from mx.storage.locks import Lock
 from mx.wire.address import is_local, tls_of
-from mx.wire.cache import CacheClient, CacheServicer, CacheStatus
+from mx.wire.cache import SILENT_S, CacheClient, CacheServicer, CacheStatus
 from mx.wire.client import CoordinatorClient
 from mx.wire.private import cache_socket, make_folder, socket_in_use
 from mx.wire.server import Listening, Service, listen
@@ -227,11 +228,8 @@ def cache(
 
     async def make(loop: runtime.LoopThread) -> Cache:
         lock = _CacheLock(socket)
-        try:
+        with Undo(lock.release):
             return await _start(loop, lock, settings, coordinator, address, embed=embed)
-        except BaseException:
-            lock.release()
-            raise
 
     return runtime.made(make)
 
@@ -290,13 +288,10 @@ def cached(*, settings: config.Settings | None = None) -> CacheStatus | None:
     where = socket_in_use(settings.cache_socket)
     if not where:
         return None
-    timeout_s = settings.connect_timeout_s
+    timeout_s = max(settings.connect_timeout_s, SILENT_S)  # nothing else waits meanwhile
     return runtime.run(lambda: _status(where, timeout_s))
 
 
 async def _status(socket: str, timeout_s: float) -> CacheStatus:
-    client = CacheClient(socket, timeout_s=timeout_s)
-    try:
+    async with CacheClient(socket, timeout_s=timeout_s) as client:
         return await client.status()
-    finally:
-        await client.close()

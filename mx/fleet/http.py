@@ -30,6 +30,7 @@ from mx.errors import (
 )
 from mx.fleet.router import MAX_PLACES, MAX_WATCHES, Router
 from mx.fleet.router_watch import Watch
+from mx.tasks import end_tasks
 
 _DESCRIPTION = Path(__file__).with_name("openapi.json")
 #: A stream says something so often: both ends notice when the other is gone.
@@ -105,9 +106,7 @@ class _Stream:
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in ends:
-                    task.cancel()
-                await asyncio.gather(*ends, return_exceptions=True)
+                await end_tasks(*ends)
         finally:
             await asyncio.to_thread(watch.close)
 
@@ -139,8 +138,7 @@ class _Stream:
         except MxError as error:
             await tell(f"event: error\ndata: {json.dumps(_error(error))}\n\n")
         finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            await end_tasks(coming)
         await send({"type": "http.response.body"})
 
 

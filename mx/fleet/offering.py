@@ -116,9 +116,6 @@ def pull_offered(held: CachedModelAddress, settings: config.Settings) -> Pull:
 
 
 async def _ask(socket: str, wanted: WantedModel, timeout_s: float) -> CachedModelAddress | None:
-    client = CacheClient(socket, timeout_s=timeout_s)
-    try:
+    async with CacheClient(socket, timeout_s=timeout_s) as client:
         answer = await client.hold(wanted)
-    finally:
-        await client.close()
     return None if isinstance(answer, str) else answer

@@ -13,12 +13,12 @@ from mx.api.common import check_type, variant_text
 from mx.api.listing import CoordinatorUser
 from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, in_order_of_readiness
-from mx.core.fleet import Fleet
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.replicas import Replica
 from mx.core.topology import Place
 from mx.core.variant import ProcessingKey
 from mx.errors import CapacityError, ConfigError
+from mx.fleet.known_replicas import Fleet
 from mx.fleet.router_estimates import estimates
 from mx.fleet.router_watch import FollowedModel, Watch
 from mx.wire.client import CoordinatorClient
@@ -26,7 +26,7 @@ from mx.wire.listing import SourceStatus
 
 T = TypeVar("T")
 
-#: The most open watches of one router: each has two streams, and a connection has at most 100.
+#: The most open watches of one router: each is a stream, and a connection has at most 100.
 MAX_WATCHES = 40
 #: The most places of one question.
 MAX_PLACES = 4096
@@ -279,16 +279,11 @@ class Router(CoordinatorUser):
         wanted: ModelReference,
     ) -> Callable[[CoordinatorClient], Coroutine[Any, Any, list[Replica]]]:
         async def question(client: CoordinatorClient) -> list[Replica]:
-            sources, pulls = await asyncio.gather(
-                client.list_sources(wanted.name), client.list_pulls(wanted.name)
-            )
-            fleet = Fleet(allow=self._allow)
-            for status in sources:
-                if wanted.fits(status.record.model, status.record.ref):
-                    fleet.source(status.record)
-            for pull in pulls:
-                if wanted.fits_key(pull.model):
-                    fleet.pull(pull)
+            found, fleet = (await client.overview(wanted.name)).of(wanted), Fleet(allow=self._allow)
+            for status in found.sources:
+                fleet.source(status.record)
+            for pull in found.pulls:
+                fleet.pull(pull)
             return list(fleet.replicas)
 
         return question

@@ -12,7 +12,6 @@ from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, Size, SourceLoad, estimate
 from mx.core.locality import with_verified_place
 from mx.core.planner import plan
-from mx.core.pull_status import PullStatus
 from mx.core.reference import ModelReference
 from mx.core.topology import Place
 from mx.core.types import Layout, ModelKey, SourceRecord
@@ -24,7 +23,7 @@ from mx.runtime import in_thread
 from mx.transport import Path, Unavailable
 from mx.wire.address import tls_of
 from mx.wire.client import CoordinatorClient
-from mx.wire.listing import SourceStatus
+from mx.wire.listing import Overview
 from mx.wire.locate import LocateRequest, Locator
 from mx.wire.place import place_from_json
 
@@ -45,8 +44,7 @@ class _Facts:
     model: ModelKey
     size: Size
     sources: tuple[SourceRecord, ...]
-    statuses: tuple[SourceStatus, ...]
-    pulls: tuple[PullStatus, ...]
+    known: Overview
     rates: dict[str, dict[str, float]]  # GB/s by the reader's host, then by the source's
 
 
@@ -90,39 +88,32 @@ async def _facts(
     wanted: ModelReference,
     allow: AllowedHosts | None,
 ) -> _Facts:
-    where = LocateRequest(
-        wanted.pinned_name,
-        wanted.revision,
-        wanted.variant,
-        coordinator,
+    where = settings.fill(
+        LocateRequest,
+        name=wanted.pinned_name,
+        revision=wanted.revision,
+        variant=wanted.variant,
+        coordinator=coordinator,
         tls=tls_of(settings),
-        insecure=settings.insecure,
-        connect_timeout_s=settings.connect_timeout_s,
     )
-    locator = Locator(where)
-    try:
+    async with Locator(where) as locator:
         located, manifest = await describe(locator)
-    finally:
-        await locator.close()
     sources = [
         each for each in located.sources if allow is None or allow.allows_endpoint(each.endpoint)
     ]
     hosts = {record.endpoint.rpartition(":")[0] for record in sources}
-    statuses, pulls, measured = await asyncio.gather(
-        client.list_sources(wanted.name),
-        client.list_pulls(wanted.name),
-        client.list_rates(sorted(hosts)[:256]),
+    known, measured = await asyncio.gather(
+        client.overview(wanted.name), client.list_rates(sorted(hosts)[:256])
     )
     rates: dict[str, dict[str, float]] = {}
     for each in measured:
         rates.setdefault(each.host, {})[each.source_host] = each.gb_per_s
     whole = tuple(source for source in sources if source.whole)
     return _Facts(
-        located.key,
+        located.model,
         _size(manifest.layout),
         whole or tuple(sources),
-        tuple(statuses),
-        tuple(pulls),
+        known,
         rates,
     )
 
@@ -166,12 +157,12 @@ def _estimate(facts: _Facts, at: _At, *, trusted: bool, attach: bool) -> Estimat
     chosen = {path.source.source_id for path in found.chosen}
     loads = {
         status.record.source_id: SourceLoad(status.readers, status.gb_per_s)
-        for status in facts.statuses
+        for status in facts.known.sources
         if status.record.source_id in chosen
     }
     arriving = [
         (pull.nbytes - pull.done_bytes) / max(pull.gb_per_s * 1e9, 1.0)
-        for pull in facts.pulls
+        for pull in facts.known.pulls
         if pull.pull_id in chosen
     ]
     return estimate(

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from mx import runtime
 from mx.api.closing import Closable, Step
 from mx.core.allowed import AllowedHosts
-from mx.core.fleet import RETURN_S, Fleet
 from mx.core.reference import ModelReference
 from mx.core.replicas import EventKind, FleetEvent, Replica
 from mx.errors import (
@@ -24,9 +23,11 @@ from mx.errors import (
     PeerUntrustedError,
     another,
 )
+from mx.fleet.known_replicas import RETURN_S, Fleet
 from mx.runtime import unexpected
+from mx.tasks import end_tasks
 from mx.wire.client import CoordinatorClient
-from mx.wire.listing import WatchKind
+from mx.wire.listing import WatchKind, WatchUpdate
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +169,7 @@ class FollowedModel:
         """Follow no more."""
         self._over = True
         self._stop_tick()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         self._changed.set()
 
     def _stop_tick(self) -> None:
@@ -203,55 +203,35 @@ class FollowedModel:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _follow(self) -> None:
-        """Follow both streams until one ends."""
+        """Follow the stream until it ends."""
         self._fleet.connected()
-        snapshots = 2
-
-        def snapshot_ended() -> None:
-            nonlocal snapshots
-            snapshots -= 1
-            if not snapshots:
-                self._synced = True
-                loop = asyncio.get_running_loop()
-                self._publish(self._fleet.synced(loop.time()))
-                self._stop_tick()
-                self._tick = loop.call_later(RETURN_S + 0.05, self._let_time_pass)
-
-        await runtime.beside(
-            self._follow_sources(snapshot_ended), self._follow_pulls(snapshot_ended)
-        )
-
-    async def _follow_sources(self, snapshot_ended: Callable[[], None]) -> None:
         wanted = self._wanted
-        stream = self._client.watch(wanted.name, wanted.revision)
+        stream = self._client.watch(wanted.name, wanted.revision, pulls=True)
         async with contextlib.aclosing(stream):
             async for update in stream:
-                record = update.record
-                if update.kind is WatchKind.SNAPSHOT_END:
-                    snapshot_ended()
-                elif record is None:
-                    continue
-                elif update.kind is WatchKind.GONE:
-                    self._publish(self._fleet.source_gone(record.source_id, update.reason))
-                elif wanted.fits(record.model, record.ref):
-                    self._publish(self._fleet.source(record))
-                else:
-                    self._publish(self._fleet.source_gone(record.source_id, "replaced"))
+                self._publish(self._heard(update))
 
-    async def _follow_pulls(self, snapshot_ended: Callable[[], None]) -> None:
-        stream = self._client.watch_pulls(self._wanted.name)
-        async with contextlib.aclosing(stream):
-            async for update in stream:
-                for status in update.pulls:
-                    if self._wanted.fits_key(status.model):
-                        self._publish(self._fleet.pull(status))
-                    else:
-                        self._publish(self._fleet.pull_gone(status.pull_id, "replaced"))
-                for pull_id in update.gone:
-                    self._publish(self._fleet.pull_gone(pull_id))
-                if update.snapshot_end:
-                    snapshot_ended()
-        raise CoordinatorError("the coordinator ended the watch")
+    def _heard(self, update: WatchUpdate) -> list[FleetEvent]:
+        fleet, wanted = self._fleet, self._wanted
+        record, pull, reason = update.record, update.pull, update.reason
+        if update.kind is WatchKind.SNAPSHOT_END:
+            return self._snapshot_ended()
+        if pull is not None and wanted.fits_key(pull.model):
+            return fleet.pull(pull)
+        if update.pull_id:
+            return fleet.pull_gone(update.pull_id, reason or ("replaced" if pull else ""))
+        if record is None:
+            return []
+        if update.kind is not WatchKind.GONE and wanted.fits(record.model, record.ref):
+            return fleet.source(record)
+        return fleet.source_gone(record.source_id, reason or "replaced")
+
+    def _snapshot_ended(self) -> list[FleetEvent]:
+        self._synced = True
+        loop = asyncio.get_running_loop()
+        self._stop_tick()
+        self._tick = loop.call_later(RETURN_S + 0.05, self._let_time_pass)
+        return self._fleet.synced(loop.time())
 
     def _let_time_pass(self) -> None:
         self._tick = None

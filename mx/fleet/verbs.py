@@ -11,6 +11,7 @@ from mx import packs
 from mx.cli import options, outcome
 from mx.cli.printing import Column, objects, show_rows, spaced
 from mx.cli.stop import Stop
+from mx.config import Settings
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError, NoSourceError, PeerLostError
 from mx.units import count, format_bytes, format_seconds
@@ -117,7 +118,7 @@ def _announce(cache: Cache, *, as_json: bool) -> None:
 
 @options.takes_settings
 def cache(
-    context: typer.Context,
+    settings: Settings,
     *,
     as_json: bool,
 ) -> None:
@@ -130,7 +131,6 @@ def cache(
 
     - `mx cache`
     """
-    settings = options.settings_of(context)
     if settings.cache_socket == "off":
         raise ConfigError(
             f"{settings.origin('cache_socket')} switches the cache off",

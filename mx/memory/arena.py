@@ -16,18 +16,19 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from mx import forks
 from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private, map_shared, seal
 from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
-from mx.transport import DeviceView, Span, View, contiguous, host_view
+from mx.transport import DeviceView, Span, View, contiguous
 from mx.units import format_bytes
 
 if TYPE_CHECKING:
     from mx.memory.device import DeviceArena
+    from mx.memory.pinned import PinnedArena
 
 #: Prefix of the names of memory files, whose descriptors other processes have received too.
 _MEMFD_PREFIX = "mx:"
@@ -45,44 +46,21 @@ class Hasher(Protocol):
 MakeHasher = Callable[[Sequence[Span]], Hasher]
 
 
-def host_hasher(blocks: Sequence[Span]) -> BlockHasher:
-    """Return a hasher for blocks that land in these views of host memory."""
-    return BlockHasher(list(map(host_view, blocks)))
+#: Makes a hasher for blocks that land in views of host memory, which are memoryviews.
+host_hasher = cast("MakeHasher", BlockHasher)
 
 
-class _HostMemory:
+class HostMemory:
     """What all arenas of host memory share."""
 
     #: Makes hashers for blocks that land in the arena.
-    hasher: MakeHasher = staticmethod(host_hasher)
-
-
-class HostArena(_HostMemory):
-    """Anonymous private memory of `nbytes`, aligned to huge pages.
-
-    `view` is writable and lives as long as anything refers to it; `release` only drops this
-    object's own reference. Raises CapacityError before allocating more than is free.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        require(nbytes, "the model")
-        try:
-            mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
-        except OSError as error:
-            raise CapacityError(
-                f"{format_bytes(nbytes)} of memory could not be mapped: {error.strerror}",
-                hint="raise the address-space limit (ulimit -v) or overcommit",
-            ) from error
-        whole = memoryview(mapping)
-        skip = -address_of(whole) % HUGE_PAGE_BYTES
-        self.view = whole[skip : skip + nbytes]
-        self.address = address_of(whole) + skip
-        advise(self.address, nbytes, mmap.MADV_HUGEPAGE)
-
+    hasher: MakeHasher = host_hasher
+    #: The file that other processes can attach to, if there is one.
     memfd: int | None = None
+    view: View
 
-    def private_view(self) -> memoryview:
-        """Return the memory for tensors to be views of: here the arena itself."""
+    def private_view(self) -> View:
+        """Return the memory for tensors to be views of: the arena itself."""
         return self.view
 
     def release(self) -> None:
@@ -90,7 +68,30 @@ class HostArena(_HostMemory):
         self.view = memoryview(b"")
 
 
-class MemfdArena(_HostMemory):
+class HostArena(HostMemory):
+    """Anonymous private memory of `nbytes`, aligned to huge pages, or `shift` bytes after it.
+
+    `view` is writable and lives as long as anything refers to it; `release` only drops this
+    object's own reference. Raises CapacityError before allocating more than is free.
+    """
+
+    def __init__(self, nbytes: int, shift: int = 0) -> None:
+        require(nbytes, "the model")
+        try:
+            mapping = mmap.mmap(-1, nbytes + shift + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
+        except OSError as error:
+            raise CapacityError(
+                f"{format_bytes(nbytes)} of memory could not be mapped: {error.strerror}",
+                hint="raise the address-space limit (ulimit -v) or overcommit",
+            ) from error
+        whole = memoryview(mapping)
+        skip = -address_of(whole) % HUGE_PAGE_BYTES
+        advise(address_of(whole) + skip, nbytes + shift, mmap.MADV_HUGEPAGE)
+        self.view: memoryview = whole[skip + shift : skip + shift + nbytes]
+        self.address = address_of(whole) + skip + shift
+
+
+class MemfdArena(HostMemory):
     """A memfd of `nbytes`: writable through `view` until `seal`, then immutable.
 
     After `seal`, `view` is a read-only shared map and `memfd` may be given to other processes;
@@ -133,7 +134,9 @@ class MemfdArena(_HostMemory):
                 f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",
             ) from error
-        self.view = memoryview(self._mapping if self._mapping is not None else bytearray())
+        self.view: memoryview = memoryview(
+            self._mapping if self._mapping is not None else bytearray()
+        )
 
     @property
     def address(self) -> int:
@@ -249,14 +252,12 @@ def _seal_writes(descriptor: int) -> None:
         ) from None
 
 
-class BorrowedArena(_HostMemory):
+class BorrowedArena(HostMemory):
     """Memory with another owner.
 
     It is a source's sealed memfd mapped privately (writes stay in this process), a source's GPU
     memory, which may be scattered, or a buffer of the caller's to fill.
     """
-
-    memfd: int | None = None
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -267,14 +268,6 @@ class BorrowedArena(_HostMemory):
         view = contiguous(self.view)
         return view.address if isinstance(view, DeviceView) else address_of(view)
 
-    def private_view(self) -> View:
-        """Return the memory for tensors to be views of: here the arena itself."""
-        return self.view
-
-    def release(self) -> None:
-        """Drop this object's reference to the memory. Idempotent."""
-        self.view = memoryview(b"")
-
 
 #: Memory in one piece, laid out by mx.
-Arena: TypeAlias = "HostArena | MemfdArena | BorrowedArena | DeviceArena"
+Arena: TypeAlias = "HostArena | MemfdArena | BorrowedArena | PinnedArena | DeviceArena"

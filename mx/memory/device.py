@@ -6,11 +6,13 @@ import concurrent.futures
 import contextlib
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
+from mx.core.grid import ChunkGrid
 from mx.cuda.device import Device, DeviceMemory
-from mx.cuda.digest import DeviceHasher, Digester, digester
+from mx.cuda.digest import DeviceHasher, Digester, DigestKernel, digester, kernel_of
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
@@ -19,6 +21,9 @@ from mx.threads import Threads
 from mx.transport import DeviceView, Span, View
 from mx.units import MIB, format_bytes
 from mx.views import HostView, ScatteredView, device_of, host_bytes
+
+if TYPE_CHECKING:
+    from mx.cuda.digest_table import DigestTable
 
 #: Device memory that a pull needs besides the model: for digests, and for the driver.
 _SPARE_BYTES = 64 * MIB
@@ -37,10 +42,10 @@ def require_device(device: Device, nbytes: int, what: str) -> None:
         CapacityError: Fewer are free.
     """
     free, total = device.memory_info()
-    if nbytes + _SPARE_BYTES > free:
+    if (missing := nbytes + _SPARE_BYTES - free) > 0:
         raise CapacityError(
-            f"{what} needs {format_bytes(nbytes)} on {device.key}, and "
-            f"{format_bytes(max(0, free - _SPARE_BYTES))} of its {format_bytes(total)} are free",
+            f"{what} needs {format_bytes(nbytes)} on {device.key}, {format_bytes(missing)} more "
+            f"than the {format_bytes(max(0, nbytes - missing))} free of {format_bytes(total)}",
             hint="free memory on the GPU, or use one with more",
         )
 
@@ -127,6 +132,28 @@ class DeviceArena:
         if len(there) != len(blocks):
             raise LocalError(f"{self.device.key} can't hash bytes in host memory")
         return DeviceHasher(there, self._digests)
+
+    def digest_table(
+        self, grid: ChunkGrid, page_of: Callable[[int], bytes | None]
+    ) -> DigestTable | None:
+        """Return a table of the blocks of a model that this memory is to hold, which the caller
+        closes before the arena.
+
+        Args:
+            grid: How the model is cut.
+            page_of: Returns the digests that a layer's blocks must have; None while they are not
+                known.
+        """
+        from mx.cuda.digest_table import DigestTable  # and numpy with it, which others may not need
+
+        self.prepare_hashing()
+        return DigestTable(grid, self.view, page_of, self._kernel)
+
+    def _kernel(self) -> DigestKernel | None:
+        made = self._digester
+        if made is None or not made.done() or made.exception() is not None:
+            return None
+        return kernel_of(made.result())
 
     def _digests(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
         made = self._digester

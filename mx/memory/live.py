@@ -12,10 +12,10 @@ import operator
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, islice, repeat, starmap
 from operator import add, attrgetter, itemgetter, le, lt, sub
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from mx.buffers import memory_at
 from mx.core.digest import BlockHasher
@@ -23,7 +23,7 @@ from mx.core.extents import ExtentMap
 from mx.core.types import Alias, Layout
 from mx.cuda.blake3 import UNIT_BYTES
 from mx.cuda.device import Device
-from mx.cuda.digest import RingDigester, digester
+from mx.cuda.digest import DigestKernel, RingDigester, digester, kernel_of
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.errors import ClosedError, ConfigError, MxError
@@ -32,10 +32,12 @@ from mx.memory.arena import MakeHasher
 from mx.memory.arrays import Array, all_are_now, arrays_of, wait_for_owners
 from mx.memory.collector import paused
 from mx.text import listed
-from mx.transport import DeviceView, host_view
+from mx.transport import DeviceView
 from mx.views import ScatteredView, Span, View, Window
 
 if TYPE_CHECKING:
+    from mx.core.grid import ChunkGrid
+    from mx.cuda.digest_table import DigestTable
     from mx.memory.arena import Arena
     from mx.memory.device import LayerWindow
 
@@ -59,7 +61,7 @@ class SpanHashing:
         there = [block for block in blocks if isinstance(block, DeviceView)]
         if there:
             return _ReadHasher(self, there)
-        return BlockHasher([host_view(block) for block in blocks])
+        return BlockHasher(cast("Sequence[memoryview]", blocks))
 
     def digests(self, blocks: Sequence[DeviceView]) -> list[bytes]:
         """Return the blake3 digest of each of some blocks of one GPU. Blocks.
@@ -77,10 +79,20 @@ class SpanHashing:
                 gpu = self._gpus[device] = _GpuDigests(device)
         return gpu.digests(blocks)
 
-    def close(self) -> None:
-        """Free what GPUs needed, once no block is being hashed. Idempotent."""
+    def kernel(self, device: str) -> DigestKernel | None:
+        """Return a GPU's kernel, None until a block of it was hashed, or if it has none."""
         with self._lock:
-            self._closed = True
+            gpu = self._gpus.get(device)
+        return None if gpu is None else gpu.kernel
+
+    def close(self, *, for_good: bool = True) -> None:
+        """Free what GPUs needed, once no block is being hashed. Idempotent.
+
+        Args:
+            for_good: False lets the next block make it anew.
+        """
+        with self._lock:
+            self._closed = self._closed or for_good
             gpus = list(self._gpus.values())
             self._gpus.clear()
         for gpu in gpus:
@@ -99,6 +111,10 @@ class _GpuDigests:
                 contextlib.closing(digester(self._device, self._through))
             )
             self._ends = undo.pop_all()
+
+    @property
+    def kernel(self) -> DigestKernel | None:
+        return kernel_of(self._digester)
 
     def digests(self, blocks: Sequence[DeviceView]) -> list[bytes]:
         """Return the blake3 digest of each block."""
@@ -295,6 +311,18 @@ class LiveMemory:
         """Where the layout's bytes are: a row for each tensor, in one region."""
         return self._place.extents
 
+    def digest_table(
+        self, grid: ChunkGrid, page_of: Callable[[int], bytes | None]
+    ) -> DigestTable | None:
+        """Return a table of the blocks of a model, where the memory is a GPU's; as that of
+        `DeviceArena`."""
+        view = self.view
+        if not isinstance(view, ScatteredView) or view.device == "cpu":
+            return None
+        from mx.cuda.digest_table import DigestTable
+
+        return DigestTable(grid, view, page_of, partial(self._hashing.kernel, view.device))
+
     def renew(self, layout: Layout) -> None:
         """Take over where the same tensors are now, in place of where they were.
 
@@ -349,6 +377,20 @@ class LiveMemory:
         """Return the memory: here the tensors' own."""
         return self.view
 
+    def rest(self) -> None:
+        """Free what hashing keeps on a GPU, 16 MiB, while none runs; it is made anew."""
+        self._hashing.close(for_good=False)
+
+    def yield_claim(self) -> None:
+        """Let a pull fill the tensors, until `claim_again`."""
+        self._place.claim.release()
+
+    def claim_again(self) -> None:
+        """End what `yield_claim` has begun. Idempotent. Raises ConfigError if a pull fills them."""
+        was = self._place.claim
+        self._place.claim = claim(was.ranges, was.what, fills=was.fills, beside=was)
+        was.release()
+
     def changed(self) -> str:
         """Say which tensors are no longer where they were: "" if all are."""
         tensors, arrays = self._tensors, self._place.arrays
@@ -365,9 +407,7 @@ class LiveMemory:
                         moved.append(name)
                 except (MxError, RuntimeError):  # torch's, of a tensor without memory
                     moved.append(name)
-        if not moved:
-            return ""
-        return f"{listed(moved)}: replaced, resized or freed since they were lent"
+        return f"{listed(moved)}: replaced, resized or freed since they were lent" if moved else ""
 
     def wait_for_owner(self) -> None:
         """Wait until what the tensors' owner has queued for them is done, where they are on a GPU:
@@ -380,9 +420,6 @@ class LiveMemory:
         """Give host memory to fill, layer by layer, in place of that of a GPU."""
         view = self.view
         assert isinstance(view, ScatteredView)
-        from mx.cuda.device import Device
-        from mx.cuda.driver import load
-        from mx.cuda.ring import PinnedRing
         from mx.memory.device import LayerWindow
 
         with (

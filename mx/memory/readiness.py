@@ -25,8 +25,9 @@ import enum
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from mx.contexts import OwnContext, Undo
 from mx.errors import ClosedError, LocalError, MxError, another
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 _RELEASED = 1
 _POISON = 2
-#: How long no layer may become ready while a stream waits.
-PATIENCE_S = 60.0
 
 
 class LayerReadiness(enum.Enum):
@@ -46,7 +45,7 @@ class LayerReadiness(enum.Enum):
     POISONED = "poisoned"
 
 
-class LayerSignals:
+class LayerSignals(OwnContext):
     """The signals of one pull on one device; thread-safe.
 
     Streams are driver handles of that device, such as `torch.cuda.Stream.cuda_stream`. The object
@@ -55,7 +54,7 @@ class LayerSignals:
     verified and waits for the streams to pass their words. Raises CudaMemoryError.
     """
 
-    def __init__(self, device: Device, layers: int, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, device: Device, layers: int, patience_s: float) -> None:
         """
         Args:
             device: The GPU.
@@ -72,13 +71,10 @@ class LayerSignals:
         self._watchdog: threading.Thread | None = None
         self._error: MxError | None = None
         self._closed = False
-        try:
+        with Undo(device.close):
             from mx.cuda.device import PinnedMemory
 
             self._memory = PinnedMemory(device, max(4 * layers, 4))
-        except BaseException:
-            device.close()
-            raise
         # On x86 and Arm a 32-bit store to an aligned word is atomic.
         self._words = (ctypes.c_uint32 * layers).from_address(self._memory.address)
         for layer in range(layers):
@@ -142,11 +138,8 @@ class LayerSignals:
 
         watchdog = threading.Thread(target=self._watch, name="mx-signals", daemon=True)
         waiting_streams.begin(self._device)
-        try:
+        with Undo(waiting_streams.end, self._device):
             watchdog.start()
-        except BaseException:
-            waiting_streams.end(self._device)
-            raise
         self._watchdog = watchdog
 
     # -- called by consumers -----------------------------------------------------------------------
@@ -222,9 +215,3 @@ class LayerSignals:
             event.close()
         self._memory.close()
         self._device.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -75,7 +75,7 @@ def _on_device(array: _CudaArray, ordinal: int) -> torch.Tensor:
     return torch.as_tensor(array, device=f"cuda:{ordinal}")
 
 
-def _bytes_of(arena: View, offset: int, nbytes: int) -> torch.Tensor:
+def bytes_of(arena: View, offset: int, nbytes: int) -> torch.Tensor:
     """Return `nbytes` (> 0) of `arena` from `offset`, as a uint8 tensor with its own storage."""
     if isinstance(arena, memoryview):
         return torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=offset)
@@ -102,7 +102,7 @@ def tensor_view(arena: View, layout: Layout, tensor: Tensor) -> torch.Tensor:
     dtype, shape = torch_form(tensor.dtype, tensor.shape)
     if tensor.nbytes == 0:
         return _empty(arena, shape, dtype)
-    flat = _bytes_of(arena, offset, tensor.nbytes).view(dtype)
+    flat = bytes_of(arena, offset, tensor.nbytes).view(dtype)
     return flat.as_strided(shape, tensor.stride) if tensor.stride else flat.view(shape)
 
 

@@ -74,13 +74,13 @@ class Pulls:
         )
         self._fallbacks = prometheus.Counter(
             "mx_pull_fallbacks",
-            "Pulls that a store has completed, by the step: disk, hub or objects.",
+            "Pulls that a store has completed, by the step: snapshot, disk, hub or objects.",
             ["step"],
             registry=registry,
         )
         for outcome in ("complete", *ERRORS):
             self._ended.labels(outcome)
-        for step in ("disk", "hub", "objects"):
+        for step in ("snapshot", "disk", "hub", "objects"):
             self._fallbacks.labels(step)
 
     def __call__(self, event: trace.SpanEvent) -> None:

@@ -1,5 +1,5 @@
-"""What people who run a fleet use: the page, `mx top`, `mx doctor`, the demonstration, benchmarks,
-and what a service manager is told."""
+"""What people who run a fleet use: the page, `mx top`, `mx topo`, `mx doctor`, the demonstration,
+benchmarks, and what a service manager is told."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ PACK = Pack(
     modules={"metrics": "mx.metrics"},
     verbs={
         "top": "mx.operations.verbs.top:top",
+        "topo": "mx.operations.verbs.topo:topo",
         "web": "mx.operations.verbs.web:web",
         "doctor": "mx.operations.verbs.doctor:doctor",
         "demo": "mx.operations.verbs.demo:demo",
@@ -36,6 +37,7 @@ PACK = Pack(
     },
     takes={
         "top": (*ASKING, *LOGGING),
+        "topo": (*ASKING, "trusted_fabric", "nics"),
         "web": (*ASKING, *LOGGING, "web_listen"),
         "doctor": (
             *(*ASKING, "trusted_fabric", "nics", "listen", "advertise", "data_ports"),

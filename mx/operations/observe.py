@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
-
 from mx import config
 from mx.api.listing import CoordinatorUser
-from mx.core.pull_status import PullStatus
 from mx.core.reference import parse_reference
 from mx.wire.client import CoordinatorClient
-from mx.wire.listing import SourceStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """The pulls and sources that a coordinator knew at one moment, oldest first."""
-
-    pulls: tuple[PullStatus, ...]
-    sources: tuple[SourceStatus, ...]
+from mx.wire.listing import Overview
 
 
 class Observer(CoordinatorUser):
@@ -57,10 +45,4 @@ class Observer(CoordinatorUser):
     @staticmethod
     async def _look(client: CoordinatorClient, model: str) -> Overview:
         wanted = parse_reference(model)
-        pulls, sources = await asyncio.gather(
-            client.list_pulls(wanted.name), client.list_sources(wanted.name)
-        )
-        return Overview(
-            tuple(each for each in pulls if wanted.fits_key(each.model)),  # without their pins
-            tuple(each for each in sources if wanted.fits(each.record.model, each.record.ref)),
-        )
+        return (await client.overview(wanted.name)).of(wanted)

@@ -70,23 +70,16 @@ return {since, found}
 class SharedPulls:
     """The pulls of all coordinators of one Redis, on the board of one of them."""
 
-    def __init__(
-        self,
-        link: RedisLink,
-        clock: Callable[[], float],
-        board: ProgressBoard,
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, link: RedisLink, clock: Callable[[], float], board: ProgressBoard) -> None:
         """
         Args:
             link: Of the state.
             clock: The board's.
             board: What is told, and where what is heard goes.
-            changed: Called when something has been heard.
         """
         self._link, self._clock = link, clock
         self._who = uuid.uuid4().hex
-        self._board, self._changed = board, changed
+        self._board = board
         self._script = link.client.register_script(_EXCHANGE)
         self._since = "0-0"
         self._troubles = Throttle()
@@ -118,13 +111,11 @@ class SharedPulls:
         self._since = since.decode()
         for age_ms, who, about, pulls in entries:
             await self._hear(who.decode(), max(0, age_ms) / 1000, about, pulls)
-        if entries:
-            self._changed()
 
-    async def _untold(self) -> tuple[str, pb.ListPullsResponse]:
+    async def _untold(self) -> tuple[str, pb.Pulls]:
         """Return the parts of an entry: what is to be known of each pull, and the pulls."""
         about: list[tuple[str, int, float, float]] = []
-        message, nbytes = pb.ListPullsResponse(), 0
+        message, nbytes = pb.Pulls(), 0
         while nbytes < ENTRY_BYTES and (row := self._board.next_untold(self._clock())):
             pull = pull_to_wire(row.status)
             nbytes += pull.ByteSize() + len(row.principal) + _SLICE
@@ -140,7 +131,7 @@ class SharedPulls:
         try:
             if max(len(about), len(pulls)) > 2 * ENTRY_BYTES:
                 raise ValueError(f"{len(pulls)} bytes")
-            message, rows = pb.ListPullsResponse.FromString(pulls), json.loads(about)
+            message, rows = pb.Pulls.FromString(pulls), json.loads(about)
             pairs = list(zip(message.pulls, rows, strict=True))
         except (ValueError, TypeError, RecursionError, DecodeError) as error:
             self._say(f"an entry: {str(error)[:200]}")

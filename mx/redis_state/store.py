@@ -15,7 +15,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mx import counters
@@ -101,8 +101,8 @@ class RedisStore(LeasedStore):
         self._own: dict[str, Commit] = {}
         self._pulls: SharedPulls | None = None
 
-    def share_pulls(self, board: ProgressBoard, changed: Callable[[], None]) -> None:
-        self._pulls = SharedPulls(self._link, self.clock, board, changed)
+    def share_pulls(self, board: ProgressBoard) -> None:
+        self._pulls = SharedPulls(self._link, self.clock, board)
 
     # -- the beginning and the end -----------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class RedisStore(LeasedStore):
         self._listed_s.clear()
         self._entries.clear()
         for state in values[0]:
-            self.decide(state)
+            MemoryStore.decide(self, state)
         now = self.clock()
         for listed_s, listed in sorted(values[1], key=lambda each: each[0]):
             source_id = listed.record.source_id

@@ -22,6 +22,7 @@ from mx.source.doubts import Doubts
 from mx.source.limits import SourceLimits
 from mx.source.requests import answer
 from mx.source.served import ExposedModel
+from mx.tasks import end_tasks
 from mx.transport import Authenticating, Exposure, Sending
 from mx.wire.v1 import peer_pb2
 
@@ -104,9 +105,7 @@ class ReaderGrant:
             PeerProtocolError: The reader does not take the answer.
         """
         self._context = context
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        await end_tasks(self._writing)
         await answer(context, self._renewal(ends_soon=False))
         self._writing = asyncio.create_task(self._write(context), name="mx-lease-events")
         event(log, "reader.moved", level=logging.DEBUG, **self._who(), peer=context.peer())
@@ -178,8 +177,7 @@ class ReaderGrant:
         if self._writing is not None:
             seconds = round(self._grants.clock() - self._began_s, 3)
             event(log, "reader.ended", **self._who(), seconds=seconds)
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+            await end_tasks(self._writing)
 
     def _hand_out(self, wanted: set[str]) -> peer_pb2.Granted:
         tickets = []

@@ -14,6 +14,7 @@ from mx.log import event
 from mx.runtime import uncut
 from mx.source.model import SourceModel
 from mx.source.server import SourceServer
+from mx.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,7 @@ class Handover:
     async def close(self) -> None:
         """Wait for no other ranks any more. What is kept stays served."""
         waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+        await end_tasks(waiting)
 
     async def _wait(self, key: ModelKey, grace_s: float, hurry: Callable[[], bool]) -> None:
         while not _reaches(await self._named(key), key):

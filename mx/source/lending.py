@@ -118,6 +118,7 @@ class Lending:
             if not self._is_lent(held):
                 return False
             found = await uncut(in_thread(look))
+            await uncut(in_thread(self._memory.rest))
         if found.moved and self._is_lent(held):
             await self._withdraw(found.moved)
         elif found.wrong and self._is_lent(held):
@@ -212,6 +213,7 @@ class Lending:
         entered = not change.gone
         if entered:
             self._state.step(LentEvent.OPEN)
+            self._memory.yield_claim()  # its owner may have a pull write
             change.entered.set()
             while not (change.left or change.gone or self._is_closed()):
                 await change.told(WATCH_S)

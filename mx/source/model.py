@@ -6,8 +6,10 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mx import config
+from mx.contexts import Undo
 from mx.core import manifest as manifests
 from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap
@@ -43,6 +45,12 @@ from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.side_files import read_side_files
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, View
 from mx.wire.rows import encode_rows
+
+if TYPE_CHECKING:
+    from mx.memory.pinned import PinnedArena
+
+#: In place of a device: host memory that CUDA's driver makes.
+PINNED = "pinned"
 
 
 @dataclass(eq=False)
@@ -201,7 +209,11 @@ class SourceModel:
         )
 
 
-def _new_arena(nbytes: int, key: ModelKey, device: str) -> MemfdArena | DeviceArena:
+def _new_arena(nbytes: int, key: ModelKey, device: str) -> MemfdArena | PinnedArena | DeviceArena:
+    if device == PINNED:
+        from mx.memory.pinned import PinnedArena  # and CUDA with it
+
+        return PinnedArena(nbytes)
     if device == "cpu":
         return MemfdArena(nbytes, name=str(key))
     return DeviceArena(nbytes, device)
@@ -226,7 +238,7 @@ def hold_checkpoint(
         path: The checkpoint: a file or a folder.
         key: The key to serve it under.
         layout_version: As for `plan_layout`.
-        device: "cpu" or a GPU.
+        device: "cpu", `PINNED` or a GPU.
         shortcuts: Whether to compute the shortcut digests too.
         threads: The number of threads that read and hash.
         follow: Folders that links of side files may lead to.
@@ -258,11 +270,8 @@ def hold_checkpoint(
             cancelled=cancelled,
             read_companion=read_companion,
         )
-        try:
+        with Undo(loaded.arena.release):
             loaded.arena.seal()
-        except BaseException:
-            loaded.arena.release()
-            raise
         return SourceModel(
             key,
             loaded.manifest,
@@ -305,7 +314,7 @@ def hold_tensors(
         key: The key to serve them under.
         files: A folder whose side files travel along; None: no files do.
         layout_version: As for `plan_layout`.
-        device: "cpu" or a GPU.
+        device: "cpu", `PINNED` or a GPU.
         shortcuts: Whether to compute the shortcut digests too.
 
     Returns:
@@ -317,7 +326,7 @@ def hold_tensors(
     packaging, documents = _packaged(files)
     layout = manifests.plan_layout(specs, aliases, layout_version)
     arena = _new_arena(layout.arena_nbytes, key, device)
-    try:
+    with Undo(arena.release):
         with destination(arena, layout) as there:
             filled = fill_from_tensors(
                 tensors,
@@ -329,9 +338,6 @@ def hold_tensors(
             )
         arena.seal()
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
-    except BaseException:
-        arena.release()
-        raise
     pages = Pages.whole(manifest, filled.pages)
     return SourceModel(key, manifest, arena, pages, filled.shortcuts)
 
@@ -366,7 +372,7 @@ def lend_tensors(
     packaging, documents = _packaged(files)
     layout = manifests.plan_layout(described.specs, described.aliases, layout_version)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
-    try:
+    with Undo(memory.release):
         if frozen and memory.device == "cpu":
             raise ConfigError(
                 "only tensors in GPU memory can be attached to", hint="leave out `frozen`"
@@ -374,9 +380,6 @@ def lend_tensors(
         memory.wait_for_owner()
         filled = hash_in_place(layout, memory.view, memory.hasher, cancelled=cancelled)
         manifest = manifests.encode(layout, packaging, filled.roots, documents)
-    except BaseException:
-        memory.release()
-        raise
     held = _lent(key, manifest, memory, filled)
     held.frozen = frozen
     return held
@@ -400,6 +403,7 @@ def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
 def _lent(
     key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: ArenaDigests
 ) -> SourceModel:
+    memory.rest()  # it may be lent for days
     pages = Pages.whole(manifest, filled.pages)
     return SourceModel(key, manifest, memory, pages, filled.shortcuts)
 
@@ -422,12 +426,13 @@ def hashed_again(
         The model. Its memory is the same object, also where tensors are elsewhere now.
 
     Raises:
-        ConfigError: A tensor can't be lent any more. Then nothing has changed.
+        ConfigError: A tensor can't be lent any more, or a pull fills it. Then nothing has changed.
         ClosedError: It was cancelled.
     """
     memory, layout, packaging = held.arena, held.manifest.layout, held.manifest.packaging
     assert isinstance(memory, LiveMemory)
     only: set[str] | None = None
+    memory.claim_again()
     if memory.changed():
         memory.renew(layout)
     elif (
@@ -444,11 +449,8 @@ def hashed_again(
         layout, memory.view, memory.hasher, only=only, before=before, cancelled=cancelled
     )
     documents = held.manifest.documents
-    side_documents = {
-        side.digest: documents[side.digest]
-        for side in packaging.side_files
-        if side.digest in documents
-    }
+    sides = {side.digest for side in packaging.side_files}
+    side_documents = {digest: data for digest, data in documents.items() if digest in sides}
     manifest = manifests.encode(layout, packaging, filled.roots, side_documents)
     found = _lent(held.key, manifest, memory, filled)
     found.role, found.borrowed, found.frozen = held.role, held.borrowed, held.frozen

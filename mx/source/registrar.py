@@ -32,6 +32,7 @@ from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
 from mx.source.model import SourceModel
 from mx.source.served import ExposedModel
+from mx.tasks import end_tasks
 from mx.wire.client import CoordinatorClient, RegisterAnswer
 
 log = logging.getLogger(__name__)
@@ -284,10 +285,7 @@ class Registrar:
 
     async def end_settling(self, held: SourceModel) -> None:
         """Leave a model registered as it is now."""
-        settling = self._settling.pop(held, None)
-        if settling is not None:
-            settling.cancel()
-            await asyncio.gather(settling, return_exceptions=True)
+        await end_tasks(self._settling.pop(held, None))
 
     async def _listed(self, name: str) -> Sequence[ModelStatus]:
         """Return what a name's revisions and variants stand for. Raises as
@@ -338,10 +336,7 @@ class Registrar:
         await self.end_settling(held)
         self._published_s.pop(held, None)
         self._news.pop(held, None)
-        keeping = self._keeping.pop(held, None)
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+        await end_tasks(self._keeping.pop(held, None))
         try:
             await self._client.deregister(held.source_id, keeps_name=keeps_name)
         except MxError as error:
@@ -372,10 +367,7 @@ class Registrar:
         self._closed = True
         for held in list(self._settling):
             await self.end_settling(held)
-        keeping = list(self._keeping.values())
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
+        await end_tasks(*self._keeping.values())
         self._keeping.clear()
         for served in list(self._models.values()):
             await self.unlist(served.held)

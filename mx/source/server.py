@@ -35,6 +35,7 @@ from mx.source.retirement import Retirement, until
 from mx.source.served import ExposedModel, Participant
 from mx.source.service import PeerServicer
 from mx.swarm.origin import Origin
+from mx.tasks import end_tasks
 from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient
@@ -563,9 +564,7 @@ class SourceServer:
         self._servicer.state = SourceState.DRAINING
         if self.lending is not None:
             await self.lending.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._tasks.clear()
         await self._files.close()
         if self.registrar is not None:

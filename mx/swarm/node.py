@@ -34,6 +34,7 @@ from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
+from mx.tasks import end_tasks
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
@@ -501,6 +502,5 @@ class Node:
         if self._announcing is not None:
             self._announcing.cancel()
         await self.peers.close()
-        self._ticking.cancel()
-        await asyncio.gather(self._ticking, return_exceptions=True)
+        await end_tasks(self._ticking)
         self._reaches = _unreached  # let go of what the pull's function keeps

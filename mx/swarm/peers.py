@@ -15,6 +15,7 @@ from mx.core.swarm.neighbours import Neighbours
 from mx.core.types import SourceRecord, SourceRole
 from mx.errors import MxError, PeerProtocolError
 from mx.swarm.stream import PeerStream, to_bytes
+from mx.tasks import end_tasks
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
@@ -273,7 +274,4 @@ class Peers:
         """Close every stream, and wait until all have ended."""
         self._closed = True
         self.end()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)

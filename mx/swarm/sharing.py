@@ -19,6 +19,7 @@ from mx.memory.live import Memory
 from mx.runtime import uncut
 from mx.swarm.node import Node, Reads
 from mx.swarm.stream import PeerStream
+from mx.tasks import end_tasks
 from mx.transport import Medium
 
 log = logging.getLogger(__name__)
@@ -251,9 +252,7 @@ class Sharing:
     async def close(self) -> None:
         """Leave the swarm, and end all reading here. Idempotent."""
         self.reading_ended()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         if self._node is not None:
             await self._node.close()
         host, self._host = self._host, None

@@ -12,6 +12,7 @@ import grpc.aio
 
 from mx.core.types import SourceRecord
 from mx.errors import MxError, PeerProtocolError
+from mx.tasks import end_tasks
 from mx.transport import TlsFiles
 from mx.wire.address import host_of
 from mx.wire.channel import Remote, Role, cut, dial
@@ -124,9 +125,7 @@ class PeerStream:
             return error
         finally:
             self.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     async def _listen(self, heard: Callable[[SwarmMessage], None]) -> None:
         while (message := await self.receive()) is not None:

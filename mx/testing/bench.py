@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TypedDict, Unpack
 
 from mx.errors import LocalError, MxError, SourceError
 from mx.testing import spans
@@ -125,6 +126,21 @@ class BenchSource:
         return grant_id, self.exposure.grant(grant_id)
 
 
+class GrantOptions(TypedDict, total=False):
+    """What a grant of the bench's may have beside what all have."""
+
+    rail: Rail | None
+    trusted_fabric: bool
+    content: bytes
+
+
+class OpenOptions(GrantOptions, total=False):
+    """How a session is opened."""
+
+    streams: int
+    generation: int
+
+
 class Bench:
     """Used in a `with` statement. Seeds are counted, so that no two memories are alike."""
 
@@ -226,27 +242,14 @@ class Bench:
         self,
         source: BenchSource,
         *,
-        streams: int = 2,
-        generation: int = GENERATION,
         sizes: Sequence[int] | None = None,
         grant_id: str | None = None,
-        rail: Rail | None = None,
-        trusted_fabric: bool = False,
-        content: bytes = b"",
+        **how: Unpack[OpenOptions],
     ) -> Session:
         """Open a session with a source on the bench, on a new grant."""
         grant_id, ticket = source.grant(grant_id)
-        return self.open_ticket(
-            grant_id,
-            ticket,
-            sizes or source.sizes,
-            streams=streams,
-            generation=generation,
-            tls=self.harness.tls,
-            rail=rail,
-            trusted_fabric=trusted_fabric,
-            content=content,
-        )
+        tls = self.harness.tls
+        return self.open_ticket(grant_id, ticket, sizes or source.sizes, tls=tls, **how)
 
     def open_ticket(
         self,
@@ -254,13 +257,11 @@ class Bench:
         ticket: bytes,
         sizes: Sequence[int],
         *,
-        streams: int = 2,
-        generation: int = GENERATION,
         tls: TlsFiles | None,
-        rail: Rail | None = None,
-        trusted_fabric: bool = False,
-        content: bytes = b"",
+        generation: int = GENERATION,
         peer: str = PEER,
+        streams: int = 2,
+        **how: Unpack[GrantOptions],
     ) -> Session:
         """Open a session with a ticket, of any origin."""
         session = self.transport.open(
@@ -274,10 +275,8 @@ class Bench:
                 stall_timeout_s=self.harness.stall_timeout_s,
                 streams=streams,
                 place=self.harness.here,
-                rail=rail,
-                trusted_fabric=trusted_fabric,
-                content=content,
                 setting=self.harness.setting,
+                **how,
             )
         )
         self._sessions.append(session)
@@ -288,16 +287,11 @@ class Bench:
         grant_id: str,
         ticket: bytes,
         sizes: Sequence[int],
-        *,
-        generation: int = GENERATION,
-        content: bytes = b"",
+        **how: Unpack[OpenOptions],
     ) -> str:
         """Return "" if opening raises a SourceError that names the peer, else what happened."""
-        tls = self.harness.tls
         try:
-            self.open_ticket(
-                grant_id, ticket, sizes, generation=generation, tls=tls, content=content
-            )
+            self.open_ticket(grant_id, ticket, sizes, tls=self.harness.tls, **how)
         except SourceError as error:
             return "" if error.peer == PEER else f"the error does not name the peer: {error!r}"
         return "it was let in"

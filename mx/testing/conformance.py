@@ -66,6 +66,7 @@ RULES: dict[str, Callable[[Bench], None]] = {
         rules_life.hands_off,
         rules_life.closed_is_closed,
         rules_life.refills,
+        rules_life.grows,
         rules_life.outlives_raising_sinks,
         rules_life.counts_readers,
         rules_life.attaches,

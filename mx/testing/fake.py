@@ -177,16 +177,23 @@ class FakeSession:
         self.secret = secret
         # What was stated when the session was opened.
         self.block_digests = exposure.block_digests if grant.content else b""
-        self.depth = 2 * grant.streams
         self.wake = threading.Condition()
         self.queue: deque[Read] = deque()
         self.closed = False
-        self.threads = [
-            threading.Thread(target=self.main, name=f"fake-{number}", daemon=True)
-            for number in range(grant.streams)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.threads: list[threading.Thread] = []
+        self.grow(grant.streams)
+
+    @property
+    def open_streams(self) -> int:
+        return len(self.threads)
+
+    def grow(self, streams: int) -> None:
+        with self.wake:
+            for number in range(len(self.threads), 0 if self.closed else streams):
+                thread = threading.Thread(target=self.main, name=f"fake-{number}", daemon=True)
+                thread.start()
+                self.threads.append(thread)
+            self.depth = 2 * len(self.threads)
 
     def read(self, reads: Sequence[Read]) -> None:
         with self.wake:
@@ -455,8 +462,10 @@ class FakeRemote:
 class FakeHarness(Harness):
     """The harness for FakeTransport and what derives from it: `make` is called for each rule."""
 
-    def __init__(self, make: Callable[[], FakeTransport] = FakeTransport) -> None:
-        super().__init__("", big_nbytes=2 * MIB, stall_timeout_s=0.25, deadline_s=3.0)
+    def __init__(
+        self, make: Callable[[], FakeTransport] = FakeTransport, *, deadline_s: float = 30.0
+    ) -> None:
+        super().__init__("", big_nbytes=2 * MIB, stall_timeout_s=0.25, deadline_s=deadline_s)
         self._make = make
         self._made: FakeTransport | None = None
 

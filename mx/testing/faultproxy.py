@@ -17,6 +17,8 @@ import socket
 import threading
 import time
 
+from mx.contexts import OwnContext
+
 _BUFFER_BYTES = 64 * 1024
 
 
@@ -119,7 +121,7 @@ def _take_due(faults: dict[int, bool], begin: int, end: int) -> list[int]:
     return found
 
 
-class FaultProxy:
+class FaultProxy(OwnContext):
     """Listens on loopback and passes everything on to `target`. A context manager."""
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -132,12 +134,6 @@ class FaultProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self._spawn(self._accept)
-
-    def __enter__(self) -> FaultProxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def cut(self) -> None:
         """Break every connection that there is now; new ones are taken."""

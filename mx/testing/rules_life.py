@@ -17,6 +17,7 @@ from mx.transport import (
     BLOCK_DIGEST_BYTES,
     DeviceView,
     Exposure,
+    Growing,
     Piece,
     Read,
     Session,
@@ -176,6 +177,37 @@ def refills(bench: Bench) -> None:
         )
     bench.read(session, 0, 0, views[0], sink=chain[0])
     bench.succeed(*chain)
+
+
+def grows(bench: Bench) -> None:
+    """A session that grows opens more connections beside one that is held up, closes none, and ends
+    those that are being opened, too."""
+    source = bench.source(bench.harness.big_nbytes)
+    session = bench.open(source, streams=1)
+    if not isinstance(session, Growing):
+        return
+    depth = session.depth
+    held = bench.held_read(session, bench.destination(source.sizes[0]))
+    session.grow(1)
+    require(session.open_streams == 1, f"{session.open_streams} connections are open, not 1")
+    session.grow(3)
+    # Only another connection can bring these.
+    bench.succeed(*(bench.read(session, 0, 0, bench.destination(MIB)) for _ in range(6)))
+    bench.eventually(
+        lambda: session.open_streams == 3,
+        lambda: f"{session.open_streams} connections are open, not 3",
+    )
+    require(session.depth > depth, "depth has not risen")
+    session.grow(2)
+    require(session.open_streams == 3, "a connection was closed")
+    held.release()
+    bench.succeed(held)
+    for grown in (session, bench.open(source, streams=1)):
+        assert isinstance(grown, Growing)
+        grown.grow(8)
+        grown.close()
+        grown.grow(9)
+        require(grown.join(bench.harness.deadline_s), "join did not return")
 
 
 def outlives_raising_sinks(bench: Bench) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mx import codec
+from mx.contexts import OwnAsyncContext
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import CapacityError, MxError, PeerTimeoutError
+from mx.tasks import end_tasks
 from mx.text import listed
 from mx.units import count, format_bytes, format_seconds
 from mx.wire.channel import Remote, Role, cut, dial, translating
@@ -88,7 +90,7 @@ class CacheStatus:
         )
 
 
-class CacheClient:
+class CacheClient(OwnAsyncContext):
     """A client of the cache behind a unix socket, on the loop; `close` it."""
 
     def __init__(self, socket: str, *, timeout_s: float) -> None:
@@ -212,8 +214,7 @@ class CacheServicer:
             yield _answer(holding)
         finally:
             self._calls -= 1
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+            await end_tasks(holding)
 
     async def Status(self, request: pb.CacheStatusRequest, context: Any) -> pb.CacheStatusResponse:
         del request, context

@@ -3,52 +3,76 @@ one of several does not answer."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from mx import codec
+from mx.contexts import OwnAsyncContext
 from mx.core.answers import BundleStatus, ModelStatus
-from mx.core.pull_status import PullStatus
 from mx.core.rates import Rate
-from mx.core.types import ManifestRef, ModelKey, SourceRecord
+from mx.core.revisions import MAIN
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, cover
 from mx.core.variant import companion_path
 from mx.errors import CoordinatorError
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role
 from mx.wire.coordinators import Coordinators, Link
-from mx.wire.listing import Lists, SourceStatus, WatchUpdate, bundle_status, update_from_wire
-from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
+from mx.wire.listing import (
+    Lists,
+    Overview,
+    SourceStatus,
+    WatchUpdate,
+    bundle_status,
+    update_from_wire,
+)
+from mx.wire.progress import Report, pull_from_wire, rate_of_hosts, reporting
 from mx.wire.registering import RegisterAnswer, SourceCalls
 from mx.wire.status import planned_here
 from mx.wire.v1 import coordinator_pb2 as pb
 
-__all__ = ["CoordinatorClient", "RegisterAnswer", "Resolution"]
+_T = TypeVar("_T")
+
+__all__ = ["CoordinatorClient", "LocatedModel", "RegisterAnswer"]
 
 
-class Resolution(NamedTuple):
-    """The manifest to pull, and its sources, origins first; a known model may have none now.
+class LocatedModel(NamedTuple):
+    """A model that was found, and its sources, origins first; a known model may have none now.
 
-    `documents` are the verified documents that came with the answer: all of a small manifest, none
+    All `sources` hold the weights of `ref`, or parts of them; their files may differ. `documents`
+    are the verified documents that came with the answer, by digest: all of a small manifest, none
     of a large one. Of many sources an answer names some: `source_count` is how many there are.
-    `newest` and `older` are as in `mx.core.answers.ResolveAnswer`; an older coordinator says
-    neither. `seen` is to be sent with later questions for the name. `vouch` is what its owner says
-    of the weights, which was not verified.
+    `newest` is what the name means to the coordinator, and `older` are older revisions that can be
+    obtained where that can't; None and () for a pin, a revision, a peer that the user named, and
+    from an older coordinator. `seen` is to be sent with later questions for the name. `vouch` is
+    what its owner is said to say of the weights, which was not verified; b"" for nothing.
     """
 
     model: ModelKey
     ref: ManifestRef
-    sources: list[SourceRecord]
-    documents: dict[bytes, bytes]
-    source_count: int
+    sources: Sequence[SourceRecord]
+    documents: Mapping[bytes, bytes] = MappingProxyType({})
+    source_count: int = 0
     newest: ModelKey | None = None
     older: tuple[ModelKey, ...] = ()
     seen: bytes = b""
     vouch: bytes = b""
 
+    @property
+    def is_away(self) -> bool:
+        """True if this is what the name means, and no sources hold all of it together."""
+        return self.newest == self.model and not cover(self.sources)
 
-class CoordinatorClient(SourceCalls):
+    @property
+    def says_away(self) -> bool:
+        """True if that is worth saying: there is, or was, more than one revision, or a part."""
+        more = bool(self.older or self.sources) or self.model.revision != MAIN
+        return self.is_away and more
+
+
+class CoordinatorClient(SourceCalls, OwnAsyncContext):
     """A client for one event loop; `close` it. Safe for concurrent calls.
 
     Every call raises the error that `mx.wire.status.translate` makes of a failed RPC:
@@ -86,14 +110,23 @@ class CoordinatorClient(SourceCalls):
 
     # -- for everyone -----------------------------------------------------------------------------
 
-    async def _listed(self, method: str, request: Any, field: str) -> list[Any]:
-        """Return the entries of a list that comes in pages."""
+    async def _pages(self, method: str, request: Any, *fields: str) -> list[list[Any]]:
+        """Return the entries of lists that come in pages, by field."""
 
-        async def question(link: Link) -> list[Any]:
-            call = getattr(link.stub, method)(request, timeout=link.timeout_s)
-            return [each async for page in call for each in getattr(page, field)]
+        async def question(link: Link) -> list[list[Any]]:
+            pages = [
+                page async for page in getattr(link.stub, method)(request, timeout=link.timeout_s)
+            ]
+            return [[each for page in pages for each in getattr(page, field)] for field in fields]
 
         return await self._coordinators.ask(question)
+
+    async def _listed(
+        self, method: str, request: Any, what: str, decode: Callable[[Any], _T]
+    ) -> list[_T]:
+        """Return the entries of a list that comes in pages; `what` is one of them."""
+        (found,) = await self._pages(method, request, f"{what}s")
+        return self._lists.read(what, found, decode)
 
     async def resolve(
         self,
@@ -105,7 +138,7 @@ class CoordinatorClient(SourceCalls):
         serves: bool = False,
         allow_older: bool = False,
         seen: bytes = b"",
-    ) -> Resolution:
+    ) -> LocatedModel:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it.
 
         Args:
@@ -136,13 +169,13 @@ class CoordinatorClient(SourceCalls):
             seen=seen,
         )
 
-        async def question(link: Link) -> Resolution:
+        async def question(link: Link) -> LocatedModel:
             answer = await link.stub.Resolve(request, timeout=link.timeout_s)
             ref = codec.ref_from_wire(answer.manifest)
             inlined = wire_documents.Assembler(ref.documents, who=link.remote.address)
             for page in answer.documents:
                 inlined.add(page)
-            return Resolution(
+            return LocatedModel(
                 codec.key_from_wire(answer.model),
                 ref,
                 self._lists.read("source", answer.sources, codec.source_from_wire),
@@ -157,7 +190,9 @@ class CoordinatorClient(SourceCalls):
 
         return await self._coordinators.ask(question)
 
-    async def watch(self, name: str = "", revision: str = "") -> AsyncGenerator[WatchUpdate, None]:
+    async def watch(
+        self, name: str = "", revision: str = "", *, pulls: bool = False
+    ) -> AsyncGenerator[WatchUpdate, None]:
         """Yield the listed sources (an UP each, then SNAPSHOT_END), then every change.
 
         Close the iterator when done. It raises as the other calls do if the coordinator fails.
@@ -165,8 +200,10 @@ class CoordinatorClient(SourceCalls):
         Args:
             name: The model; "" for all.
             revision: The revision; "" for all.
+            pulls: Yield a PULL for each pull that reports, too, and their changes. Only who may
+                observe them may ask for that.
         """
-        request = pb.WatchRequest(name=name, revision=revision, batches=True)
+        request = pb.WatchRequest(name=name, revision=revision, pulls=pulls, batches=True)
 
         def decode(event: pb.WatchEvent) -> list[WatchUpdate]:
             return self._lists.read("change", event.batch or (event,), update_from_wire)
@@ -201,64 +238,41 @@ class CoordinatorClient(SourceCalls):
     async def list_models(self) -> list[ModelStatus]:
         """Return every known model; companions are parts of one. Skips a malformed entry, with a
         warning, as the other lists."""
-        request = pb.ListModelsRequest()
-        messages = await self._listed("ListModels", request, "models")
-        found = self._lists.read("model", messages, _model_status)
+        found = await self._listed("ListModels", pb.ListModelsRequest(), "model", _model_status)
         return [each for each in found if not companion_path(each.model.variant)]
 
     async def list_sources(self, name: str = "") -> list[SourceStatus]:
         """Return all sources, or those of one model name."""
         request = pb.ListSourcesRequest(name=name)
-        messages = await self._listed("ListSources", request, "sources")
-        return self._lists.read("source", messages, _source_status)
+        return await self._listed("ListSources", request, "source", _source_status)
 
     async def list_bundles(self, name: str = "") -> list[BundleStatus]:
         """Return all bundles, or those of one model name, with the ranks that are missing."""
         request = pb.ListBundlesRequest(name=name)
-        messages = await self._listed("ListBundles", request, "bundles")
-        return self._lists.read("bundle", messages, bundle_status)
+        return await self._listed("ListBundles", request, "bundle", bundle_status)
 
-    async def list_pulls(self, name: str = "") -> list[PullStatus]:
-        """Return all pulls that report their progress, or those of one model name."""
-        request = pb.ListPullsRequest(name=name)
-        messages = await self._listed("ListPulls", request, "pulls")
-        return self._lists.read("pull", messages, pull_from_wire)
+    async def overview(self, name: str = "") -> Overview:
+        """Return the sources and the pulls that report their progress: all, or those of one model
+        name.
 
-    async def watch_pulls(self, name: str = "") -> AsyncGenerator[PullUpdates, None]:
-        """Yield the pulls that report, and then every change of them.
-
-        Close the iterator when done. It raises as the other calls do if the coordinator fails.
-
-        Args:
-            name: The model; "" for all.
+        Raises:
+            NotAllowedError: The caller may not observe pulls.
         """
-        request = pb.WatchPullsRequest(name=name)
-
-        def decode(message: pb.WatchPullsResponse) -> PullUpdates:
-            pulls = self._lists.read("pull", message.pulls, pull_from_wire)
-            gone = self._lists.read("pull", message.gone, codec.source_id_from_wire)
-            return PullUpdates(tuple(pulls), tuple(gone), message.snapshot_end)
-
-        stream = self._coordinators.follow(lambda link: link.stub.WatchPulls(request), decode)
-        async with aclosing(stream):
-            async for updates in stream:
-                yield updates
+        request = pb.ListSourcesRequest(name=name, pulls=True)
+        sources, pulls = await self._pages("ListSources", request, "sources", "pulls")
+        return Overview(
+            tuple(self._lists.read("pull", pulls, pull_from_wire)),
+            tuple(self._lists.read("source", sources, _source_status)),
+        )
 
     async def list_rates(self, source_hosts: Sequence[str] = ()) -> list[Rate]:
         """Return the bandwidths that pulls have measured lately, from these hosts or from all."""
         request = pb.ListRatesRequest(source_hosts=source_hosts)
-        messages = await self._listed("ListRates", request, "rates")
-        return self._lists.read("rate", messages, rate_of_hosts)
+        return await self._listed("ListRates", request, "rate", rate_of_hosts)
 
-    @asynccontextmanager
-    async def reporting(self) -> AsyncIterator[Report]:
-        """Report a pull's progress; see `mx.wire.progress.reporting`. After a CoordinatorError it
-        may be reported to the next coordinator."""
-        async with (
-            self._coordinators.using() as link,
-            reporting(link.stub, link.remote, link.timeout_s) as report,
-        ):
-            yield report
+    def reporting(self) -> AbstractAsyncContextManager[Report]:
+        """Report a pull's progress; see `mx.wire.progress.reporting`."""
+        return reporting(self._coordinators)
 
     async def fetch(
         self, refs: Sequence[tuple[bytes, int]], *, timeout_s: float = 30.0
@@ -278,15 +292,8 @@ class CoordinatorClient(SourceCalls):
 
 
 def _model_status(model: pb.Model) -> ModelStatus:
-    return ModelStatus(
-        codec.key_from_wire(model.model),
-        codec.ref_from_wire(model.manifest),
-        model.nbytes,
-        model.layers,
-        model.sources,
-        model.pin_only,
-        model.restored,
-    )
+    key, ref = codec.key_from_wire(model.model), codec.ref_from_wire(model.manifest)
+    return codec.by_name(ModelStatus, model, model=key, ref=ref)
 
 
 def _source_status(status: pb.SourceStatus) -> SourceStatus:

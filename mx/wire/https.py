@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from mx.errors import MxError
+from mx.tls import new_context
 from mx.transport import TlsFiles
 from mx.wire.address import WILDCARDS
 from mx.wire.tls import check_server_files
@@ -42,7 +43,7 @@ class Certificates:
 
     def _read(self) -> ssl.SSLContext:
         check_server_files(self._files, self._host)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = new_context(server=True)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(self._files.authority)

@@ -33,7 +33,7 @@ from mx.errors import (
     SourceChangedError,
     StaleGenerationError,
 )
-from mx.tasks import set_by
+from mx.tasks import end_tasks, set_by
 from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, files_of, translate
 from mx.wire.pacing import Pacer
@@ -179,6 +179,11 @@ class Lease:
             self._pacer,
         )
 
+    @property
+    def lease_s(self) -> float:
+        """How long it lasts from one renewal on."""
+        return self._lease_s
+
     def check(self) -> MxError | None:
         """Return None while the lease holds; else why it does not."""
         if self._error is not None:
@@ -320,9 +325,7 @@ class Lease:
             return
         was, self._call = self._call, call
         try:
-            if self._listener is not None:
-                self._listener.cancel()
-                await asyncio.gather(self._listener, return_exceptions=True)
+            await end_tasks(self._listener)
         finally:
             cut(was)
         if self._error is None:
@@ -421,9 +424,7 @@ class Lease:
         )
 
     async def _give_back(self, answering: bool, *, silent: bool) -> None:
-        if self._renewer is not None:
-            self._renewer.cancel()
-            await asyncio.gather(self._renewer, return_exceptions=True)
+        await end_tasks(self._renewer)
         # A closed pull that is still referred to must not keep gRPC's threads.
         self._stub = self._channel = None
         if self._call is None:
@@ -433,8 +434,7 @@ class Lease:
             # A task of its own: cancelling a coroutine that awaits a gRPC call cancels the call.
             closing = asyncio.create_task(self._last_words(silent), name="mx-lease-last")
             await asyncio.wait((closing, self._listener), timeout=_GIVE_BACK_S)
-            closing.cancel()
-            await asyncio.gather(closing, return_exceptions=True)
+            await end_tasks(closing)
         cut(self._call)
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)

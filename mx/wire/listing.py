@@ -7,12 +7,15 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-from mx.codec import bundle_from_wire, source_from_wire
+from mx.codec import bundle_from_wire, source_from_wire, source_id_from_wire
 from mx.core.answers import BundleStatus
+from mx.core.pull_status import PullStatus
+from mx.core.reference import ModelReference
 from mx.core.types import ModelKey, SourceRecord
 from mx.core.variant import membership
 from mx.errors import PeerProtocolError
 from mx.units import count
+from mx.wire.progress import pull_from_wire
 from mx.wire.status import Remote
 from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -39,6 +42,20 @@ class SourceStatus(NamedTuple):
         return (
             f"<SourceStatus {record.model} at {record.endpoint}: {record.role.value}, "
             f"{record.state.value}, {count(self.readers, 'reader')}>"
+        )
+
+
+class Overview(NamedTuple):
+    """The pulls and sources that a coordinator knew at one moment, oldest first."""
+
+    pulls: tuple[PullStatus, ...]
+    sources: tuple[SourceStatus, ...]
+
+    def of(self, wanted: ModelReference) -> Overview:
+        """Return those of one model; of pulls no pin is known."""
+        return Overview(
+            tuple(each for each in self.pulls if wanted.fits_key(each.model)),
+            tuple(each for each in self.sources if wanted.fits(each.record.model, each.record.ref)),
         )
 
 
@@ -94,7 +111,8 @@ class WatchKind(enum.Enum):
     """The kind of an update; SNAPSHOT_END ends the list of what was there at first.
 
     NAMED says what a name without a revision means for all ranks of a bundle from now on. Until it
-    comes the name means what it meant, whatever sources of other revisions are there.
+    comes the name means what it meant, whatever sources of other revisions are there. PULL is what
+    a pull reports now, PULL_GONE that it reports no more; the others are of sources.
     """
 
     UP = pb.WatchEvent.KIND_SOURCE_UP
@@ -102,11 +120,14 @@ class WatchKind(enum.Enum):
     LAYERS = pb.WatchEvent.KIND_LAYERS
     GONE = pb.WatchEvent.KIND_SOURCE_GONE
     NAMED = pb.WatchEvent.KIND_NAMED
+    PULL = pb.WatchEvent.KIND_PULL
+    PULL_GONE = pb.WatchEvent.KIND_PULL_GONE
     SNAPSHOT_END = pb.WatchEvent.KIND_SNAPSHOT_END
 
 
 class WatchUpdate(NamedTuple):
-    """One update. `record` is None for SNAPSHOT_END and NAMED; `reason` says why a source is GONE.
+    """One update. `record` is of a source, `pull` of a PULL, and `pull_id` of a pull in any case;
+    `reason` says why a source or a pull is gone, as far as there is more to say.
 
     `named` is for NAMED: the name, the revision ("" if it means nothing any more) and the bundle,
     in place of a variant.
@@ -116,6 +137,8 @@ class WatchUpdate(NamedTuple):
     record: SourceRecord | None = None
     reason: str = ""
     named: ModelKey | None = None
+    pull: PullStatus | None = None
+    pull_id: str = ""
 
 
 def update_from_wire(event: pb.WatchEvent) -> WatchUpdate:
@@ -132,4 +155,8 @@ def update_from_wire(event: pb.WatchEvent) -> WatchUpdate:
         return WatchUpdate(kind, None, event.reason)
     if kind is WatchKind.NAMED:
         return WatchUpdate(kind, named=bundle_from_wire(event.named))
+    if kind in (WatchKind.PULL, WatchKind.PULL_GONE):
+        pull = pull_from_wire(event.pull) if kind is WatchKind.PULL else None
+        pull_id = source_id_from_wire(event.pull.pull_id)
+        return WatchUpdate(kind, reason=event.reason, pull=pull, pull_id=pull_id)
     return WatchUpdate(kind, source_from_wire(event.source), event.reason)

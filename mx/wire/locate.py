@@ -7,13 +7,14 @@ themselves. Without a pin the coordinator decides which weights a name stands fo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
 from mx import codec
+from mx.contexts import OwnAsyncContext
 from mx.core.reference import check_pin, pinned_name
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import (
@@ -22,8 +23,8 @@ from mx.core.types import (
     Manifest,
     ManifestRef,
     ModelKey,
+    Packaging,
     SourceRecord,
-    cover,
 )
 from mx.core.variant import companion_path
 from mx.errors import (
@@ -41,7 +42,7 @@ from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, Role, dial
-from mx.wire.client import CoordinatorClient
+from mx.wire.client import CoordinatorClient, LocatedModel
 from mx.wire.documents import WritePage, fetch, fetch_to
 from mx.wire.rows import with_rows
 from mx.wire.rpc import Stub
@@ -73,43 +74,12 @@ class LocateRequest:
     owners: tuple[PublicKey, ...] = ()
 
 
-@dataclass(frozen=True)
-class LocatedModel:
-    """A model that was found.
-
-    All `sources` hold the weights of `ref`, or parts of them; their files may differ. `inlined` are
-    those of the documents that came with the answer, by digest. `newest` is what the name means to
-    the coordinator, and `older` are older revisions that can be obtained where that can't; None and
-    () for a pin, a revision or a peer that the user named. `vouch` is what the name's owner is said
-    to say of the weights, b"" for nothing.
-    """
-
-    key: ModelKey
-    ref: ManifestRef
-    sources: tuple[SourceRecord, ...]
-    inlined: Mapping[bytes, bytes] = field(default_factory=dict)
-    newest: ModelKey | None = None
-    older: tuple[ModelKey, ...] = ()
-    vouch: bytes = b""
-
-    @property
-    def is_away(self) -> bool:
-        """True if this is what the name means, and no sources hold all of it together."""
-        return self.newest == self.key and not cover(self.sources)
-
-    @property
-    def says_away(self) -> bool:
-        """True if that is worth saying: there is, or was, more than one revision, or a part."""
-        more = bool(self.older or self.sources) or self.key.revision != MAIN
-        return self.is_away and more
-
-
 #: What was seen of names, by coordinator and name: a coordinator that has lost its state is told.
 _seen: OrderedDict[tuple[str, str], bytes] = OrderedDict()
 _MOST_SEEN = 1024
 
 
-class Locator:
+class Locator(OwnAsyncContext):
     """One pull's look-ups; on the loop. `close` it."""
 
     def __init__(self, where: LocateRequest) -> None:
@@ -158,10 +128,8 @@ class Locator:
                 hint="it is broken or lies: ask another one, or a source with `peer`",
             )
         planned_here(found.ref.layout_version, f"{found.model} is listed", remote)
-        located = _located(found.model, found.ref, found.sources, found.documents, found.vouch)
-        if self._pin:
-            return located
-        return replace(located, newest=found.newest, older=found.older)
+        found = found._replace(sources=_same(found.sources, found.ref))
+        return found._replace(newest=None, older=()) if self._pin else found
 
     @property
     def _pin(self) -> str:
@@ -190,15 +158,15 @@ class Locator:
             sources = (await self._describe(self._where.peer)).sources
             self.source_count = len(sources)
         else:
-            key, pin = located.key, located.ref.identity.hex()
+            key, pin = located.model, located.ref.identity.hex()
             client = self._coordinator()
             # In all revisions: the revision's name may stand for other weights by now.
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
-            sources = tuple(found.sources)
+            sources = found.sources
             self.source_count = found.source_count
             if located.newest is not None:
                 self.superseded_by = found.newest
-        return [source for source in sources if source.ref.same_weights(located.ref)]
+        return [*_same(sources, located.ref)]
 
     def _coordinator(self) -> CoordinatorClient:
         assert self._where.coordinator is not None
@@ -241,7 +209,7 @@ class Locator:
             )
         ref = found[0].ref
         planned_here(ref.layout_version, f"{address} holds {found[0].model}", remote)
-        return _located(found[0].model, ref, found, {}, found[0].vouch)
+        return LocatedModel(found[0].model, ref, _same(found, ref), vouch=found[0].vouch)
 
     async def documents(self, located: LocatedModel) -> dict[bytes, bytes]:
         """Fetch the manifest's documents: from the coordinator, else from any source.
@@ -252,9 +220,9 @@ class Locator:
         Raises:
             NoSourceError, or the last error: Neither the coordinator nor a source served them.
         """
-        refs = [each for each in located.ref.documents if each[0] not in located.inlined]
+        refs = [each for each in located.ref.documents if each[0] not in located.documents]
         found = await self._from_anywhere(refs, located.sources, "description")
-        return {**located.inlined, **found}
+        return {**located.documents, **found}
 
     async def table(self, source: SourceRecord) -> AddressTable:
         """Return a source's table with its rows: from the coordinator, else from the source.
@@ -280,45 +248,13 @@ class Locator:
                 return await self._client.fetch(refs)
             except MxError as error:
                 causes.append(error)
-        found = await self._from_sources(refs, sources, causes)
-        if found is None:
-            raise _none_served(what, self.name, causes)
-        return found
-
-    async def side_files(self, manifest: Manifest, located: LocatedModel) -> dict[bytes, bytes]:
-        """Fetch the side files into memory. Only sources with the same files hold them.
-
-        Returns:
-            Their bytes by digest.
-
-        Raises:
-            NoSourceError: No source served all of them.
-        """
-        refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
-        if not refs:
-            return {}
-        causes: list[MxError] = []
-        sources = _with_files(located.sources, manifest.ref)
-        found = await self._from_sources(refs, sources, causes)
-        if found is None:
-            raise _no_files(self._where.name, located.sources, causes)
-        return found
-
-    async def _from_sources(
-        self,
-        refs: Sequence[tuple[bytes, int]],
-        sources: Sequence[SourceRecord],
-        causes: list[MxError],
-    ) -> dict[bytes, bytes] | None:
-        """Return the documents, from the first source that has all of them. None does: return
-        None; the causes say why."""
         for source in sources:
             remote = Remote(Role.SOURCE, source.endpoint)
             try:
                 return await fetch(self._channel(source.endpoint), refs, who=remote)
             except MxError as error:
                 causes.append(error)
-        return None
+        raise _none_served(what, self.name, causes)
 
     async def write_side_files(
         self,
@@ -347,7 +283,7 @@ class Locator:
         """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
         if all(digest in manifest.documents for digest, _ in refs):
-            await in_thread(write_side_files, manifest, write)
+            await in_thread(write_side_files, manifest.packaging, manifest.documents, write)
             return ""
         causes: list[MxError] = []
         known = _with_files(sources, manifest.ref)
@@ -380,10 +316,12 @@ class Locator:
             self._client = None
 
 
-def write_side_files(manifest: Manifest, write: WritePage) -> None:
-    """Pass the side files, which are among the manifest's documents, to `write`. Blocks."""
-    for digest in {side.digest for side in manifest.packaging.side_files}:
-        write(digest, 0, manifest.documents[digest])
+def write_side_files(
+    packaging: Packaging, documents: Mapping[bytes, bytes], write: WritePage
+) -> None:
+    """Pass the side files, which are among these documents, to `write`. Blocks."""
+    for digest in {side.digest for side in packaging.side_files}:
+        write(digest, 0, documents[digest])
 
 
 def _none_served(what: str, name: str, causes: Sequence[MxError]) -> MxError:
@@ -416,16 +354,13 @@ def _with_files(sources: Sequence[SourceRecord], ref: ManifestRef) -> list[Sourc
     return [source for source in sources if source.ref.packaging == ref.packaging]
 
 
-def _located(
-    key: ModelKey,
-    ref: ManifestRef,
-    sources: Sequence[SourceRecord],
-    inlined: Mapping[bytes, bytes],
-    vouch: bytes,
-) -> LocatedModel:
-    """Return an answer with only those sources that hold these weights."""
-    same = [source for source in sources if source.ref.same_weights(ref)]
-    return LocatedModel(key, ref, tuple(same), inlined, vouch=vouch)
+def _same(sources: Iterable[SourceRecord], ref: ManifestRef) -> tuple[SourceRecord, ...]:
+    """Return those sources that hold these weights."""
+    found = []
+    for source in sources:
+        if source.ref.same_weights(ref):
+            found.append(source)
+    return tuple(found)
 
 
 def check_pin_of(name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 from mx.codec import (
     MAX_TOTAL_BYTES,
@@ -20,8 +19,8 @@ from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import Rate
 from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
 from mx.wire.address import join_address, split_address
-from mx.wire.channel import Remote, cut, translating
-from mx.wire.rpc import Stub
+from mx.wire.channel import cut, translating
+from mx.wire.coordinators import Coordinators
 from mx.wire.v1 import coordinator_pb2 as pb
 
 #: Reports a pull's progress.
@@ -30,15 +29,6 @@ Report = Callable[[PullStatus], Awaitable[None]]
 MAX_LAYERS = 1 << 16
 MAX_SOURCES = 16
 _MAX_HOST_CHARS = 256
-
-
-class PullUpdates(NamedTuple):
-    """What has changed of the pulls that report. With `snapshot_end` this and what came before was
-    there when the watch began."""
-
-    pulls: tuple[PullStatus, ...] = ()
-    gone: tuple[str, ...] = ()
-    snapshot_end: bool = False
 
 
 _PHASES = {
@@ -132,13 +122,13 @@ def rate_of_hosts(message: pb.Rate) -> Rate:
 
 
 @asynccontextmanager
-async def reporting(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator[Report]:
+async def reporting(coordinators: Coordinators) -> AsyncIterator[Report]:
     """Report a pull's progress to a coordinator. The end of the block is the end of the pull.
 
+    After a CoordinatorError it may be reported to the next coordinator.
+
     Args:
-        stub: The Coordinator service.
-        remote: The coordinator, for errors.
-        timeout_s: The deadline of each report, and of the end.
+        coordinators: Of which one is told.
 
     Yields:
         A function that reports a status; call it at most once a second.
@@ -147,24 +137,25 @@ async def reporting(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterat
         CoordinatorError: The coordinator does not take reports, or does not answer.
         MxError: As `translate`, if the coordinator refuses.
     """
-    call = stub.Progress()
-    not_taken = CoordinatorError(f"the coordinator at {remote.address} takes no progress reports")
+    async with coordinators.using() as link:
+        call, where = link.stub.Progress(), link.remote.address
+        not_taken = CoordinatorError(f"the coordinator at {where} takes no progress reports")
 
-    async def report(status: PullStatus) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await call.write(pb.ProgressRequest(pull=pull_to_wire(status)))
-        except asyncio.InvalidStateError:  # it has ended the stream
-            await call
-            raise not_taken from None
-
-    try:
-        with translating(remote):
-            yield report
-            async with asyncio.timeout(timeout_s):
-                await call.done_writing()
+        async def report(status: PullStatus) -> None:
+            try:
+                async with asyncio.timeout(link.timeout_s):
+                    await call.write(pb.ProgressRequest(pull=pull_to_wire(status)))
+            except asyncio.InvalidStateError:  # it has ended the stream
                 await call
-    except (TimeoutError, asyncio.InvalidStateError):
-        raise not_taken from None
-    finally:
-        cut(call)
+                raise not_taken from None
+
+        try:
+            with translating(link.remote):
+                yield report
+                async with asyncio.timeout(link.timeout_s):
+                    await call.done_writing()
+                    await call
+        except (TimeoutError, asyncio.InvalidStateError):
+            raise not_taken from None
+        finally:
+            cut(call)

@@ -24,6 +24,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.namekey import NameKey
+from mx.tasks import end_tasks
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, cut, files_of, translating
 from mx.wire.coordinators import Coordinators, Link
@@ -330,8 +331,7 @@ class SourceCalls:
                 raise CoordinatorError(ended) from error
             finally:
                 cut(call)
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+                await end_tasks(reading)
 
     async def advertise(
         self, source_id: str, generation: int, held: Sequence[tuple[int, int]]

@@ -20,6 +20,7 @@ import grpc.aio
 from mx.errors import MxError
 from mx.log import event
 from mx.runtime import in_thread
+from mx.tasks import end_tasks
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls
 from mx.wire.tls import check_client_files, check_server_files
@@ -140,9 +141,7 @@ class ServerFiles:
 
     async def stop(self) -> None:
         """End it. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     def _take(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the files if they have changed; gRPC calls this on its own threads, at each

@@ -78,7 +78,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # With it gRPC resets calls of a connection that has fewer, once others have many.
     ("grpc.http.overload_protection", 0),
     # A message is taken in before it is asked for, and as much of the next one as the window has.
-    ("grpc.http2.lookahead_bytes", 16 * KIB),
+    ("grpc.http2.lookahead_bytes", 4 * KIB),
     # It would widen the windows of connections that send much.
     ("grpc.http2.bdp_probe", 0),
     # Calls that have arrived and that the event loop has not taken yet. Beyond the first number

@@ -122,7 +122,9 @@ def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> Subject:
 
 
 def _context(tls: TlsFiles, *, server: bool) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    from mx.tls import new_context  # without TLS it is not needed
+
+    context = new_context(server=server)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.hostname_checks_common_name = False
@@ -257,7 +259,9 @@ def _probe(address: str, tls: TlsFiles | None) -> str | None:
 
 def _probing(tls: TlsFiles | None) -> ssl.SSLContext:
     if tls is None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        from mx.tls import new_context
+
+        context = new_context(server=False)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     else:

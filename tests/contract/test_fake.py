@@ -31,7 +31,7 @@ def test_broken_fake_breaks_its_rule_alone(name: str) -> None:
         return made[-1]
 
     try:
-        found = conformance.broken_rules(FakeHarness(make))
+        found = conformance.broken_rules(FakeHarness(make, deadline_s=6.0))
     finally:
         for transport in made:
             transport.clean_up()

@@ -20,17 +20,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 from safetensors.numpy import save_file
 
+import mx
 from benchmarks.processes import Cluster
 from mx import errors
 from tests.support.driver.build import environment, why_not
 from tests.support.driver.logs import calls
 
-TARGETS = ("cuda:0", "cuda:1", "cpu")
+#: After the first three, of sources in host memory, their own and the driver's, and of no source.
+TARGETS = (
+    *("cuda:0", "cuda:1", "cpu", "host to cuda:0", "pinned to cuda:0"),
+    *("disk to cuda:0", "cufile to cuda:0"),
+)
+FROM_DISK = TARGETS[-2:]
 #: One of each class: an argument, memory, a context that is broken or a GPU that is lost, what this
 #: driver can't do, and the unknown.
 CODES = [
@@ -41,6 +49,8 @@ TYPED = {value for name, value in vars(errors).items() if name.startswith("EXIT_
 #: So long no pull of this size takes.
 _HANG_S = 60
 MODEL = "m"
+#: The same weights in host memory, by what the names of targets begin with.
+HOST_MODELS = {"host to": "h", "pinned to": "p"}
 
 
 class Broken(AssertionError):
@@ -71,9 +81,15 @@ class World:
             for n in range(3)
         }
         save_file(tensors, self.checkpoint / "model.safetensors")
+        #: The same with digests beside its weights.
+        self.described = folder / "described"
+        with mx.pull(MODEL, path=self.checkpoint, out=self.described) as pull:
+            self.pin = pull.wait().pin
         self._errors = (folder / "stderr").open("w+b")
         self.cluster = Cluster(stderr=self._errors.fileno())
-        self.source = self.serve(MODEL)
+        self.serve(HOST_MODELS["host to"], "cpu")
+        self.serve(HOST_MODELS["pinned to"], "cpu", "--pinned")
+        self.source = self.serve(MODEL, "cuda:0")
         self.made: dict[str, Counter[str]] = {}
         for target in TARGETS:
             check(self.pull(MODEL, target, "") == errors.EXIT_OK, f"the pull to {target} fails")
@@ -83,16 +99,17 @@ class World:
         )
         self._held = self._holds()
 
-    def environment(self, fail: str, log: str) -> dict[str, str]:
-        """Return the environment of a process of which a call fails."""
+    def environment(self, fail: str, log: str, **more: object) -> dict[str, str]:
+        """Return the environment of a process of which a call fails, with settings of the
+        stand-in."""
         where = self.folder / log
         where.mkdir(exist_ok=True)
-        settings = {"KERNELS": True, "LOG": where, "FAIL": fail}
+        settings = {"KERNELS": True, "LOG": where, "FAIL": fail, **more}
         return environment(self.major, settings) | {"MX_PEER_LOG_LEVEL": "warning"}
 
-    def serve(self, model: str) -> dict[str, object]:
+    def serve(self, model: str, device: str, *more: str) -> dict[str, object]:
         child, found = self.cluster.serve(
-            self.checkpoint, model, "--device", "cuda:0", env=self.environment("", "log")
+            self.checkpoint, model, "--device", device, *more, env=self.environment("", "log")
         )
         self.source_pid = child.pid
         return found
@@ -125,16 +142,26 @@ class World:
             check(not out.exists(), f"it ends with {code} and has written:\n{text}")
         return code
 
-    def _holds(self) -> tuple[int, int]:
-        """Return how many descriptors and maps of memfds the source has."""
-        maps = Path(f"/proc/{self.source_pid}/maps").read_text().count("/memfd:")
-        return len(os.listdir(f"/proc/{self.source_pid}/fd")), maps
+    def _holds(self) -> Counter[str]:
+        """Return what the source has: its descriptors and its maps of memfds.
+
+        An agent of ucx outlives its readers, for the next one; its socket does not count.
+        """
+        source = psutil.Process(self.source_pid)
+        folder = Path(f"/proc/{source.pid}/fd")
+        held: Counter[str] = Counter()
+        for number in os.listdir(folder):
+            with suppress(FileNotFoundError):
+                held[os.readlink(folder / number).partition(":[")[0]] += 1
+        held["socket"] -= len(source.children())
+        held["maps"] = Path(f"/proc/{source.pid}/maps").read_text().count("/memfd:")
+        return held
 
     def source_is_as_before(self) -> None:
         """Check that the source keeps nothing of the readers that have ended."""
         until = time.monotonic() + 15
-        while any(now > then for now, then in zip(self._holds(), self._held, strict=True)):
-            check(time.monotonic() < until, f"the source held {self._held}, now {self._holds()}")
+        while kept := self._holds() - self._held:
+            check(time.monotonic() < until, f"the source keeps {dict(kept)}")
             time.sleep(0.05)
         check("Traceback" not in self.said(), f"a traceback at the source:\n{self.said()}")
 
@@ -157,12 +184,19 @@ class Pull:
     def __init__(self, world: World, model: str, target: str, fail: str, out: Path) -> None:
         self.out = out
         self.stderr = ""
+        host, _, device = target.rpartition(" ")
+        where = ["--coordinator", world.cluster.coordinator]
+        if target in FROM_DISK:
+            model, where = f"{model}@{world.pin}", ["--from", f"disk={world.described}"]
+        elif host and model == MODEL:
+            model = HOST_MODELS[host]
+        more = {"CUFILE": "direct"} if target == FROM_DISK[1] else {}
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "mx", "pull", model, "--device", target, "--json"),
-                *("--out", str(out), "--coordinator", world.cluster.coordinator),
+                *(sys.executable, "-m", "mx", "pull", model, "--device", device, "--json"),
+                *("--out", str(out), *where),
             ],
-            env=world.environment(fail, "last"),
+            env=world.environment(fail, "last", **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -195,7 +229,7 @@ def play(world: World, seed: int, tally: Counter[str]) -> str:
     """Play a round and return what it was. Raises Broken."""
     rng = random.Random(seed)
     target = rng.choice(TARGETS)
-    if rng.random() < 0.25:
+    if rng.random() < 0.25 and target not in FROM_DISK:
         fail = failure(rng, world.made["source"])
         what = f"the source of a pull to {target}: {fail}"
         try:

@@ -417,6 +417,13 @@ def interrupted_serve(world: World, name: Name) -> None:
     """A source that joins those of a name is interrupted as it starts: it is closed, or goes on."""
     if name.lender is None:
         return
+    # It may outlive the lender, and the coordinator that knew of the lender's files.
+    beside, version = None, name.truth.versions.get(print_of(name.lender.tensors))
+    if version is not None and version.files:
+        beside = name.folder.parent / "joins"
+        beside.mkdir(exist_ok=True)
+        for file, content in version.files.items():
+            (beside / file).write_bytes(content)
     with (
         expecting(world, f"interrupted serve {name.name}", Interrupted, BindingError, *ENDS),
         interrupted(world.rng.uniform(0.0, 0.05)),
@@ -424,6 +431,7 @@ def interrupted_serve(world: World, name: Name) -> None:
             name.lender.tensors,
             model=name.name,
             coordinator=world.coordinator.address,
+            files=beside,
             settings=world.settings,
         ),
     ):

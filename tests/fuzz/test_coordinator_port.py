@@ -111,7 +111,7 @@ def valid_requests() -> dict[str, list[bytes]]:
         "Resolve": [pb.ResolveRequest(name="llama@" + digests[0].hex()[:16], revision="main")],
         "ListBundles": [pb.ListBundlesRequest(name="llama")],
         "ListModels": [pb.ListModelsRequest()],
-        "ListSources": [pb.ListSourcesRequest(name="llama")],
+        "ListSources": [pb.ListSourcesRequest(name="llama", pulls=True)],
         "Progress": [
             pb.ProgressRequest(
                 pull=pb.PullProgress(
@@ -128,7 +128,6 @@ def valid_requests() -> dict[str, list[bytes]]:
             )
             for done_bytes in (10, 20)
         ],
-        "ListPulls": [pb.ListPullsRequest(name="llama")],
     }
     return {
         method: [message.SerializeToString() for message in messages]
@@ -218,7 +217,7 @@ def test_mangled_requests() -> None:
                 grpc.StatusCode.ALREADY_EXISTS,
             )
             # Whatever was let in, lists can be read, and nothing in them is skipped.
-            for asked in (client.list_models(), client.list_sources(), client.list_pulls()):
+            for asked in (client.list_models(), client.list_sources(), client.overview()):
                 runner.run(asked)
             assert not client._lists._said
         finally:

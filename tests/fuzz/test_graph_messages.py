@@ -11,7 +11,7 @@ from mx.graphs.bounds import check
 from mx.graphs.message import Capture, decode, encode
 from mx.graphs.package import Graph, GraphError
 from mx.wire.v1 import graphs_pb2 as pb
-from tests.support.graphs import graphs, small
+from tests.support.graphs import packages, small
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 64, 1 << 16, (1 << 32) - 1]) | st.integers(0, 1 << 20)
 WIDE = NUMBERS | st.sampled_from([1 << 32, 1 << 47, 1 << 57, 1 << 63, (1 << 64) - 1])
@@ -63,9 +63,11 @@ def spoil(draw: Any, message: Any) -> None:
 
 
 @settings(max_examples=600)
-@given(graphs() | st.just(small()), st.integers(1, 3), st.data())
-def test_messages_with_anything_in_them(graph: Graph, times: int, data: st.DataObject) -> None:
-    message = pb.CudaGraph.FromString(encode(graph))
+@given(packages() | packages(small()), st.integers(1, 3), st.data())
+def test_messages_with_anything_in_them(
+    given: tuple[Graph, ...], times: int, data: st.DataObject
+) -> None:
+    message = pb.CudaGraph.FromString(encode(*given))
     for _ in range(times):
         spoil(data.draw, message)
     try:
@@ -73,8 +75,9 @@ def test_messages_with_anything_in_them(graph: Graph, times: int, data: st.DataO
     except GraphError as error:
         assert str(error).isprintable() and len(str(error)) < 1000
     else:
-        check(found)
-        assert decode(encode(found)) == found
+        for each in found:
+            check(each)
+        assert decode(encode(*found)) == found
 
 
 @settings(max_examples=600)

@@ -19,6 +19,7 @@ from mx.engines import transformers as engine
 from tests.support import families
 from tests.support.commands import Run, start_coordinator
 from tests.support.daemon import daemon
+from tests.support.outcomes import until
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -135,7 +136,7 @@ def test_adapters_are_listed_with_their_base(
     ]
     said = [source.json().get("base", "") for source in sources]
     assert said == [_NAMES[0], ("[2Jorg/x" * 9999)[:600], "", ""]
-    assert f"  adapter of {_NAMES[0]}" in sources[0].err
+    until(lambda: f"  adapter of {_NAMES[0]}" in sources[0].err, "its base is told")
     for name, expected in zip(("ad", "x", "odd", "whole"), said, strict=True):
         listed = run("models", name, *at, "--json")
         assert listed.wait() == 0, listed.err

@@ -152,6 +152,6 @@ def test_the_hosts_cache_holds_a_set(
 
 def cache_of(site: Site) -> list[dict[str, int]]:
     found = site.run("target", "cache", "--json")
-    assert found.wait(60) == 0
+    assert found.wait(60) == 0, found.err
     models: list[dict[str, int]] = found.json()["models"]
     return models

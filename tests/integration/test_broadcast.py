@@ -108,7 +108,7 @@ def lines(ranks: list[Rank]) -> list[dict[str, Any]]:
 
 #: All that a group survives, one after the other in the same processes.
 LIVING = """
-    from mx.core.buckets import BUCKET_BYTES
+    from mx.fleet.buckets import BUCKET_BYTES
     def leftovers():
         return len(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate()]
     names = []

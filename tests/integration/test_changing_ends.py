@@ -115,6 +115,27 @@ def test_memory_that_is_in_use_is_an_error(coordinator: str) -> None:
             lent["b"] = own["b"]
 
 
+def test_a_pull_inside_the_block_fills_the_tensors(coordinator: str) -> None:
+    lent = tensors(1)
+    with (
+        api.serve(lent, model="m", coordinator=coordinator, copy=False) as source,
+        api.serve(tensors(7), model="n", coordinator=coordinator),
+    ):
+        with pytest.raises(ConfigError, match="in use"):
+            api.pull("n", coordinator=coordinator, into=lent).wait(60)
+        with source.changing(), api.pull("n", coordinator=coordinator, into=lent) as pull:
+            pull.wait(60)
+        assert same(pulled(coordinator, lent), tensors(7))
+        with pytest.raises(ConfigError, match="in use"), source.changing():
+            pull = api.pull("n", coordinator=coordinator, into=lent)
+            pull.wait(60)
+        assert "in use: another pull" in source.withdrawn, "it may still write"
+        pull.close()
+        with source.changing():
+            pass
+        assert same(pulled(coordinator, lent), tensors(7))
+
+
 def test_what_a_held_pull_replaces_one_of_is_lent_where_it_is(coordinator: str) -> None:
     """The other tensors are the pull's own, which no other may fill."""
     lent, own = tensors(1), tensors(0)
@@ -269,6 +290,7 @@ source.close()
 
 
 @pytest.mark.long
+@pytest.mark.timeout(360)
 def test_an_exception_from_a_signal_leaves_the_tensors_lent_or_withdrawn(coordinator: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, coordinator, "200", "1"],

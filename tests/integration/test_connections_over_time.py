@@ -183,6 +183,7 @@ def test_a_revoked_certificate_ends_at_once(
     assert pull.wait(60) == 5, pull.err
     assert "is revoked" in pull.err
     source.until(lambda: '"revocations"' in source.err, "its audit line")
+    coordinator.until(lambda: '"revocations"' in coordinator.err, "the coordinator's")
     said = site.refused("reader", "models")
     assert "your certificate" in said and "is revoked" in said
     listing = site.mx("second", "models")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -227,33 +226,32 @@ async def test_garbage_on_the_port_does_no_harm() -> None:
         assert terminate(process) == 0
 
 
+class _Foreign(asyncio.Protocol):
+    """One end of a connection, that sends an answer at most."""
+
+    def __init__(self, answer: bytes | None, there: set[asyncio.Transport]) -> None:
+        self._answer, self._there = answer, there
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._there.add(transport)
+        if self._answer is not None:
+            transport.write(self._answer)
+
+
 @asynccontextmanager
 async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
     """A server that is not gRPC: sends `answer` to every client, or nothing at all."""
-
-    streams: set[asyncio.Task[None]] = set()
-
-    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        streams.add(task)
-        try:
-            if answer is not None:
-                writer.write(answer)
-            while await reader.read(4096):
-                pass
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-    server = await asyncio.start_server(stream, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        # Connections may still be closing, on a busy machine.
-        for task in streams:
-            task.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
+    there: set[asyncio.Transport] = set()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Foreign(answer, there), "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    for _ in range(5):  # what was accepted last is there then
+        await asyncio.sleep(0)
+    for transport in there:
+        transport.abort()
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(

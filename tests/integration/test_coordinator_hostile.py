@@ -258,6 +258,15 @@ class Liar:
         self.models = [
             pb.Model(model=source.model, manifest=source.manifest) for source in self.sources
         ]
+        self.pulls = [
+            pb.PullProgress(
+                pull_id=str(uuid.uuid4()),
+                model=common_pb2.ModelKey(name="llama"),
+                phase=pb.PullProgress.PHASE_RUNNING,
+                nbytes=nbytes,
+            )
+            for nbytes in (10, (1 << 64) - 1)
+        ]
 
     async def ListModels(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         await context.send_initial_metadata(headers())
@@ -267,7 +276,7 @@ class Liar:
         await context.send_initial_metadata(headers())
         statuses = [pb.SourceStatus(source=source) for source in self.sources]
         statuses.append(pb.SourceStatus(source=self.sources[0], gb_per_s=float("nan")))
-        yield pb.ListSourcesResponse(sources=statuses).SerializeToString()
+        yield pb.ListSourcesResponse(sources=statuses, pulls=self.pulls).SerializeToString()
 
     async def ListBundles(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         await context.send_initial_metadata(headers())
@@ -292,24 +301,15 @@ class Liar:
         bundles = [pb.Bundle(**(good | each)) for each in ({}, *wrong)]
         yield pb.ListBundlesResponse(bundles=bundles).SerializeToString()
 
-    async def ListPulls(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        await context.send_initial_metadata(headers())
-        pulls = [
-            pb.PullProgress(
-                pull_id=str(uuid.uuid4()),
-                model=common_pb2.ModelKey(name="llama"),
-                phase=pb.PullProgress.PHASE_RUNNING,
-                nbytes=nbytes,
-            )
-            for nbytes in (10, (1 << 64) - 1)
-        ]
-        yield pb.ListPullsResponse(pulls=pulls).SerializeToString()
-
     async def Watch(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         await context.send_initial_metadata(headers())
         up = pb.WatchEvent.KIND_SOURCE_UP
         events = [pb.WatchEvent(kind=up, source=source) for source in self.sources]
         events.append(pb.WatchEvent(kind=99))  # type: ignore[arg-type]
+        pull = pb.WatchEvent.KIND_PULL
+        events += [pb.WatchEvent(kind=pull, pull=each) for each in self.pulls]
+        gone = pb.WatchEvent.KIND_PULL_GONE
+        events.append(pb.WatchEvent(kind=gone, pull=pb.PullProgress(pull_id="\x1b[2J")))
         rank = common_pb2.ModelKey(name="llama", revision="main", variant="tp=0/2")
         events.append(pb.WatchEvent(kind=pb.WatchEvent.KIND_NAMED, named=rank))
         yield pb.WatchEvent(batch=events).SerializeToString()
@@ -328,7 +328,7 @@ async def liar() -> AsyncIterator[str]:
     lies, server = Liar(), grpc.aio.server()
     handlers: Any = {
         name: grpc.unary_stream_rpc_method_handler(getattr(lies, name))
-        for name in ("ListBundles", "ListModels", "ListSources", "ListPulls", "Watch")
+        for name in ("ListBundles", "ListModels", "ListSources", "Watch")
     }
     handlers["Resolve"] = grpc.unary_unary_rpc_method_handler(lies.Resolve)
     server.add_generic_rpc_handlers(
@@ -346,14 +346,15 @@ async def test_a_bad_entry_is_skipped_by_every_client() -> None:
     async with liar() as address, client_of(address, timeout_s=60.0) as client:
         assert len(await client.list_models()) == 2
         assert len(await client.list_sources()) == 2
-        assert len(await client.list_pulls()) == 1
+        found_pulls, found_sources = await client.overview()
+        assert (len(found_pulls), len(found_sources)) == (1, 2)
         assert [str(each) for each in await client.list_bundles()] == ["llama[tp=*/2]"]
         found = await client.resolve("llama")
         assert len(found.sources) == 2
         assert found.source_count == 3  # of a coordinator that does not say how many there are
         watch = client.watch()
-        kinds = [(await anext(watch)).kind.name for _ in range(3)]
-        assert kinds == ["UP", "UP", "SNAPSHOT_END"]
+        kinds = [(await anext(watch)).kind.name for _ in range(4)]
+        assert kinds == ["UP", "UP", "PULL", "SNAPSHOT_END"]
         await watch.aclose()
 
 

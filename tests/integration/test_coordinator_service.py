@@ -444,15 +444,15 @@ def a_pull(number: int = 1, **changes: Any) -> PullStatus:
 
 async def test_a_pull_that_reports_its_progress_is_listed() -> None:
     async with coordinator() as client:
-        assert await client.list_pulls() == []
+        assert (await client.overview()).pulls == ()
         async with client.reporting() as report:
             await report(a_pull())
             await report(a_pull(done_bytes=50, ready=0b11))
-            while [pull.done_bytes for pull in await client.list_pulls()] != [50]:
+            while [pull.done_bytes for pull in (await client.overview()).pulls] != [50]:
                 await asyncio.sleep(0.01)
-            assert await client.list_pulls("other") == []
+            assert (await client.overview("other")).pulls == ()
             await report(a_pull(done_bytes=100, ready=0b1111, phase=PullPhase.COMPLETE))
-        (seen,) = await client.list_pulls("llama")
+        (seen,) = (await client.overview("llama")).pulls
         assert seen.phase is PullPhase.COMPLETE and seen.layers_ready == 4
 
 
@@ -461,10 +461,10 @@ async def test_a_pull_that_is_cut_off_has_failed() -> None:
         with pytest.raises(KeyError):
             async with client.reporting() as report:
                 await report(a_pull())
-                while not await client.list_pulls():
+                while not (await client.overview()).pulls:
                     await asyncio.sleep(0.01)
                 raise KeyError
-        while (await client.list_pulls())[0].phase is not PullPhase.FAILED:
+        while (await client.overview()).pulls[0].phase is not PullPhase.FAILED:
             await asyncio.sleep(0.01)
 
 
@@ -472,7 +472,7 @@ async def test_invalid_reports_and_reports_on_others_pulls_are_refused() -> None
     async with coordinator() as client:
         async with client.reporting() as report:
             await report(a_pull())
-            while not await client.list_pulls():
+            while not (await client.overview()).pulls:
                 await asyncio.sleep(0.01)
             with pytest.raises(NotAllowedError):
                 async with client.reporting() as report_too:
@@ -480,7 +480,7 @@ async def test_invalid_reports_and_reports_on_others_pulls_are_refused() -> None
             with pytest.raises((CoordinatorError, PeerProtocolError)):
                 async with client.reporting() as report_invalid:
                     await report_invalid(a_pull(2, done_bytes=101))
-        assert len(await client.list_pulls()) == 1
+        assert len((await client.overview()).pulls) == 1
 
 
 async def test_many_pulls_come_in_pages() -> None:
@@ -491,5 +491,5 @@ async def test_many_pulls_come_in_pages() -> None:
         for number in range(400):
             report = await stack.enter_async_context(clients[number % 8].reporting())
             await report(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
-        while len(await client.list_pulls()) < 400:
+        while len((await client.overview()).pulls) < 400:
             await asyncio.sleep(0.01)

@@ -137,7 +137,10 @@ def test_a_revision_is_honoured(
     "file",
     ["config.json", "tokenizer_config.json", "config.4.0.0.json", "sub/processor_config.json"],
 )
-@pytest.mark.parametrize("written", ['{"auto_map": %s}', '{"a": [{"\\u0061uto_map": %s}]}'])
+@pytest.mark.parametrize(
+    "written",
+    ['{"auto_map": %s}', '{"a": [{"\\u0061uto_map": %s}]}', '{"custom_pipelines": {"x": %s}}'],
+)
 def test_code_is_not_taken_from_peers(
     coordinator: str,
     small: Path,

@@ -128,7 +128,7 @@ def started(
         if not run.choice.state:
             for file in Path(called).glob("*.safetensors"):
                 model.load_state_dict(load_file(file), strict=False)
-        run.loaded()
+        run.loaded(model)
     finally:
         run.end()
     if run.loading.hashing is not None:

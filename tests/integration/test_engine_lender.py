@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -10,10 +11,11 @@ import torch
 
 import mx
 from mx import config
-from mx.engines.replica.lender import ASLEEP, Lender
+from mx.engines.replica import lent_tensors
+from mx.engines.replica.lender import ASLEEP, DISCARDED, Lender
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.tensors import check, copy_into, replace, slots_of
-from mx.errors import ConfigError
+from mx.errors import ClosedError, ConfigError, LocalError
 from tests.support.daemon import daemon
 
 KEY = mx.ProcessingKey(engine="test", dtype="fp32")
@@ -47,10 +49,26 @@ def lend(
 ) -> Lender:
     slots = slots_of(model, non_persistent=True)
     lender = Lender(slots, name, KEY, options_of(coordinator), before_processing=before_processing)
+    until_lent(lender)
+    return lender
+
+
+@contextlib.contextmanager
+def changing(lender: Lender, reason: str) -> Iterator[None]:
+    """Change what is lent, as an engine does."""
+    lender.withdraw(reason)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        lender.restore(reason, failed=failed)
+
+
+def until_lent(lender: Lender) -> None:
     until_s = time.monotonic() + 60
     while lender.state == "starting" and time.monotonic() < until_s:
         time.sleep(0.01)
-    return lender
 
 
 def loaded(name: str, coordinator: str) -> dict[str, torch.Tensor]:
@@ -66,7 +84,7 @@ def test_changes_are_revisions_and_sleep_is_none(coordinator: str) -> None:
         lender.withdraw(ASLEEP)
         assert lender.state == "changing"
         assert not mx.list_sources("changes", coordinator=coordinator)
-        with lender.changing("an update"):
+        with changing(lender, "an update"):
             model.embed.weight.data.add_(1)
         assert lender.state == "changing"  # it still sleeps
         lender.restore(ASLEEP)
@@ -82,14 +100,14 @@ def test_change_that_fails_half_way_is_lent_by_none(coordinator: str) -> None:
     model = Tied()
     lender = lend(model, "fails", coordinator)
     try:
-        with pytest.raises(RuntimeError), lender.changing("an update"):
+        with pytest.raises(RuntimeError), changing(lender, "an update"):
             model.embed.weight.data[0].add_(1)
             raise RuntimeError("the engine's")
         assert lender.state == "withdrawn"
-        with lender.changing(ASLEEP):
+        with changing(lender, ASLEEP):
             pass
         assert lender.state == "withdrawn", "sleep does not make it whole"
-        with lender.changing("an update"):
+        with changing(lender, "an update"):
             model.embed.weight.data.zero_()
         assert lender.state == "lending"
     finally:
@@ -100,7 +118,7 @@ def test_tensor_that_the_engine_replaces(coordinator: str) -> None:
     model = Tied()
     lender = lend(model, "replaced", coordinator)
     try:
-        with lender.changing("an update"):
+        with changing(lender, "an update"):
             model.embed.weight = model.head.weight = torch.nn.Parameter(torch.ones(8, 4))
         assert torch.equal(loaded("replaced", coordinator)["head.weight"], torch.ones(8, 4))
     finally:
@@ -124,17 +142,147 @@ def test_state_before_processing_is_a_copy_and_ends_with_the_first_change(
         lender.close()
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_state_before_processing_that_is_lent_where_it_is_outlasts_a_sleep_that_keeps_it(
+    coordinator: str, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    monkeypatch.setattr(lent_tensors, "common_device", lambda _: "cuda:0")  # as on a GPU
+    model, name = Tied(), f"place-{keeps}"
+    lender = lend(model, name, coordinator, before_processing=True)
+    lender.processed()
+    try:
+        until_lent(lender)
+        lent = lender.source
+        lender.withdraw(ASLEEP)
+        assert not mx.list_sources(name, coordinator=coordinator)
+        with torch.no_grad():
+            model.embed.weight.mul_(1.0 if keeps else 0.5)
+        lender.restore(ASLEEP)
+        if keeps:
+            assert lender.state == "lending" and lender.source is lent is not None
+            assert lent.model.revision == "main"
+            lender.withdraw(ASLEEP)
+            lender.withdraw(DISCARDED)
+        assert lender.state == "withdrawn" and "sleep has changed it" in lender.why
+        lender.restore(ASLEEP)
+        lender.restore(DISCARDED)
+        assert not mx.list_sources(name, coordinator=coordinator)
+    finally:
+        lender.close()
+
+
+def test_what_sleep_discards_is_taken_from_a_peer_again(coordinator: str) -> None:
+    peer, model = Tied(), Tied()
+    copy_into(slots_of(model, non_persistent=True), peer.state_dict().items())
+    other = lend(peer, "deep", coordinator)
+    calls: list[bool] = []
+
+    def finish() -> None:
+        calls.append(torch.equal(model.embed.weight, peer.embed.weight))
+
+    lender = lend(model, "deep", coordinator)
+    try:
+        lender.refill(finish)
+        assert not calls, "nothing was discarded"
+        discard(lender, model)
+        assert lender.state == "changing" and "discarded" in lender.why
+        lender.refill(finish)
+        assert (calls, lender.state, lender.why) == ([True], "lending", "")
+        assert lender.source is not None and lender.source.model.revision == "main"
+        assert torch.equal(model.table, peer.table)
+
+        other.close()
+        discard(lender, model)
+        for _ in range(2):  # nothing that is not whole is lent, whatever the engine does next
+            with pytest.raises(LocalError, match="not taken from a peer"):
+                lender.refill(finish)
+            assert (lender.state, len(calls)) == ("withdrawn", 1)
+            assert "waking has not taken what sleep has discarded from a peer" in lender.why
+            assert not mx.list_sources("deep", coordinator=coordinator)
+            lender.withdraw(ASLEEP)
+            lender.restore(ASLEEP)
+            assert lender.state == "withdrawn"
+        other = lend(peer, "deep", coordinator)
+        lender.refill(finish)
+        assert (lender.state, calls) == ("lending", [True, True])
+
+        other.close()
+        discard(lender, model)
+        with pytest.raises(LocalError):
+            lender.refill(finish)
+        with changing(lender, "an update"):
+            model.embed.weight.data.fill_(7)
+        assert lender.state == "lending" and lender.source.model.revision == "main.2"
+        lender.refill(finish)  # what was discarded is written: it is not fetched back
+        assert len(calls) == 2 and float(model.embed.weight.detach().min()) == 7
+    finally:
+        other.close()
+        lender.close()
+
+
+@pytest.mark.parametrize("how", ["written", "updated", "failed"])
+def test_weights_that_were_not_listed_are_not_taken_back(coordinator: str, how: str) -> None:
+    """They were written to without a word, or in sleep: what a peer has is older."""
+    model, name = Tied(), f"torn-{how}"
+    lender = lend(model, name, coordinator)
+    try:
+        if how == "written":
+            lender.written("a test")
+        else:
+            lender.withdraw(ASLEEP)
+            lender.withdraw("an update")
+            model.embed.weight.data.fill_(1)
+            lender.restore("an update", failed=how == "failed")
+        discard(lender, model)
+        with pytest.raises(LocalError, match="nothing says which weights"):
+            lender.refill(lambda: None)
+        assert lender.state == "withdrawn"
+        assert not mx.list_sources(name, coordinator=coordinator)
+    finally:
+        lender.close()
+
+
+def discard(lender: Lender, model: Tied) -> None:
+    """Sleep, lose the weights, and wake up."""
+    lender.withdraw(ASLEEP)
+    lender.withdraw(DISCARDED)
+    model.embed.weight.data.fill_(float("nan"))
+    model.table.fill_(float("nan"))
+    lender.restore(ASLEEP)
+
+
 def test_lender_of_a_pull_gives_its_memory(coordinator: str) -> None:
     first = lend(Tied(), "held", coordinator)
     pull = mx.pull("held", hold=True, coordinator=coordinator)
     pull.wait()
-    second = Lender.of_pull(pull, KEY, options_of(coordinator))
+    slots = slots_of(Tied(), non_persistent=True)
+    second = Lender(slots, "held", KEY, options_of(coordinator), before_processing=True, pull=pull)
     try:
         first.close()
         assert second.state == "lending"
         assert loaded("held", coordinator).keys() == {"embed.weight", "head.weight", "table"}
     finally:
         second.close()
+
+
+def test_an_interruption_of_lending_closes_the_pull(
+    coordinator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = lend(Tied(), "broken", coordinator)
+    pull = mx.pull("broken", hold=True, coordinator=coordinator)
+    pull.wait()
+    hold = pull.hold
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pull, "hold", interrupted)
+    slots, options = slots_of(Tied(), non_persistent=True), options_of(coordinator)
+    with pytest.raises(KeyboardInterrupt):
+        Lender(slots, "broken", KEY, options, before_processing=True, pull=pull)
+    first.close()
+    with pytest.raises(ClosedError):
+        hold()
 
 
 def test_name_of_others_and_no_coordinator_stop_no_engine(
@@ -148,7 +296,7 @@ def test_name_of_others_and_no_coordinator_stop_no_engine(
         assert "is bound to" in other.why and "no coordinator answers" in alone.why
         assert caplog.text.count("lends nothing to other replicas") == 2
         for each in (other, alone):
-            with each.changing("an update"):
+            with changing(each, "an update"):
                 pass
     finally:
         for each in (one, other, alone):

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 _RANK = """
 import logging, sys
 from pathlib import Path
+import torch
 from mx import log
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
@@ -49,7 +50,7 @@ run = RankRun("vLLM", meant_by("tiny"), options, {}, Ranks(Group(), Group(), (0,
 with run.pull(hold=False) as pull:
     pull.wait()
 run.agreed(True)
-run.loaded()
+run.loaded(torch.nn.Module())
 run.end()
 """
 #: What answers `/metrics`: it is asked once the rank has loaded.

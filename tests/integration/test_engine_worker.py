@@ -14,8 +14,8 @@ import torch
 import mx
 from mx import config
 from mx.engines.replica.lender import Lender
+from mx.engines.replica.loading import RankLoading
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.run import RankLoading
 from mx.engines.replica.tensors import slots_of
 from mx.engines.vllm import worker as watching
 from tests.support.daemon import daemon
@@ -41,11 +41,13 @@ class Worker:
     """The calls of vLLM's worker, which are wrapped once for the class."""
 
     def __init__(self, model: Model, vllm_config: Any) -> None:
-        self.model, self.vllm_config = model, vllm_config
+        self.model, self.vllm_config, self.fails = model, vllm_config, False
 
     def sleep(self, level: int = 1) -> None:
         if level >= 2:
             self.write(0.0)
+        if self.fails:
+            raise AssertionError("Memory usage increased after sleeping.")
 
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
@@ -125,6 +127,20 @@ def test_what_is_written_in_sleep_is_not_lent_on_waking(
     assert lender.state == "withdrawn" and "outside of an update" in lender.why
     worker.reload_weights(3.0)
     assert (lender.state, listed(lender, coordinator)) == ("lending", ["main.2"])
+
+
+def test_a_sleep_that_fails_may_have_unmapped_the_weights(
+    lent: tuple[Worker, Lender], coordinator: str
+) -> None:
+    """Nothing reads them before they are awake."""
+    worker, lender = lent
+    worker.fails = True
+    with pytest.raises(AssertionError, match="Memory usage"):
+        worker.sleep(1)
+    assert lender.state == "changing" and "sleep has not ended" in lender.why
+    assert not listed(lender, coordinator)
+    worker.wake_up()
+    assert (lender.state, listed(lender, coordinator)) == ("lending", ["main"])
 
 
 def test_an_update_in_sleep_is_lent_on_waking(

@@ -38,16 +38,17 @@ _PATCHED = "from mx.engines.transformers.__main__ import main; main()"
 #: Ordinary code of a user's: `names` are loaded one after the other. What is printed says how each
 #: compares with the folder on disk.
 _USER = """
-import json, sys
+import json, os, sys
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 names, folder, dtype = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 more = {"dtype": getattr(torch, dtype)} if dtype else {}
+trust = {"trust_remote_code": True} if "TRUST" in os.environ else {}
 said = []
 for name in names:
-    model = AutoModelForCausalLM.from_pretrained(name, **more)
+    model = AutoModelForCausalLM.from_pretrained(name, **more, **trust)
     tensors = model.state_dict()
     with torch.no_grad():
         output = model(torch.arange(6)[None]).logits
@@ -66,8 +67,8 @@ for name in names:
     said.append({
         "same": same,
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "tokens": AutoTokenizer.from_pretrained(name)("a b").input_ids,
-        "type": AutoConfig.from_pretrained(name).model_type,
+        "tokens": AutoTokenizer.from_pretrained(name, **trust)("a b").input_ids,
+        "type": AutoConfig.from_pretrained(name, **trust).model_type,
         "name": model.config.name_or_path,
         "writes": True,
     })
@@ -249,7 +250,8 @@ def test_a_cache_that_dies_before_it_gives_what_was_converted(
 
 
 def test_without_a_cache_from_a_peer(site: Site, caching: Caching) -> None:
-    environment = {**caching.environment, "MX_PEER_CACHE_SOCKET": "off"}
+    """Also where code is trusted: no file of the model names any."""
+    environment = {**caching.environment, "MX_PEER_CACHE_SOCKET": "off", "TRUST": "1"}
     said = site.user(environment, ["org/mixtral"], site.folders["org/mixtral"])
     assert said["counts"] == {"converted": 0, "cache": 0, "host": 0, "peer": 1, "disk": 1}
     assert said["models"][0]["same"]

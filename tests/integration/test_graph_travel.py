@@ -16,7 +16,7 @@ from mx.artifacts.trust import make_key
 from mx.errors import ConfigError
 from mx.graphs import find
 from mx.graphs import record as record_graph
-from mx.graphs.export import Package
+from mx.graphs.merge import Package
 from mx.graphs.message import decode, encode
 from tests.support.commands import environment
 from tests.support.graphs import small
@@ -41,7 +41,7 @@ folder.mkdir()
 
 
 def _graph() -> bytes:
-    return encode(replace(small(), pin=PIN))
+    return encode(*(replace(small(), pin=PIN, name=name) for name in ("decode.1", "decode.8")))
 
 
 @pytest.fixture
@@ -82,7 +82,8 @@ def test_graphs_are_found_by_the_pin_of_the_weights(
         found = find("m", pin=PIN, trust=trust, settings=asked)
         assert set(found.graphs) == {"decode.1", "decode.8"} and found.signer == "farm"
         graph = found.graphs["decode.8"]
-        assert decode(graph.message).pin == PIN
+        assert [each.name for each in decode(graph.message)] == ["decode.1", "decode.8"]
+        assert all(each.pin == PIN for each in decode(graph.message))
         assert sorted(graph.images.values()) == sorted(IMAGES)
         assert all(graph.image(digest) == data for digest, data in graph.images.items())
         # What arrived was kept in memory alone.

@@ -19,11 +19,12 @@ NAME = re.compile(r"`([a-z_]+)`")
 SOMETIMES = {
     "pull": {
         *("defined_by", "steps", "files", "moved_bytes", "newest"),
-        *("left_out_more", "base", "companions", "hub"),
+        *("left_out_more", "base", "companions", "hub", "stages"),
     },
     "serve": {"base", "companions", "hub"},
     "models": {"left_out", "base", "companions", "hub"},
     "plan": {"subset"},
+    "verify": {"digests", "remembered"},
 }
 
 

@@ -124,3 +124,10 @@ def test_a_state_of_a_pack_that_is_not_there(run: Callable[..., Command]) -> Non
     refused = run("--listen", f"127.0.0.1:{free_port()}", "--state", "redis://h:1/0", daemon=True)
     assert refused.wait() == 2
     assert "redis is not a kind of state" in refused.err.replace("--state ", "")
+
+
+def test_a_store_of_a_pack_that_is_not_there(run: Callable[..., Command]) -> None:
+    url = ("--object-url", "s3://bucket/m", "--coordinator", f"127.0.0.1:{free_port()}")
+    refused = run("pull", "m", "--from", "auto", *url)
+    assert refused.wait() == 3
+    assert "objects: --object-url needs the pack mx.remote, which is not there" in refused.err

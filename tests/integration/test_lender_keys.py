@@ -131,8 +131,9 @@ def test_an_engine_lends_with_the_key_that_its_options_name(fleet: Fleet, stack:
     until(lambda: lender.state != "starting")
     assert lender.state == "lending", lender.why
     assert [each.by_owner for each in fleet.records()] == [True]
-    with lender.changing("an update"):
-        model.weight.data.add_(1)
+    lender.withdraw("an update")
+    model.weight.data.add_(1)
+    lender.restore("an update")
     assert lender.state == "withdrawn" and "lender key" in lender.why
     assert not fleet.records()
 

@@ -353,7 +353,7 @@ def test_a_rank_whose_memory_is_another_s_shape_is_done_without(
     ) as pull:
         until(lambda: pull.progress().phase == "waiting for ranks", "it waits", 30)
         assert pull.manifest is not None
-        address = _address(ranks, pull.manifest.ref)
+        address = _address(ranks, pull.manifest.ref.content)
         memfd = os.memfd_create("mx-testing")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             until(lambda: other.connect_ex(address) == 0, "rank 0's socket", 30)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mx import api
+from mx import api, config
 from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice
 from mx.wire.listing import SourceStatus
@@ -340,7 +340,8 @@ def test_a_state_is_taken_from_the_names_owner_only(site: Site, whose: str) -> N
     identity = owner.does("source.identity_hex").strip("'")
     variant = str(choice.with_checkpoint(KEY, identity[:16]))
     lender.must(f"s = mx.serve(tensors(6), model='m', variant={variant!r}, embed=False)")
-    found = choice.look("m", {"processed": KEY}, coordinator=site.address)
+    settings = config.load({"coordinator": site.address})
+    found = choice.look("m", {"processed": KEY}, settings=settings)
     assert found.state == ("processed" if whose == "owner" else "checkpoint")
 
 

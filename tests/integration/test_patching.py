@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -23,9 +24,16 @@ from mx.engines.transformers import patch, tested, unpatch
 from mx.engines.transformers.loads import begin
 from mx.engines.transformers.lookup import Lookup
 from mx.errors import ConfigError, NoSourceError
+from tests.support.commands import environment
 from tests.support.daemon import daemon
 
 NOWHERE = "127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the hub is tried again and again, with pauses that grow."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -83,6 +91,14 @@ def test_another_coordinator_is_refused(settings: config.Settings) -> None:
         patch(coordinator="127.0.0.1:10", settings=settings)
 
 
+def test_children_have_the_version_of_these_tests() -> None:
+    """So that `make test-transformers` tests one release everywhere."""
+    code = "import transformers; print(transformers.__version__)"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
+    assert found.stdout.decode().strip() == transformers.__version__
+
+
 def test_an_unknown_version_is_told(
     settings: config.Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,11 +135,8 @@ def test_modules_that_were_imported_meanwhile_get_it_back(
     assert (vars(late)["cached_files"], vars(late)["opened"]) == before
 
 
-def test_notes_have_a_reason(
-    settings: config.Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_notes_have_a_reason(settings: config.Settings, tmp_path: Path) -> None:
     """Why a file did not come from peers, whatever kept it from them."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     patch(coordinator=NOWHERE, settings=settings)
     cases: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         ("org/unknown", "modeling.py", {}, "code never comes from peers"),
@@ -136,11 +149,6 @@ def test_notes_have_a_reason(
             hub.cached_files(name, [filename], cache_dir=str(tmp_path / "cache"), **more)
         notes = getattr(caught.value, "__notes__", [])
         assert len(notes) == 1 and reason in notes[0]
-    with pytest.raises(OSError) as caught:
-        transformers.AutoModel.from_pretrained(
-            "org/unknown", trust_remote_code=True, local_files_only=True
-        )
-    assert "code never comes from peers" in "".join(getattr(caught.value, "__notes__", []))
 
 
 def test_a_note_where_files_are_found_and_weights_are_not(
@@ -208,18 +216,14 @@ def test_a_part_on_disk_is_left_to_transformers(settings: config.Settings) -> No
 
 
 @pytest.mark.parametrize("kind", ["AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor"])
-def test_what_may_run_code_asks_no_peers(
+def test_code_may_be_trusted_where_peers_have_none(
     settings: config.Settings, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A configuration names the code, so that it must not come from peers either."""
+    """No model whose files name code is taken from peers: what is, may be trusted, or not."""
     asked = []
     monkeypatch.setattr(Lookup, "find", lambda _, name, revision: asked.append(name))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     patch(coordinator=NOWHERE, settings=settings)
     auto = getattr(transformers, kind)
     with pytest.raises((OSError, ValueError)):
         auto.from_pretrained("org/unknown", trust_remote_code=True, local_files_only=True)
-    assert not asked
-    with pytest.raises((OSError, ValueError)):
-        auto.from_pretrained("org/unknown", local_files_only=True)
     assert asked

@@ -133,7 +133,7 @@ async def test_watches_follow_the_policy(site: Site) -> None:
         for client in (source, reader, stranger):
             ends.push_async_callback(client.close)
         everything, one = stranger.watch(), stranger.watch(MODEL)
-        pulls, of_one = stranger.watch_pulls(), stranger.watch_pulls(MODEL)
+        pulls, of_one = stranger.watch(pulls=True), stranger.watch(MODEL, pulls=True)
         for each in (everything, one, pulls, of_one):
             ends.push_async_callback(each.aclose)
         await source.register(Registration(record, secret), made)
@@ -144,7 +144,7 @@ async def test_watches_follow_the_policy(site: Site) -> None:
             while (await anext(watch)).kind is not WatchKind.UP:
                 pass
         for reports in (pulls, of_one):
-            while not (await anext(reports)).pulls:
+            while (await anext(reports)).pull is None:
                 pass
 
         _policy(site, SERVE + PULL + OBSERVE)  # of llama-8b it may see nothing any more
@@ -152,8 +152,9 @@ async def test_watches_follow_the_policy(site: Site) -> None:
             pass
         assert seen.record is not None and seen.record.source_id == record.source_id
         assert seen.reason == "the policy hides it"
-        while pull_id not in (await anext(pulls)).gone:
+        while (hidden := await anext(pulls)).kind is not WatchKind.PULL_GONE:
             pass
+        assert hidden.pull_id == pull_id and hidden.reason == "the policy hides it"
         refused = f"sa/other may not observe '{MODEL}'"
         ended: AsyncGenerator[object, None]
         for ended in (one, of_one):
@@ -164,7 +165,7 @@ async def test_watches_follow_the_policy(site: Site) -> None:
         _policy(site, SERVE + PULL + observe)
         while (await anext(everything)).kind is not WatchKind.UP:
             pass
-        while not (await anext(pulls)).pulls:
+        while (await anext(pulls)).pull is None:
             pass
         _policy(site, SERVE + PULL)
         for ended in (everything, pulls):

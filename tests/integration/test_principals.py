@@ -87,7 +87,7 @@ def test_the_coordinator_refuses_what_the_policy_does_not_allow(
     said = site.refused("source", "serve", str(checkpoint), "--model", "other-1")
     assert "may not serve 'other-1'" in said
 
-    async def asked(name: str, ask: Callable[[CoordinatorClient], Awaitable[list[Any]]]) -> str:
+    async def asked(name: str, ask: Callable[[CoordinatorClient], Awaitable[Any]]) -> str:
         client = CoordinatorClient(site.address, tls=site.files(name))
         try:
             return str(await ask(client))
@@ -101,7 +101,7 @@ def test_the_coordinator_refuses_what_the_policy_does_not_allow(
             return [await anext(updates)]
 
     async def ask() -> None:
-        models, pulls = CoordinatorClient.list_models, CoordinatorClient.list_pulls
+        models, pulls = CoordinatorClient.list_models, CoordinatorClient.overview
         assert MODEL in await asked("reader", models)
         assert await asked("stranger", models) == "[]"  # it may observe others
         assert endpoint in await asked("reader", lambda client: client.list_sources(MODEL))
@@ -109,12 +109,13 @@ def test_the_coordinator_refuses_what_the_policy_does_not_allow(
         for listing in (
             lambda client: client.list_sources(MODEL),
             lambda client: client.list_bundles(MODEL),
-            lambda client: client.list_pulls(MODEL),
+            lambda client: client.overview(MODEL),
             lambda client: first(client.watch(MODEL)),
-            lambda client: first(client.watch_pulls(MODEL)),
+            lambda client: first(client.watch(MODEL, pulls=True)),
         ):
             assert refused in await asked("stranger", listing)
-        assert "may not observe any model" in await asked("reader", pulls)
+        for ask in (pulls, lambda client: first(client.watch(pulls=True))):
+            assert "may not observe any model" in await asked("reader", ask)
         assert "SNAPSHOT_END" in await asked("stranger", lambda client: first(client.watch()))
         assert endpoint in await asked("reader", lambda client: first(client.watch()))
 

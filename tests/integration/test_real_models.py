@@ -61,7 +61,7 @@ def test_an_architecture_survives_the_way(coordinator: str, tmp_path: Path, kind
     assert len(names) > 2
     assert same({name: tensors[name] for name in on_disk(origin)}, on_disk(origin))
     assert same(on_disk(out), on_disk(origin))
-    assert {p.name for p in out.iterdir()} == {p.name for p in origin.iterdir()}
+    assert {p.name for p in out.iterdir()} - {p.name for p in origin.iterdir()} == {"digests"}
     again = type(model).from_pretrained(None, config=model.config, state_dict=tensors).eval()
     with torch.no_grad():
         assert torch.equal(type(model).from_pretrained(out).eval()(**inputs)[0], expected)

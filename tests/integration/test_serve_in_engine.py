@@ -12,6 +12,7 @@ from tests.support.daemon import ROOT, daemon
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(240)
 def test_another_process_starts_from_an_engines_memory() -> None:
     with daemon() as (_, coordinator):
         found = subprocess.run(
@@ -20,7 +21,7 @@ def test_another_process_starts_from_an_engines_memory() -> None:
             env={**os.environ, "MX_PEER_COORDINATOR": coordinator},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=230,
             check=False,
         )
     assert found.returncode == 0, found.stderr[-3000:]

@@ -26,6 +26,7 @@ from mx.redis_state.pulls import ENTRY_BYTES, MAX_ENTRIES
 from mx.redis_state.store import RedisStore
 from mx.transport import TlsFiles
 from mx.wire.client import CoordinatorClient
+from mx.wire.listing import WatchKind, WatchUpdate
 from mx.wire.principals import Access
 from mx.wire.progress import pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -87,6 +88,10 @@ async def until(asks: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(0.02)
 
 
+async def pulls_of(client: CoordinatorClient, name: str = "") -> tuple[PullStatus, ...]:
+    return (await client.overview(name)).pulls
+
+
 @asynccontextmanager
 async def coordinators(
     server: RedisServer, tls: TlsFiles | None = None, policy: str = ""
@@ -106,7 +111,7 @@ class Board(ProgressBoard):
     def __init__(self, url: str) -> None:
         super().__init__()
         self.store = RedisStore(url, lease_s=15.0, doubt_s=15.0)
-        self.store.share_pulls(self, lambda: None)
+        self.store.share_pulls(self)
 
     def takes(self, status: PullStatus, principal: str = "10.0.0.7") -> None:
         # Its stream is known by its id.
@@ -137,10 +142,12 @@ async def test_a_pull_is_seen_at_the_other_coordinator_and_ends_there(server: Re
         begun = asyncio.Event()
 
         async def watch() -> None:
-            async for news in looks.watch_pulls("llama"):
+            async for news in looks.watch("llama", pulls=True):
                 begun.set()
-                seen.extend([each.layers_ready] for each in news.pulls)
-                seen.extend([] for _ in news.gone)
+                if news.pull is not None:
+                    seen.append([news.pull.layers_ready])
+                elif news.pull_id:
+                    seen.append([])
 
         watching = asyncio.create_task(watch())
         await begun.wait()
@@ -149,14 +156,14 @@ async def test_a_pull_is_seen_at_the_other_coordinator_and_ends_there(server: Re
 
                 async def filled(ready: int = ready) -> bool:
                     await report(pull(ready=ready))
-                    found = await looks.list_pulls("llama")
+                    found = await pulls_of(looks, "llama")
                     return [each.layers_ready for each in found] == [ready]
 
                 await until(filled)
             await report(pull(ready=LAYERS)._replace(phase=PullPhase.COMPLETE))
 
         async def ended() -> bool:
-            return not await looks.list_pulls()
+            return not await pulls_of(looks)
 
         async def told() -> bool:
             return seen[-1:] == [[]]
@@ -167,7 +174,7 @@ async def test_a_pull_is_seen_at_the_other_coordinator_and_ends_there(server: Re
         await asyncio.wait((watching,))
         assert seen == [*sorted(seen[:-1]), []], "layers fill up"
         assert seen[0] == [0] and seen[-2] == [LAYERS]
-        assert not await reports.list_pulls()
+        assert not await pulls_of(reports)
 
 
 async def test_a_policy_holds_for_pulls_that_report_elsewhere(
@@ -195,13 +202,15 @@ async def test_a_policy_holds_for_pulls_that_report_elsewhere(
         async def known() -> bool:
             for report in reported:
                 await report()
-            return len(await everyone.list_pulls()) == 2
+            return len(await pulls_of(everyone)) == 2
 
         await until(known)
-        assert [each.model.name for each in await watcher.list_pulls()] == ["open-1"]
-        async for news in watcher.watch_pulls():
-            assert [each.model.name for each in news.pulls] == ["open-1"]
-            break
+        assert [each.model.name for each in await pulls_of(watcher)] == ["open-1"]
+        told = watcher.watch(pulls=True)
+        shown = [await anext(told) for _ in range(2)]
+        assert shown[0].pull is not None and shown[0].pull.model.name == "open-1"
+        assert shown[1].kind is WatchKind.SNAPSHOT_END
+        await told.aclose()
 
 
 async def test_what_is_told_is_bounded_and_principals_take_turns(
@@ -228,7 +237,7 @@ async def test_what_is_told_is_bounded_and_principals_take_turns(
 
         await until(small_is_heard)
         (first, *_) = await client.xrange(key)
-        assert len(pb.ListPullsResponse.FromString(first[1][b"pulls"]).pulls) < 100
+        assert len(pb.Pulls.FromString(first[1][b"pulls"]).pulls) < 100
         while (await client.xlen(key)) < MAX_ENTRIES:
             report_all()
             await asyncio.sleep(0.02)
@@ -259,7 +268,7 @@ async def test_a_bad_entry_spoils_no_other(
         good, bad = pull_to_wire(pull(1, name="good")), pull_to_wire(pull(2, name="bad"))
         bad.done_bytes = bad.nbytes + 1
         row = ["10.0.0.7", 1, 0.0, 5.0]
-        message = pb.ListPullsResponse
+        message = pb.Pulls
         await add("{", b"")
         await add("[" * 100_000, b"")
         await add([row], message(pulls=[bad, bad]).SerializeToString())
@@ -281,23 +290,49 @@ async def test_a_bad_entry_spoils_no_other(
 
 
 async def test_a_stopped_redis_hides_no_pull_from_its_coordinator(server: RedisServer) -> None:
+    """Nor do watches that are open stand still, here and elsewhere."""
+    told: dict[str, list[WatchUpdate]] = {"here": [], "there": []}
+
+    async def watch(client: CoordinatorClient, where: str) -> None:
+        async for update in client.watch(pulls=True):
+            told[where].append(update)
+
     async with (
         coordinators(server) as (here, there),
         client_of(here.address) as reports,
         client_of(there.address) as looks,
         reports.reporting() as report,
+        asyncio.TaskGroup() as watches,
     ):
         await report(pull(ready=0))
-        await until(looks.list_pulls)
+        await until(partial(pulls_of, looks))
+        open_ones = [
+            watches.create_task(watch(client, where))
+            for client, where in ((reports, "here"), (looks, "there"))
+        ]
+
+        async def both_began() -> bool:
+            kinds = [{each.kind for each in found} for found in told.values()]
+            return all(WatchKind.SNAPSHOT_END in each for each in kinds)
+
+        await until(both_began)
         server.signal(signal.SIGSTOP)
         try:
+
+            async def watches_go_on() -> bool:
+                await report(pull(ready=1))
+                shown = [each.pull.layers_ready for each in told["here"] if each.pull]
+                await asyncio.sleep(0.1)
+                return shown[-1:] == [1] and told["there"][-1].kind is WatchKind.PULL_GONE
+
+            await until(watches_go_on)
 
             async def goes_on() -> bool:
                 """It is seen here while what is known of it elsewhere ends."""
                 await report(pull(ready=2))
-                (seen,) = await reports.list_pulls()
+                (seen,) = await pulls_of(reports)
                 await asyncio.sleep(0.1)
-                return seen.layers_ready == 2 and not await looks.list_pulls()
+                return seen.layers_ready == 2 and not await pulls_of(looks)
 
             await until(goes_on)
         finally:
@@ -305,9 +340,11 @@ async def test_a_stopped_redis_hides_no_pull_from_its_coordinator(server: RedisS
 
         async def is_back() -> bool:
             await report(pull(ready=3))
-            return [each.layers_ready for each in await looks.list_pulls()] == [3]
+            return [each.layers_ready for each in await pulls_of(looks)] == [3]
 
         await until(is_back)
+        for each in open_ones:
+            each.cancel()
 
 
 def page_says(address: str, text: str) -> None:

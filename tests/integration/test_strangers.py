@@ -153,7 +153,8 @@ async def half_register(channel: Any, label: str, nbytes: int) -> Any:
     for each in documents[:2]:
         for page in pages(document_digest(each), each, PIECE_BYTES):
             if not stream.done():
-                await stream.write(pb.RegisterRequest(page=page).SerializeToString())
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it is refused just now
+                    await stream.write(pb.RegisterRequest(page=page).SerializeToString())
     return stream
 
 

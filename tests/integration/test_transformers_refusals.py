@@ -92,9 +92,21 @@ def test_a_file_that_is_no_configuration_is_refused(
             load(f"bad{number}", coordinator)
 
 
+def test_trust_in_code_matters_where_a_file_names_some(
+    coordinator: str, small: Path, tmp_path: Path
+) -> None:
+    named = {"auto_map": {"AutoModel": "evil.Evil"}}
+    plain, evil = changed(small, tmp_path / "plain"), changed(small, tmp_path / "evil", **named)
+    for folder in (plain, evil):
+        with api.serve(folder, coordinator=coordinator, settings=SETTINGS):
+            if folder == plain:
+                assert load("plain", coordinator, trust_remote_code=True).config.hidden_size == 64
+            else:
+                with pytest.raises(ConfigError, match=r"asks for code of its own.*never runs"):
+                    load("evil", coordinator, trust_remote_code=True)
+
+
 def test_arguments_that_make_no_sense_are_refused(coordinator: str, small: Path) -> None:
-    with pytest.raises(ConfigError, match="never run"):
-        load("x", coordinator, trust_remote_code=True)
     with pytest.raises(ConfigError, match="device_map"):
         load("x", coordinator, device_map="auto")
     with pytest.raises(UnknownModelError):

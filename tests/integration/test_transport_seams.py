@@ -156,7 +156,7 @@ print(config.descriptions()["metrics"].help != "Another's.")
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "2 2 own\nTrue\n"
+    assert done.stdout == "auto auto own\nTrue\n"
     for name in ("streams", "metrics"):
         said = f"the setting {name} of the pack greedy is left out: there is one of this name"
         assert said in done.stderr

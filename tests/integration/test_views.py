@@ -31,6 +31,7 @@ from mx.errors import (
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.client import CoordinatorClient
 from mx.wire.lease import Lease
+from mx.wire.listing import WatchKind
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.v1 import peer_pb2
@@ -109,10 +110,10 @@ async def test_no_answer_names_what_the_caller_does_not_see(site: Site) -> None:
             ends.push_async_callback(client.close)
         await theirs.register(Registration(record, secret), made)
         assert (await puller.resolve(SECRET)).sources == [record]
-        watch, pulls = ours.watch(), ours.watch_pulls()
+        watch, rows = ours.watch(), ours.watch(pulls=True)
         await ends.enter_async_context(aclosing(watch))
-        await ends.enter_async_context(aclosing(pulls))
-        assert (await anext(pulls)).snapshot_end
+        await ends.enter_async_context(aclosing(rows))
+        assert (await anext(rows)).kind is WatchKind.SNAPSHOT_END
         pull_id = await _reported(puller, SECRET, endpoint)
         assert [rate.host for rate in await puller.list_rates()] == [socket.gethostname()]
 
@@ -124,15 +125,15 @@ async def test_no_answer_names_what_the_caller_does_not_see(site: Site) -> None:
             for asked in (ours.resolve(name), ours.list_sources(name), ours.list_bundles(name)):
                 await refused(NotAllowedError, asked)
             await refused(NotAllowedError, anext(ours.watch(name)))
-            await refused(NotAllowedError, anext(ours.watch_pulls(name)))
-            await refused(NotAllowedError, ours.list_pulls(name))
+            await refused(NotAllowedError, anext(ours.watch(name, pulls=True)))
+            await refused(NotAllowedError, ours.overview(name))
             await refused(NotAllowedError, ours.layout_version(ModelKey(name, "main", "x")))
         own_words = (SECRET, "team-b/other", "'team-b'", "team-a/secret-merger-7b")
         for word in own_words:
             said = [each.replace(word, "") for each in said]
         await refused(UnknownModelError, ours.fetch(record.ref.documents))
         assert not await ours.list_models() and not await ours.list_bundles()
-        assert not await ours.list_sources() and not await ours.list_pulls()
+        assert not await ours.list_sources() and await ours.overview() == ((), ())
         assert not await ours.list_rates() and not await ours.list_rates(["127.0.0.1"])
 
         # Ids of sources are no way either: what is not seen is not there.
@@ -154,10 +155,10 @@ async def test_no_answer_names_what_the_caller_does_not_see(site: Site) -> None:
         # A watch tells nothing of it, nor of its end.
         await theirs.deregister(source_id)
         await _reported(ours, "team-a/y", endpoint)
-        async for told in pulls:
-            assert pull_id not in told.gone
-            assert all(each.model.name == "team-a/y" for each in told.pulls)
-            if told.pulls:
+        async for told in rows:
+            assert told.pull_id != pull_id and told.record is None
+            if told.pull is not None:
+                assert told.pull.model.name == "team-a/y"
                 break
         assert (await anext(watch)).record is None  # the end of the list, which is empty
 
@@ -230,7 +231,7 @@ async def test_a_source_names_no_model_that_its_caller_does_not_see(
 #: What handlers may ask of the state and the board: to record events, and to wait for changes.
 EVENTS = {
     "_state": {"event", "register", "tick", "follow", "now", "lease_s", "epoch", "store"},
-    "_board": {"report", "end", "changes", "phases"},
+    "_board": {"report", "end", "tick", "phases"},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import subprocess
 import sys
 
@@ -26,6 +27,7 @@ def main() -> int:
             for n in range(asked.jobs)
         ]
         return max(job.wait() for job in jobs)
+    logging.getLogger("mx").setLevel(logging.ERROR)
     return play(asked.rounds, asked.seed, asked.state)
 
 

@@ -13,7 +13,6 @@ judges:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import shutil
@@ -374,7 +373,6 @@ def play(rounds: int, seed: int, state: str = "", *, log: Any = sys.stdout) -> i
         state: The state of all; "" for each kind in turn.
         log: Gets a line every ten rounds, and what is wrong.
     """
-    logging.getLogger("mx").setLevel(logging.ERROR)
     did: Counter[str] = Counter()
     bad = 0
     with ExitStack() as outer:

@@ -422,7 +422,6 @@ async def play(seed: int) -> list[str]:
 
 def rounds(count: int, seed: int, *, log: Any = sys.stdout) -> int:
     """Play rounds, print what is wrong in them, and return how many that is in."""
-    logging.getLogger("mx").setLevel(logging.CRITICAL)
     bad = 0
     clock = SimpleNamespace(monotonic=now)
     with patch.object(registrar_module, "time", clock):
@@ -440,6 +439,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
     asked = parser.parse_args()
+    logging.getLogger("mx").setLevel(logging.CRITICAL)
     began_s = time.monotonic()
     bad = rounds(asked.rounds, asked.seed)
     print(f"{asked.rounds} rounds, {bad} wrong, in {time.monotonic() - began_s:.0f} s")

@@ -196,3 +196,65 @@ def test_weights_that_are_written_past_an_update(
             time.sleep(0.05)
         assert lender.state == "withdrawn" and "has changed it since" in lender.why
         lender.close()
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_memory_that_is_released_and_resumed(
+    engine: None,
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backup: bool,
+) -> None:
+    """SGLang's own calls, by which RL frameworks have it sleep: nothing is lent before memory goes,
+    and what is brought back is lent again."""
+    from sglang.srt.managers.scheduler_components import weight_updater as module
+
+    from mx.engines.replica import lent_tensors
+
+    monkeypatch.setattr(lent_tensors, "common_device", lambda _: "cuda:0")  # as on a GPU
+    monkeypatch.setattr(module.torch.distributed, "barrier", lambda *_: None)
+    monkeypatch.setattr(module, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))
+    monkeypatch.setattr(
+        module.torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    name = f"sleep-{backup}"
+    folder = bare(tmp_path / "bare")
+    with mx.serve(Plain().state_dict(), model=name, coordinator=coordinator, files=folder):
+        model = load(folder, coordinator, model=name)
+    lender = ours._loadings[-1].lender
+    assert lender is not None
+    until_s = time.monotonic() + 60
+    while lender.state == "starting" and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert lender.state == "lending", lender.why
+
+    class Saver:
+        """Frees and brings back memory; without a backup it has other bytes then."""
+
+        def pause(self, tag: str) -> None:
+            if tag == "weights":
+                assert lender is not None and lender.state == "changing"
+                assert not mx.list_sources(name, coordinator=coordinator)
+                if not backup:
+                    first: Any = model.first
+                    first.weight.data.fill_(float("nan"))
+
+        def resume(self, tag: str) -> None: ...
+
+    updater: Any = object.__new__(module.SchedulerWeightUpdaterManager)
+    updater.memory_saver_adapter, updater.scheduler = Saver(), None
+    updater.is_fully_idle = updater.flush_cache = lambda **_: True
+    updater.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    updater.offload_tags, updater.tp_cpu_group = set(), None
+    for tags in (["kv_cache"], None):
+        updater.release_memory_occupation(SimpleNamespace(tags=tags))
+        updater.resume_memory_occupation(SimpleNamespace(tags=tags))
+    if backup:
+        assert lender.state == "lending"
+        found = mx.list_sources(name, coordinator=coordinator)
+        assert [each.record.model.revision for each in found] == ["main"]
+    else:
+        assert lender.state == "withdrawn" and "sleep has changed it since" in lender.why
+        assert not mx.list_sources(name, coordinator=coordinator)
+    lender.close()

@@ -7,10 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mx.core.packaging import DIGESTS
+from mx.core.types import Manifest
+from mx.storage.load import hash_opened
+from mx.storage.safetensors import open_checkpoint
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint."""
+    return hash_opened(open_checkpoint(folder), threads=1).manifest
+
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file by its path in the folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """Return the content of each file by its path in the folder, but for the digests that a pull
+    writes beside weights."""
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    return {path: file.read_bytes() for path, file in found.items() if path != DIGESTS}
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:
@@ -22,7 +34,8 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def missing(folder: Path, out: Path) -> set[str]:
-    """Return what `diff -r` finds only in the first folder; fail if it finds anything else."""
+    """Return what `diff -r` finds only in the first folder; fail if it finds anything else, but for
+    the digests that a pull writes beside weights."""
     command = ["diff", "-r", "--no-dereference", str(folder), str(out)]
     found = set()
     run = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -35,6 +48,8 @@ def missing(folder: Path, out: Path) -> set[str]:
         assert line.startswith("Only in "), line
         where, _, name = line.removeprefix("Only in ").partition(": ")
         path = Path(where, name)
+        if path == out / DIGESTS.partition("/")[0]:
+            continue
         assert path.is_relative_to(folder), line
         inner = path.relative_to(folder).as_posix()
         found.add(inner + "/" if path.is_dir() and not path.is_symlink() else inner)

@@ -30,8 +30,8 @@ from typing import IO, Any
 #: Variables that count when an interpreter or a library starts; and when transformers is imported.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GRPC_")
 _AT_IMPORT = {"transformers": ("HF_", "OMP_")}
-#: What most commands import, before or while they run; what code imports that uses torch; and what
-#: is imported before transformers is patched.
+#: What most commands import, before or while they run; what code imports that uses torch, and what
+#: engines do; and what is imported before transformers is patched.
 _AUTO = (
     "configuration", "feature_extraction", "image_processing", "modeling", "processing",
     "tokenization", "video_processing",
@@ -58,6 +58,13 @@ _IMPORTED = {
         "mx.coordinator.daemon",
     ),
     "torch": ("mx.api.pulling", "mx.api.serving", "torch", "safetensors.torch"),
+    "engines": (
+        "mx.api.pulling",
+        "mx.api.serving",
+        "mx.engines.replica.run",
+        "mx.engines.vllm.worker",
+        "safetensors.torch",
+    ),
     "transformers": (
         "mx.api.pulling",
         "mx.api.serving",

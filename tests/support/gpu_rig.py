@@ -11,6 +11,7 @@ from mx.testing.conformance import Harness, Kind
 from mx.units import MIB
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
+from mx_transports.toolkit.cuda.hosts import HostOptions
 
 HERE = "tests.support.gpu_rig"
 #: Small, so that what is read takes many.
@@ -22,7 +23,8 @@ def cuda_ipc() -> CudaIpcTransport:
 
 
 def pcie_p2p() -> PciePeerTransport:
-    return PciePeerTransport(STEP_BYTES, STEP_BYTES)
+    host = HostOptions(STEP_BYTES, 4 * STEP_BYTES, kept_s=0.0)
+    return PciePeerTransport(STEP_BYTES, STEP_BYTES, host)
 
 
 def place(driver: Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:
@@ -53,6 +55,7 @@ def harness(
         kind=kind,
         big_nbytes=12 * MIB,
         stall_timeout_s=1.0,
+        deadline_s=60.0,  # thousands of copies may each be late by a turn of other processes
         here=place(driver, here, nvlinks=nvlinks),
         there=place(driver, there, nvlinks=nvlinks),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from mx.graphs.bounds import ATTRIBUTES
 from mx.graphs.package import (
     Edge,
     EmptyNode,
+    Fatbin,
     Graph,
     GraphOutput,
     GraphPlace,
@@ -23,6 +25,7 @@ from mx.graphs.package import (
     MemsetNode,
     Node,
     RegionSpec,
+    TriedBytes,
 )
 
 BASE, NBYTES = 0x6000_0000_0000, 4 << 20
@@ -45,22 +48,26 @@ def small() -> Graph:
         inputs=(Input(GraphPlace("x", 1, 256, 4, "BF16", (2,)), b"abcd"),),
         outputs=(GraphOutput(GraphPlace("y", 1, 512, 2, "U8", (2,)), b"d" * 32),),
         images=(Image(b"i" * 32, 1000),),
-        libraries=(Library("libcublasLt.so.12", "00ff", b"f" * 32),),
+        libraries=(
+            Library("libcublasLt.so.12", "00ff", b"f" * 32),
+            Library("libtorch_cuda.so", "01", b"t" * 32, "2.11.0+cu130"),
+        ),
         calls=(LibraryCall("mm 8x8", 0),),
         kernels=(
             Kernel("_Z3addPfS_", 0, None, ((0, 8), (8, 4), (16, 12))),
             Kernel("nvjet_tst", None, 0, ()),
+            Kernel("_ZN2at6native3fooE", None, None, ((0, 8),), 0, ((0, 1024), (8, 49152))),
         ),
         nodes=(
-            KernelNode(
-                0, (8, 1, 1), (128, 1, 1), 512, ((8, b"\1\0\0\0"),), address + bytes(20), (0,)
-            ),
+            KernelNode(0, (8, 1, 1), (128, 1, 1), 512, ((8, b"\1\0\0\0"),), address + bytes(20)),
             KernelNode(1, (1, 1, 1), (32, 1, 1), 0, (), b""),
             MemsetNode(BASE + 64, 128, 255, 1, 100, 3),
             MemcpyNode(OTHER, BASE, 64),
             EmptyNode(),
         ),
         edges=(Edge(0, 1, 1, 0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3), Edge(3, 4)),
+        fatbins=(Fatbin(1, 4096, 100_000),),
+        tried=(TriedBytes(0, 16, 12),),
     )
 
 
@@ -87,9 +94,14 @@ def graphs(draw: Any) -> Graph:
         LibraryCall(f"call {n}", draw(st.integers(0, len(libraries) - 1)))
         for n in range(draw(st.integers(1, 2)))
     )
+    fatbins = tuple(
+        Fatbin(draw(st.integers(0, len(libraries) - 1)), 8 * n, n + 1)
+        for n in range(draw(st.integers(0, 2)))
+    )
+    kinds = ["call", *(["image"] if images else []), *(["fatbin"] if fatbins else [])]
     kernels = []
     for number in range(draw(st.integers(1, 4))):
-        of_image = bool(images) and draw(st.booleans())
+        kind = draw(st.sampled_from(kinds))
         layout, end = [], 0
         for size in draw(st.lists(st.sampled_from([1, 2, 4, 8, 16, 24, 128]), max_size=5)):
             begin = -(-end // min(size, 8)) * min(size, 8)
@@ -98,9 +110,11 @@ def graphs(draw: Any) -> Graph:
         kernels.append(
             Kernel(
                 f"_Z{number}k",
-                draw(st.integers(0, len(images) - 1)) if of_image else None,
-                None if of_image else draw(st.integers(0, len(calls) - 1)),
+                draw(st.integers(0, len(images) - 1)) if kind == "image" else None,
+                draw(st.integers(0, len(calls) - 1)) if kind == "call" else None,
                 tuple(layout),
+                draw(st.integers(0, len(fatbins) - 1)) if kind == "fatbin" else None,
+                ((0, draw(st.integers(0, 1024))),) if kind == "fatbin" else (),
             )
         )
     nodes: list[Node] = []
@@ -140,6 +154,7 @@ def graphs(draw: Any) -> Graph:
         tuple(kernels),
         tuple(nodes),
         edges,
+        fatbins,
     )
 
 
@@ -148,12 +163,10 @@ def _launches(draw: Any, kernels: list[Kernel], address: int) -> KernelNode:
     index = draw(st.integers(0, len(kernels) - 1))
     kernel = kernels[index]
     values = bytearray(draw(st.binary(min_size=kernel.nbytes, max_size=kernel.nbytes)))
-    pointers = []
     for offset, size in kernel.parameters:
         if size >= 8 and draw(st.booleans()):
             at = offset + draw(st.integers(0, size - 8))
             values[at : at + 8] = address.to_bytes(8, "little")
-            pointers.append(at)
     chosen = draw(st.sets(st.sampled_from(sorted(ATTRIBUTES))))
     return KernelNode(
         index,
@@ -162,5 +175,47 @@ def _launches(draw: Any, kernels: list[Kernel], address: int) -> KernelNode:
         draw(st.integers(0, 200_000)),
         tuple((each, bytes(ATTRIBUTES[each])) for each in sorted(chosen)),
         bytes(values),
-        tuple(pointers),
     )
+
+
+@st.composite
+def packages(draw: Any, graph: Graph | None = None) -> tuple[Graph, ...]:
+    """Draw the graphs of a package: of one topology, of others, and at other addresses."""
+    first = draw(graphs()) if graph is None else graph
+    found = [first]
+    for number in range(draw(st.integers(0, 3))):
+        template = draw(st.sampled_from(found))
+        nodes = tuple(
+            draw(_sized(node, first.kernels)) if draw(st.booleans()) else node
+            for node in template.nodes
+        )
+        edges = template.edges[: draw(st.sampled_from([None, None, 1]))]
+        made = replace(template, name=f"decode.{number}", nodes=nodes, edges=edges, tried=())
+        found.append(replace(made, inputs=first.inputs[: draw(st.integers(0, 1))]))
+    if draw(st.booleans()):
+        found += [_moved(each) for each in found]
+    return tuple(found)
+
+
+@st.composite
+def _sized(draw: Any, node: Node, kernels: tuple[Kernel, ...]) -> Node:
+    if isinstance(node, KernelNode):
+        made: KernelNode = draw(_launches(list(kernels), BASE))
+        return made if draw(st.booleans()) else replace(made, attributes=node.attributes)
+    if isinstance(node, MemsetNode):
+        return replace(node, value=draw(st.integers(0, 255)))
+    return replace(node, nbytes=1) if isinstance(node, MemcpyNode) else node
+
+
+def _moved(graph: Graph) -> Graph:
+    """Return a graph at other addresses; numbers in parameters stay."""
+    by = 1 << 44
+    regions = tuple(replace(region, base=region.base + by) for region in graph.regions)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if isinstance(node, MemsetNode):
+            node = replace(node, address=node.address + by)
+        elif isinstance(node, MemcpyNode):
+            node = replace(node, target=node.target + by, source=node.source + by)
+        nodes.append(node)
+    return replace(graph, regions=regions, nodes=tuple(nodes))

@@ -74,6 +74,7 @@ class Lease:
     error: MxError | None = None
     coordinated = False
     answers = False
+    lease_s = 10.0
 
     def check(self) -> MxError | None:
         return self.error

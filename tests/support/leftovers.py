@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+#: Tests look at what these log; "" is the root.
+_LOGGERS = ("", "mx", "mx_transports", "grpc")
 
 
 @dataclass(frozen=True)
@@ -17,14 +21,16 @@ class Holdings:
     descriptors: frozenset[tuple[int, str]]
     mappings: frozenset[str]
     children: frozenset[int]
+    levels: frozenset[tuple[str, int]]
 
     @classmethod
     def now(cls) -> Holdings:
         return cls(
-            frozenset(t for t in threading.enumerate() if t.is_alive()),
+            frozenset(t for t in threading.enumerate() if t.is_alive() and not _has_ended(t)),
             frozenset(_descriptors()),
             frozenset(_shared_mappings()),
             frozenset(_children()),
+            frozenset((name, logging.getLogger(name).level) for name in _LOGGERS),
         )
 
     def beyond(self, before: Holdings) -> list[str]:
@@ -34,6 +40,7 @@ class Holdings:
             *(f"descriptor {n} -> {what}" for n, what in self.descriptors - before.descriptors),
             *(f"mapping {line}" for line in self.mappings - before.mappings),
             *(f"child process {pid}" for pid in self.children - before.children),
+            *(f"level {n} of logger {name!r}" for name, n in self.levels - before.levels),
         ]
 
 
@@ -70,3 +77,10 @@ def _children() -> Iterator[int]:
         # The command's name is in parentheses and may hold anything, parentheses included.
         if int(stat.rpartition(b")")[2].split()[1]) in parents:
             yield int(name)
+
+
+def _has_ended(thread: threading.Thread) -> bool:
+    """Return True for a thread that a library started, not Python, and that is no more: Python,
+    which has learned of it when it logged, takes it to be alive for ever."""
+    foreign = isinstance(thread, threading._DummyThread)
+    return foreign and not os.path.exists(f"/proc/self/task/{thread.native_id}")

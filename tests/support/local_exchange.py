@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mx.core.grid import ChunkGrid
-from mx.core.types import ManifestRef
 from mx.core.wanted import BlockRange, WantedBlocks
 
 TIMEOUT_S = 60.0
@@ -16,6 +15,6 @@ def all_of(grid: ChunkGrid) -> WantedBlocks:
     )
 
 
-def ref_of(name: str) -> ManifestRef:
-    """Return a manifest of this name."""
-    return ManifestRef(name.encode().ljust(32), bytes(32), b"", (1, 1, 0))
+def content_of(name: str) -> bytes:
+    """Return what tells weights of this name from others."""
+    return name.encode().ljust(64)

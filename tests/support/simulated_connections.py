@@ -173,7 +173,7 @@ class Simulation:
             connection.last_s = self.now_s
             digests = bytes(DIGEST_BYTES * (part.end - part.begin))
             round_trip_s = connection.round_trip_s
-            self._do(self.machine.landed(number, part, digests, self.now_s, round_trip_s))
+            self._do(self.machine.landed(number, [(part, digests)], self.now_s, round_trip_s))
 
     def _end_connection(self, number: int, error: MxError) -> None:
         """Close a connection's session: every read that it has fails."""
@@ -183,7 +183,7 @@ class Simulation:
             part = connection.queue.pop(0)
             connection.wasted_nbytes += self.nbytes(part) - connection.left.pop(part)
             self._blocks[part.chunk] -= set(range(part.begin, part.end))
-            self._do(self.machine.failed(number, part, error, self.now_s))
+            self._do(self.machine.failed(number, [part], error, self.now_s))
 
     def _do(self, commands: Sequence[Command]) -> None:
         for command in commands:

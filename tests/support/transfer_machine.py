@@ -119,7 +119,7 @@ class Driver:
 
     def failed(self, part: Part, error: MxError) -> None:
         self.covered[part.chunk] -= set(range(part.begin, part.end))
-        self.take(self.machine.failed(self.in_flight.pop(part), part, error, self.now_s))
+        self.take(self.machine.failed(self.in_flight.pop(part), [part], error, self.now_s))
 
 
 def land(
@@ -127,4 +127,4 @@ def land(
 ) -> list[Command]:
     """Tell the machine that a part has landed, with right digests or wrong ones."""
     digests = blocks_of(machine._grid, part, right=right)
-    return machine.landed(connection, part, digests, now_s)
+    return machine.landed(connection, [(part, digests)], now_s)

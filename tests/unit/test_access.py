@@ -23,6 +23,7 @@ from mx.wire import audit, principals
 from mx.wire.audit import INTERVAL_S, MOST_KINDS, MOST_PRINCIPALS, AuditLog
 from mx.wire.principals import Access
 from tests.support.certificates import Authority
+from tests.support.log_state import log_as_it_was
 
 PULL = (Right.PULL,)
 TLS = TlsFiles("cert.pem", "key.pem", "ca.pem")
@@ -241,14 +242,11 @@ def test_what_is_granted_is_a_json_line_and_equal_ones_are_merged(
     first, second = common | {"revision": "main", "pin": "ab"}, common | {"revision": "main.2"}
     assert granted == [first, second | {"pin": "cd"}, first | {"count": 999}]
 
-    handlers, shown = logging.getLogger().handlers[:], StringIO()
-    try:
+    shown = StringIO()
+    with log_as_it_was():
         set_up("info", "text", shown)  # of the audit log alone the lines are JSON
         access.granted(access.caller(Context("spiffe://a/c")), "pull", model="a\nb")
         logging.getLogger("mx.other").info("as ever")
-    finally:
-        for each in [h for h in logging.getLogger().handlers if h not in handlers]:
-            logging.getLogger().removeHandler(each)
     line, other = shown.getvalue().splitlines()
     said = json.loads(line)
     assert (said["event"], said["fields"]["model"]) == ("audit.granted", "a\nb")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core import buckets
-from mx.core.buckets import ALONE_BYTES, BUCKET_BYTES, cut_buckets
 from mx.core.grid import BLOCK_BYTES, block_count
 from mx.core.layout import TensorSpec, plan_layout
+from mx.fleet import buckets
+from mx.fleet.buckets import ALONE_BYTES, BUCKET_BYTES, cut_buckets
 from mx.units import MIB
 
 SIZES = st.one_of(

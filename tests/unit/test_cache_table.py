@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mx.core.cache import CacheTable
 from mx.errors import CapacityError
+from mx.fleet.cache_table import CacheTable
 
 BUDGET = 100
 

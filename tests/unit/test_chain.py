@@ -38,10 +38,11 @@ from mx.fetching.options import PullOptions
 from mx.fetching.report import PathReport, StepReport
 from mx.fetching.stored import StoredModel, find_pages
 from mx.memory.arena import HostArena
-from mx.storage import hub
+from mx.remote import hub
+from mx.remote.hub import HubStore
 from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import header_bytes
-from mx.storage.hub import HubStore, is_hub_id
+from mx.storage.hub_cache import is_hub_id
 from mx.storage.load import LoadedCheckpoint, load_opened
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.stores import DiskStore, UrlStore
@@ -114,7 +115,7 @@ def test_names_that_leave_a_folder_name_none(name: str) -> None:
 
 def test_what_is_not_understood() -> None:
     model = parse_reference("m")
-    with pytest.raises(ConfigError, match="peers or auto"):
+    with pytest.raises(ConfigError, match="peers, auto or snapshot"):
         chain_of("disk", settings(), model, None, None)
     with pytest.raises(ConfigError, match="fallback"):
         chain_of("auto", settings(), model, "/here", None)

@@ -213,7 +213,7 @@ def test_each_flag_of_a_setting_is_where_its_field_says() -> None:
         (("pull",), "Missing argument 'MODEL'"),
         (("serve",), "Missing argument 'CHECKPOINT'"),
         (("pull", "m", "--fast"), "No such option"),
-        (("pull", "m", "--streams", "many"), "must be a whole number from 1 to 64"),
+        (("pull", "m", "--streams", "many"), "must be a whole number from 1 to 32, or auto"),
         (("pull", "m", "--coordinator", "nowhere"), "must be HOST:PORT"),
         (("models", "--config", "/nonexistent/mx.toml"), "no configuration file"),
         (("models", "--tls-cert", "/dev/null"), "missing: tls_key, tls_ca"),

@@ -36,7 +36,8 @@ from mx.fetching.reads import Connection, StorePath
 from mx.fetching.transfer import Transfer
 from mx.swarm.sharing import Sharing
 from mx.transport import Session
-from mx.wire.locate import LocatedModel, Locator
+from mx.wire.client import LocatedModel
+from mx.wire.locate import Locator
 from tests.support.editions import edition_log
 from tests.support.held_sessions import HeldSession, Lease, manifest_of_three_chunks
 from tests.support.planned_paths import LATER, OTHER, TCP0, TCP1, UCX0, A

@@ -60,14 +60,21 @@ for row, size in zip(data, sizes):
     row[:size] = torch.frombuffer(bytearray(random.Random(size).randbytes(size)), dtype=torch.uint8)
 inputs = torch.tensor([row.data_ptr() for row in data])
 lengths = torch.tensor(sizes)
-chains = torch.full((len(sizes), 2, MAX_CHUNKS, 8), 0x5A5A5A5A, dtype=torch.uint32)
+chains = torch.full((len(sizes), MAX_CHUNKS, 8), 0x5A5A5A5A, dtype=torch.uint32)
 digests = torch.zeros((len(sizes), 8), dtype=torch.uint32)
 common = {"lanes": PROGRAM_CHUNKS, "row": MAX_CHUNKS}
-programs = MAX_CHUNKS // PROGRAM_CHUNKS
-kernels.chain_chunks[(programs, len(sizes))](inputs, lengths, chains, **common)
-kernels.hash_parents[(len(sizes), 1)](lengths, chains, digests, **common)
+def wrong(count, expected):
+    word = torch.zeros(1, dtype=torch.uint32)
+    place = inputs, lengths, expected, digests, word, chains
+    kernels.digest_blocks[(count, 1)](*place, **common)
+    return int(word)
+assert wrong(len(sizes), torch.zeros_like(digests)) == 1
 for row in digests.numpy():
     print(row.tobytes().hex())
+expected = digests.clone()
+assert wrong(1, expected) == 0
+expected.view(torch.uint8)[0, 31] ^= 1
+assert wrong(1, expected) == 1
 """
 
 
@@ -77,8 +84,8 @@ for row in digests.numpy():
     [FEW, *(pytest.param(MANY[part::4], marks=pytest.mark.slow) for part in range(4))],
     ids=["few", *(f"many{part}" for part in range(4))],
 )
-def test_the_triton_kernels_are_blake3(sizes: Sequence[int]) -> None:
-    """The kernels themselves, run by Triton's interpreter: one launch for all lengths."""
+def test_the_triton_kernel_is_blake3(sizes: Sequence[int]) -> None:
+    """The kernel itself, run by Triton's interpreter: one launch for all lengths."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", INTERPRET, *map(str, sizes)],
@@ -95,24 +102,23 @@ def test_the_triton_kernels_are_blake3(sizes: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_the_triton_kernels_compile_for_gpus_without_spills(
+def test_the_triton_kernel_compiles_for_gpus_without_spills(
     capability: int, tmp_path: Path
 ) -> None:
     """As Triton's own cuobjdump says: no stack, no local memory, no instruction that uses it."""
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    found = compiler.compiled.__wrapped__(capability)
-    for kernel in (found.chain_chunks, found.hash_parents):
-        assert 3 <= kernel.parameters <= 3 + 4
-        cubin = tmp_path / f"{kernel.name}.cubin"
-        cubin.write_bytes(kernel.cubin)
-        usage, code = (
-            subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
-        assert f"Function {kernel.name}" in usage and " STACK:0 " in usage and " LOCAL:0 " in usage
-        assert " LDG" in code or " LD." in code, "no code was shown"
-        assert not re.search(r"\b(STL|LDL)\b", code)
+    kernel = compiler.compiled.__wrapped__(capability)
+    assert 6 <= kernel.parameters <= 6 + 4
+    cubin = tmp_path / f"{kernel.name}.cubin"
+    cubin.write_bytes(kernel.cubin)
+    usage, code = (
+        subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+        for what in ("-res-usage", "-sass")
+    )
+    assert f"Function {kernel.name}" in usage and " STACK:0 " in usage and " LOCAL:0 " in usage
+    assert " LDG" in code or " LD." in code, "no code was shown"
+    assert not re.search(r"\b(STL|LDL)\b", code)
 
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from mx.core.digest import (
     document_digest,
     pin_of,
     root_of,
+    shortcut_blocks,
     shortcut_digest,
     tensor_root,
 )
@@ -115,11 +117,12 @@ def test_a_block_is_hashed_once_and_as_soon_as_it_is_there(marks: list[int]) -> 
     ends = [sum(nbytes for _, nbytes in BLOCKS[: i + 1]) for i in range(len(BLOCKS))]
     hashed: list[int] = []
 
-    def digest_of(view: memoryview) -> bytes:
-        hashed.append(len(view))
-        return block_digest(view)
+    def digests_of(blocks: Iterable[memoryview]) -> Iterable[bytes]:
+        for view in blocks:
+            hashed.append(len(view))
+            yield block_digest(view)
 
-    hasher = BlockHasher(views(memory), digest_of)
+    hasher = BlockHasher(views(memory), digests_of)
     for mark in [*sorted(marks), PAYLOAD]:
         landed = [end <= mark for end in ends]
         for (at, nbytes), there in zip(BLOCKS, landed, strict=True):
@@ -149,7 +152,7 @@ def test_gaps_do_not_count() -> None:
 
 def test_a_shortcut_hasher_and_one_without_blocks() -> None:
     expected = b"".join(xxh3_128_digest(bytes(view)) for view in views())
-    assert BlockHasher(views(), shortcut_digest).block_digests() == expected
+    assert BlockHasher(views(), shortcut_blocks).block_digests() == expected
     nothing = BlockHasher([])
     nothing.landed(10)
     assert nothing.block_digests() == b""

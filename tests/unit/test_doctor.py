@@ -115,6 +115,13 @@ def test_limits_of_open_files(soft: int, hard: int, level: Level) -> None:
     assert host.descriptors_finding(soft, hard).level is level
 
 
+def test_what_keeps_gpus_from_host_memory() -> None:
+    old, limited = host.registering_findings("6.1.0", 8 << 20)
+    assert old.level is limited.level is Level.NOTE
+    assert "sealed memory" in old.text and "8.39 MB" in limited.text
+    assert not list(host.registering_findings("6.7.0", -1))
+
+
 def test_memory_is_the_containers(tmp_path: Path) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n")
     write(tmp_path, "proc/self/cgroup", "0::/pod\n")
@@ -206,7 +213,7 @@ def test_gpus(tmp_path: Path) -> None:
         for n in (0, 1)
     )
     found = list(network.gpus(seen(tmp_path, Topology(Place(gpus=pair, driver="580.1")))))
-    assert levels(found) == [Level.OK, Level.NOTE]
+    assert levels(found)[:2] == [Level.OK, Level.NOTE]
     assert "2 GPUs (H100), driver 580.1" in found[0].text
     assert found[1].text.startswith("gpu1 can't read")
 

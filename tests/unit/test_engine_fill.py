@@ -65,7 +65,7 @@ class _Refused(_Filling):
 
     def __init__(self) -> None:
         super().__init__()
-        self.name, self._sampler, self._pull = "m", None, None
+        self.name, self._sampler, self._pull, self.choice = "m", None, None, Choice()
         self._log = logging.getLogger(__name__)
 
     def pull(self, **how: Any) -> Any:

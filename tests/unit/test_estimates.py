@@ -1,4 +1,4 @@
-"""Estimates of pulls, measured rates, and the log of pulls' changes."""
+"""Estimates of pulls, and measured rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mx.core.estimates import (
 )
 from mx.core.paths import Medium, Path
 from mx.core.planner import Plan, plan
-from mx.core.progress_board import ENDED_S, WINDOW_S, ProgressBoard, PullChanges
+from mx.core.progress_board import WINDOW_S, ProgressBoard
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import (
     FRESH_S,
@@ -33,7 +33,6 @@ from mx.core.rates import (
 )
 from mx.core.topology import Nic, Place
 from mx.core.types import ModelKey, SourceRecord, SourceRole
-from mx.errors import CapacityError
 from tests.support.records import make_record
 
 MODEL = ModelKey("llama")
@@ -234,69 +233,3 @@ def test_a_short_pull_is_measured_at_its_end_unless_it_was_too_short() -> None:
         board.report(seconds, one, ended)
         board.report(10.0, one, ended)  # one that takes requests goes on
         assert [each.gb_per_s for each in board.rates.listed(10.0)] == found
-
-
-def test_watchers_of_pulls_see_the_last_change_of_each_and_every_end() -> None:
-    board, one, two = ProgressBoard(), object(), object()
-    board.report(0.0, one, status(1))
-    board.report(0.1, two, status(2, requests_port=8000, requests_host="h"))
-    changes = board.changes
-    assert [change.pull_id for change in changes.after(0)] == [
-        status(1).pull_id, status(2).pull_id,
-    ]  # fmt: skip
-    seen = changes.latest
-    board.report(1.0, one, status(1, seconds=2.0))  # only time has passed
-    assert changes.after(seen) == [] and changes.after(seen, "llama") == []
-    board.end(1.5, two)
-    (change,) = changes.after(seen, "llama")
-    assert change.status is not None and change.status.phase is PullPhase.FAILED
-    assert change.status.requests_port == 0  # no router sends anything there any more
-    seen = changes.latest
-    board.tick(1.5 + ENDED_S + 1)
-    assert [(each.pull_id, each.status) for each in changes.after(seen)] == [
-        (status(2).pull_id, None)
-    ]
-    assert changes.after(seen, "other") == []
-    assert [each.pull_id for each in changes.after(0)] == [status(1).pull_id]
-
-
-def test_the_ends_of_pulls_are_kept_for_watchers_up_to_a_bound() -> None:
-    changes = PullChanges(limit=2)
-    changes.push(None, status(0))
-    seen = changes.latest
-    for number in range(1, 7):
-        changes.push(None, status(number))
-        changes.drop(status(number).pull_id)
-    with pytest.raises(CapacityError, match="too slowly"):
-        changes.after(seen)
-    assert [each.pull_id for each in changes.after(0)] == [status(0).pull_id]
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 4), st.sampled_from(["push", "drop", "read"]), st.integers(0, 9))
-    )
-)
-def test_a_watcher_of_changes_knows_what_is_there(steps: list[tuple[int, str, int]]) -> None:
-    there: dict[str, PullStatus] = {}
-    known: dict[str, PullStatus] = {}
-    changes, seen = PullChanges(limit=4), 0
-    for number, step, ready in [*steps, (0, "read", 0)]:
-        now = status(number, ready=ready)
-        if step == "push":
-            changes.push(there.get(now.pull_id), now)
-            there[now.pull_id] = now
-        elif step == "drop" and there.pop(now.pull_id, None) is not None:
-            changes.drop(now.pull_id)
-        elif step == "read":
-            try:
-                found = changes.after(seen)
-            except CapacityError:
-                known, found = {}, changes.after(0)
-            seen = changes.latest
-            for change in found:
-                if change.status is None:
-                    known.pop(change.pull_id, None)
-                else:
-                    known[change.pull_id] = change.status
-    assert known == there

@@ -192,6 +192,14 @@ async def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_me
     now.planned(2)
     now.layer_ready(*landed(0))
     assert state.begin_again() is None
+    # Where that is meant, a layer counts once the caller has seen it.
+    ready = state.begin_again(unseen=True)
+    assert ready is not None
+    now = edition(state, ready)
+    now.planned(2)
+    now.layer_ready(*landed(0))
+    assert state.wait_layer(0) is not None
+    assert state.begin_again(unseen=True) is None
 
 
 async def test_what_an_ended_edition_records_reaches_no_listener() -> None:
@@ -326,7 +334,7 @@ def test_each_waiter_gets_an_error_of_its_own_and_its_traceback_does_not_grow() 
         state.keep_memory,
         lambda: state.wait_layer(0),
         lambda: asyncio.run(state.wait_end_async()),
-        lambda: asyncio.run(state.wait_layer_async(0)),
+        lambda: asyncio.run(state.layers().next_async()),
     ]
     before = len(traceback.extract_tb(failure.__traceback__))
     errors = [caught(wait) for wait in waits]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mx.core.fleet import RETURN_S, Fleet
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.replicas import TRANSITIONS, EventKind, FleetEvent, Replica, ReplicaState, bits
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
+from mx.fleet.known_replicas import RETURN_S, Fleet
 from tests.support.records import make_record
 
 LAYERS = 4

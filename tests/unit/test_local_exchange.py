@@ -23,7 +23,7 @@ from mx.fetching import ranks as meeting
 from mx.fetching.exchange import Exchange, Fellow
 from mx.fetching.ranks import meet
 from mx.fetching.ring import SLOTS, Ring
-from tests.support.local_exchange import TIMEOUT_S, all_of, ref_of
+from tests.support.local_exchange import TIMEOUT_S, all_of, content_of
 from tests.support.transfer_machine import grid_of
 
 
@@ -227,7 +227,8 @@ def meet_all(
 ) -> list[Exchange | None]:
     grid = grid_of([4])
     meetings = [
-        pool.submit(meet, each, ref_of(name), grid, all_of(grid), lambda: False) for each in which
+        pool.submit(meet, each, content_of(name), grid, all_of(grid), lambda: False)
+        for each in which
     ]
     return [each.result(TIMEOUT_S) for each in meetings]
 
@@ -266,10 +267,12 @@ def test_a_rank_that_was_started_again_meets_the_others() -> None:
     ranks = [LocalRanks(rank, 3, str(os.getpid()), wait_s=TIMEOUT_S) for rank in range(3)]
     grid = grid_of([4])
     with ThreadPoolExecutor(3) as pool:
-        leading = pool.submit(meet, ranks[0], ref_of("again"), grid, all_of(grid), lambda: False)
+        leading = pool.submit(
+            meet, ranks[0], content_of("again"), grid, all_of(grid), lambda: False
+        )
         ring = Ring.create(index_of(grid, all_of(grid)), 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ended:
-            while ended.connect_ex(meeting._address(ranks[0], ref_of("again"))):
+            while ended.connect_ex(meeting._address(ranks[0], content_of("again"))):
                 assert not leading.done()
             socket.send_fds(ended, [struct.pack("<4sHH", b"mxr1", 1, 3)], [ring.fd])
         ring.close()

@@ -141,7 +141,7 @@ def test_every_rank_gets_all_that_it_wants_whichever_dies(
                 driver.landed(part, right=False)
             else:
                 driver.in_flight.pop(part)
-                driver.take(machine.failed(1, part, ClosedError("again"), 0.0))
+                driver.take(machine.failed(1, [part], ClosedError("again"), 0.0))
         elif unknown:
             known.layers.add(layer := rng.choice(unknown))
             driver.take(machine.page_known(layer, 0.0))

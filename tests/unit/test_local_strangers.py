@@ -17,7 +17,7 @@ from mx.core.local_ranks import MOST_RANKS, LocalRanks
 from mx.fetching import ranks as meeting
 from mx.fetching.exchange import Exchange
 from mx.fetching.ranks import meet
-from tests.support.local_exchange import TIMEOUT_S, all_of, ref_of
+from tests.support.local_exchange import TIMEOUT_S, all_of, content_of
 from tests.support.transfer_machine import grid_of
 
 NOBODY = 65534
@@ -46,8 +46,8 @@ def test_the_idle_connections_of_another_user_keep_no_rank_from_meeting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = [LocalRanks(rank, 3, str(os.getpid()), wait_s=TIMEOUT_S / 2) for rank in range(3)]
-    grid, ref = grid_of([4]), ref_of("strangers")
-    address = meeting._address(ranks[0], ref)
+    grid, content = grid_of([4]), content_of("strangers")
+    address = meeting._address(ranks[0], content)
     with (
         ThreadPoolExecutor(3) as pool,
         subprocess.Popen(
@@ -60,10 +60,10 @@ def test_the_idle_connections_of_another_user_keep_no_rank_from_meeting(
     ):
         assert other.stdin is not None and other.stdout is not None
         try:
-            found = [pool.submit(meet, ranks[0], ref, grid, all_of(grid), lambda: False)]
+            found = [pool.submit(meet, ranks[0], content, grid, all_of(grid), lambda: False)]
             assert other.stdout.readline() == "there\n"
             found += [
-                pool.submit(meet, each, ref, grid, all_of(grid), lambda: False)
+                pool.submit(meet, each, content, grid, all_of(grid), lambda: False)
                 for each in ranks[1:]
             ]
             met: list[Exchange | None] = [each.result(2 * TIMEOUT_S) for each in found]

@@ -115,7 +115,7 @@ def most_in_flight(
     for number in range(1, reads + 1):
         part = waiting.pop(0)
         digests = bytes(32 * (part.end - part.begin))
-        waiting += assigned(machine.landed(0, part, digests, number / 100, round_trip_s))
+        waiting += assigned(machine.landed(0, [(part, digests)], number / 100, round_trip_s))
         most = max(most, len(waiting))
     return most
 
@@ -183,7 +183,7 @@ def test_a_lost_connection_s_reads_beyond_its_depth_are_read_elsewhere() -> None
     error = PeerLostError("gone")
     machine.connection_lost(0, error, 1.0)
     for part in held:
-        machine.failed(0, part, error, 1.0)
+        machine.failed(0, [part], error, 1.0)
     first = assigned(machine.add_connection(1, 4, 1.0))
     assert first[0].chunk == min(part.chunk for part in held)
     assert machine.load(1).nbytes >= BLOCK_BYTES

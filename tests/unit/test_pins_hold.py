@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mx.storage.folder_hash import manifest_of
 from tests.support.crafted import crafted
-from tests.support.folders import written
+from tests.support.folders import manifest_of, written
 
 A = ("a.weight", "F32", [2, 3], bytes(range(24)))
 B = ("b.weight", "BF16", [4], bytes(range(8)))
@@ -68,5 +67,5 @@ PINS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_pins_hold(name: str, tmp_path: Path) -> None:
-    ref = manifest_of(written(tmp_path, FOLDERS[name]), 1)[0].ref
+    ref = manifest_of(written(tmp_path, FOLDERS[name])).ref
     assert (ref.identity.hex(), ref.pin.hex()) == PINS[name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.codec import MAX_TOTAL_BYTES
+from mx.coordinator.service import CoordinatorServicer
+from mx.coordinator.state import CoordinatorState
 from mx.core.progress_board import ENDED_S, EXPIRE_S, ProgressBoard
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
@@ -135,3 +139,28 @@ def test_a_pull_that_moves_to_another_connection_runs_on() -> None:
     assert [each.phase for each in board.pulls(6.0)] == [PullPhase.RUNNING]
     board.end(6.5, after)
     assert [each.phase for each in board.pulls(6.6)] == [PullPhase.FAILED]
+
+
+class Context:
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:5000"
+
+    def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+        return {}
+
+
+async def test_a_coordinator_that_stops_ends_reports_and_no_pull() -> None:
+    servicer = CoordinatorServicer(CoordinatorState())
+
+    async def reports() -> AsyncIterator[pb.ProgressRequest]:
+        yield pb.ProgressRequest(pull=pull_to_wire(STATUS))
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(30):
+        reporting = asyncio.create_task(servicer.Progress(reports(), Context()))
+        while not servicer.pulls_by_phase():
+            await asyncio.sleep(0.01)
+        servicer.stop()
+        await reporting
+    # It goes on to another one: who shares the state is told no end.
+    assert servicer.pulls_by_phase() == {"running": 1}

@@ -48,7 +48,7 @@ class Setting:
         assert "1 of 1 layers" in output.abort()
 
     def output(self, on_error: Callable[[BaseException], None] = unexpected) -> Output:
-        return Output(self.out, self.manifest, on_error, keep=True)
+        return Output(self.out, self.manifest, on_error, lambda layer: None, keep=True)
 
     def spoil(self, name: str, at: int) -> None:
         """Change a byte of a tensor on disk."""

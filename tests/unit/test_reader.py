@@ -24,6 +24,7 @@ from mx.core.types import DTYPE_BITS, Layout
 from mx.errors import ClosedError
 from mx.memory.arena import HostArena, MemfdArena
 from mx.storage import disk_file, spans
+from mx.storage.disk_file import arena_shift
 from mx.storage.landing import ArenaDigests, Landing
 from mx.storage.load import load_opened
 from mx.storage.reader import RING_BYTES, SPAN_BYTES, fill, fill_from_tensors
@@ -134,6 +135,22 @@ def test_a_span_is_as_many_whole_blocks_as_fit(tmp_path: Path) -> None:
                 assert min(each for each in ends if each > end) - start > span_nbytes
         with pytest.raises(ValueError, match="block"):
             next(reader.spans(BLOCK_BYTES - 1))
+        layer_of = {tensor.name: tensor.layer for tensor in layout.tensors}
+        layer_at = {
+            at: layer_of[t.spec.name]
+            for t in file.tensors
+            for at in (t.begin, t.end - 1)
+            if t.end > t.begin
+        }
+        for least in (1, BLOCK_BYTES):
+            cut = list(reader.spans(SPAN_BYTES, least))
+            assert [start for start, _ in cut] == [file.tensors[0].begin, *(e for _, e in cut[:-1])]
+            assert cut[-1][1] == file.tensors[-1].end
+            assert {each for span in cut for each in span} <= ends
+            for start, end in cut:  # only what is shorter goes beyond a layer's end
+                inside = [t for t in file.tensors if start < t.begin < end and t.end > t.begin]
+                turns = [t.begin for t in inside if layer_at[t.begin] != layer_at[t.begin - 1]]
+                assert all(turn - start < least for turn in turns)
         reader.close()
 
 
@@ -194,6 +211,62 @@ def test_where_alignments_agree_bytes_are_read_into_place(
     _, layout, arena, filled = loaded(tmp_path)
     check(layout, arena, filled)
     assert copied == []
+
+
+@pytest.mark.parametrize("pad", [0, 8, 120, 4088])
+def test_an_arena_begins_where_most_bytes_are_read_into_place(
+    pad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied are pages at the ends of tensors, and short tensors."""
+    sizes = [3 * BLOCK_BYTES, 4096, 5 * BLOCK_BYTES + 4096, 512, BLOCK_BYTES, SPAN_BYTES]
+    rows = [
+        (f"model.layers.{i % 2}.mlp.w{i}", "U8", [size], PATTERN[i * 9 : i * 9 + size])
+        for i, size in enumerate(sizes)
+    ]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(crafted(rows, pad=-int.from_bytes(crafted(rows)[:8], "little") % 8 + pad))
+    checkpoint = open_checkpoint(path)
+    layout = plan_layout(checkpoint.specs)
+    shift = arena_shift(checkpoint.files, layout)
+    assert shift % 8 == 0
+    written: list[int] = []
+    real = ArenaWriter.write
+
+    def counted(self: ArenaWriter, place: int, data: memoryview) -> None:
+        written.append(len(data))
+        real(self, place, data)
+
+    monkeypatch.setattr(ArenaWriter, "write", counted)
+    arena = HostArena(layout.arena_nbytes, shift)
+    filled = fill(checkpoint, layout, arena.view)
+    assert content(arena.view, layout) == {name: data for name, _, _, data in rows}
+    assert filled == digests(layout, arena.view, shortcuts=False)
+    assert sum(written) < sum(sizes) // 10
+
+
+@given(
+    st.lists(
+        st.sampled_from([1, 300, 4096, 65536, 70_000, BLOCK_BYTES + 9]), min_size=1, max_size=8
+    ),
+    st.integers(0, 4096),
+    st.integers(0, 4096),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_alignment_of_file_and_arena(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], pad: int, shift: int
+) -> None:
+    rows = [
+        (f"model.layers.{i % 3}.mlp.w{i}", "U8", [size], PATTERN[i * 9 : i * 9 + size])
+        for i, size in enumerate(sizes)
+    ]
+    path = tmp_path_factory.mktemp("any") / "model.safetensors"
+    path.write_bytes(crafted(rows, pad=pad))
+    checkpoint = open_checkpoint(path)
+    layout = plan_layout(checkpoint.specs)
+    arena = HostArena(layout.arena_nbytes, shift)
+    filled = fill(checkpoint, layout, arena.view, in_layer_order=shift % 2 == 0)
+    assert content(arena.view, layout) == {name: data for name, _, _, data in rows}
+    assert filled == digests(layout, arena.view, shortcuts=False)
 
 
 @pytest.mark.parametrize("refuses", ["open", "read"])

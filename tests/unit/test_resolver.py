@@ -31,7 +31,8 @@ from mx.fetching.events import EventLog
 from mx.fetching.resolver import retry_until_found
 from mx.fetching.transfer import Transfer
 from mx.swarm.sharing import Sharing
-from mx.wire.locate import LocatedModel, Locator
+from mx.wire.client import LocatedModel
+from mx.wire.locate import Locator
 from tests.support.editions import edition_log
 from tests.support.planned_paths import source
 

@@ -447,7 +447,8 @@ async def begin_again(store: Store) -> None:
         position = tail.latest
         log.push(tail.changes, begins_again=tail.begins_again)
         names.push(tail.meant, begins_again=tail.begins_again)
-        return tail.begins_again, watcher.take(9), watcher.take_meant(names)
+        changes = [each for each in watcher.take(9) if isinstance(each, Change)]
+        return tail.begins_again, changes, watcher.take_meant(names)
 
     one, two = (make_record(DOCUMENTS, variant=each) for each in RANKS)
     assert look() == (True, [], [])

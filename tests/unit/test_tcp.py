@@ -156,6 +156,44 @@ def test_the_other_connections_go_on(bench: Bench) -> None:
         bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
 
 
+def test_a_source_that_refuses_more_connections_is_read_over_those_there_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_CONNECTIONS_PER_GRANT", 3)
+    source = bench.source(MIB)
+    session = bench.open(source, streams=2)
+    assert isinstance(session, TcpSession)
+    session.grow(6)
+    bench.eventually(
+        lambda: session.open_streams == 3, lambda: f"{session.open_streams} connections are open"
+    )
+    sinks = [bench.read(session, 0, 0, memoryview(bytearray(MIB))) for _ in range(20)]
+    bench.succeed(*sinks)
+    assert not any(sink.failures for sink in sinks) and session.open_streams == 3
+
+
+def test_a_session_ends_while_a_connection_is_being_opened(bench: Bench) -> None:
+    source = bench.source(MIB)
+    grant_id, ticket = source.grant()
+    with FaultProxy(address_of(ticket)) as proxy:
+        ticket = reroute(ticket, proxy.address)
+        session = bench.open_ticket(grant_id, ticket, source.sizes, streams=1, tls=None)
+        assert isinstance(session, TcpSession)
+        bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
+        proxy.down.stall()  # the source's greeting does not come
+        before = proxy.up.passed_nbytes
+        session.grow(3)
+        bench.eventually(
+            lambda: proxy.up.passed_nbytes >= before + 2 * framing.PREAMBLE.size,
+            lambda: "no connection was opened",
+        )
+        assert not session.join(0.1)
+        session.close()
+        assert session.join(30)
+        session.grow(4)
+        assert session.join(0)
+
+
 def test_requests_go_out_as_far_ahead_as_the_way_is_long() -> None:
     frame_nbytes = wire.REQUEST.size + PIECE.size
     with Bench(Harness(TARGET, stall_timeout_s=10)) as bench:

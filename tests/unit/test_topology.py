@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from mx import discovery, plugins
 from mx.api.survey import Reach, SourceReach, TopologyReport, paths
-from mx.cli import topo_tables
 from mx.core.paths import Path, rails
 from mx.core.planner import plan
 from mx.core.topology import (
@@ -41,6 +40,7 @@ from mx.fetching.paths import path_between
 from mx.hardware import netlink
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
+from mx.operations import topo_tables
 from mx.transport import Unavailable, Viable
 from mx.wire.place import place_from_json, place_from_wire, place_to_wire
 from mx.wire.v1 import common_pb2 as pb

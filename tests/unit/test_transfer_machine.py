@@ -278,7 +278,7 @@ def test_what_the_shortcut_found_right_needs_no_page() -> None:
     machine.start()
     machine.add_connection(0, 2, 0.0)
     machine.add_connection(1, 2, 0.0)
-    assert machine.landed(0, whole(0), None, 0.0) == [LayerReady(0, shortcut=True)]
+    assert machine.landed(0, [(whole(0), None)], 0.0) == [LayerReady(0, shortcut=True)]
     assert land(machine, 1, whole(1)) == []
     known.layers.add(1)
     assert machine.page_known(1, 0.0) == [LayerReady(1)]
@@ -291,12 +291,12 @@ def test_the_loss_of_the_last_connection_waits_while_another_may_come() -> None:
     gone = PeerLostError("gone")
     assert machine.connection_lost(0, gone, 0.0) == []
     assert machine.add_connection(1, 4, 0.0) == []  # the lost one may still write there
-    assert machine.failed(0, whole(1), gone, 0.0) == [Assign(1, (whole(1),))]
-    assert machine.failed(0, whole(0), gone, 0.0) == [Assign(1, (whole(0),))]
+    assert machine.failed(0, [whole(1)], gone, 0.0) == [Assign(1, (whole(1),))]
+    assert machine.failed(0, [whole(0)], gone, 0.0) == [Assign(1, (whole(0),))]
     machine.no_more_connections()
     assert machine.connection_lost(1, gone, 0.0) == []
     assert land(machine, 1, whole(0)) == []
-    assert machine.failed(1, whole(1), gone, 0.0) == [Fail((gone, gone))]
+    assert machine.failed(1, [whole(1)], gone, 0.0) == [Fail((gone, gone))]
     assert machine.retries == 3
 
 
@@ -327,7 +327,7 @@ def test_a_read_that_keeps_failing_ends_its_connection() -> None:
     machine.no_more_connections()
     commands: list[Command] = []
     for _ in range(10):
-        commands = machine.failed(0, whole(0), PeerProtocolError("no"), 0.0)
+        commands = machine.failed(0, [whole(0)], PeerProtocolError("no"), 0.0)
         if machine.ended:
             break
     assert isinstance(commands[-1], Fail)
@@ -353,7 +353,7 @@ def test_a_stopped_connection_is_dropped_once_the_others_would_be_sooner() -> No
     assert isinstance(dropped, DropConnection)
     assert dropped.connection == 0
     assert isinstance(dropped.reason, PathSlowError)
-    assert machine.failed(0, whole(0), ClosedError("closed"), now_s + 5.0) == [
+    assert machine.failed(0, [whole(0)], ClosedError("closed"), now_s + 5.0) == [
         Assign(1, (whole(0),))
     ]
 

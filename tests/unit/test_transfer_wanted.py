@@ -72,7 +72,7 @@ def test_every_wanted_block_lands_once_whatever_happens(
         elif connection in driver.lost:
             driver.take(
                 machine.failed(
-                    driver.in_flight.pop(part), part, ClosedError("closed"), driver.now_s
+                    driver.in_flight.pop(part), [part], ClosedError("closed"), driver.now_s
                 )
             )
         elif event < 0.65:
@@ -80,7 +80,7 @@ def test_every_wanted_block_lands_once_whatever_happens(
         elif event < 0.8:
             driver.take(
                 machine.failed(
-                    driver.in_flight.pop(part), part, PeerProtocolError("no"), driver.now_s
+                    driver.in_flight.pop(part), [part], PeerProtocolError("no"), driver.now_s
                 )
             )
         else:

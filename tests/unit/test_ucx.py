@@ -90,6 +90,11 @@ def test_reach_says_what_trust_it_needs_and_what_rdma_gives() -> None:
     assert path.rdma_gb_per_s > path.gb_per_s
     assert reach(here, place("b", "127.0.0.1")) is None
     assert reach(here, place("b", "10.0.0.2", device="cuda:GPU-1")) is None
+    gpus = reach(
+        place("a", "10.0.0.1", device="cuda:GPU-0"), place("b", "10.0.0.2", device="cuda:GPU-1")
+    )
+    assert gpus is not None and gpus.staged and "GPUDirect" in gpus.rdma_detail
+    assert path.rdma_detail == "RDMA" and not path.staged
     alone = reach(here, place("a", "127.0.0.1"))
     assert alone is not None and alone.medium is Medium.MEMORY and not alone.trusting
     seen = reach(here, place("a", "10.0.0.9"))
@@ -113,6 +118,23 @@ def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(probed, Unavailable) and "pip install '.[cuda12]'" in probed.reason
     with pytest.raises(LocalError, match="cuda12"):
         transport.expose([], ExposeOptions())
+
+
+def test_a_gpus_memory_is_read_directly_where_there_is_rdma_or_if_that_is_wanted() -> None:
+    rdma, sockets = ("ib0", "mlx5_0:1"), ("lo",)
+
+    def wants(value: str) -> list[bool]:
+        return [
+            wire.goes_direct({"gpudirect": value}.__getitem__, each) for each in (rdma, sockets)
+        ]
+
+    assert [wants("auto"), wants("always"), wants("off")] == [
+        [True, False],
+        [True] * 2,
+        [False] * 2,
+    ]
+    no_settings: dict[str, str] = {}
+    assert wire.goes_direct(no_settings.__getitem__, rdma)
 
 
 # --- refusals
@@ -163,6 +185,11 @@ def test_what_nixl_raises_is_an_error_that_names_peer_and_way(bench: Bench) -> N
         b'{"metadata": "", "regions": [[0, 18446744073709551615, 4]], "devices": []}',
         b'{"metadata": "", "regions": [[0, 1]], "devices": []}',
         b'{"metadata": "", "regions": [[0, true, 4]], "devices": []}',
+        *(
+            b'{"metadata": "", "regions": [], "devices": [], "slot_bytes": 0, "places": [%s]}'
+            % place
+            for place in (b"[0, 0, 1]", b"[0, 0, 1, -4]", b"[0, 0, 18446744073709551615, 4]", b"{}")
+        ),
     ],
 )
 def test_malformed_words_about_an_agent(text: bytes) -> None:
@@ -295,10 +322,10 @@ def test_an_unused_agent_is_let_go(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_an_agent_that_cannot_start_is_the_paths_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = ucx_exposure._environment
+    ours = nixl.agent_environment
     # The source's alone: the reader's own UCX is not what is looked at here.
     theirs = {"UCX_TLS": "nonsense"}
-    monkeypatch.setattr(ucx_exposure, "_environment", lambda devices: ours(devices) | theirs)
+    monkeypatch.setattr(nixl, "agent_environment", lambda devices: ours(devices) | theirs)
     source = bench.source(MIB)
     with pytest.raises(SourceError, match=r"localhost:7601.*its agent"):
         bench.open(source)

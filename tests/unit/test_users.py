@@ -232,13 +232,13 @@ RANKS = """
 import logging, sys, time
 from mx.core.local_ranks import LocalRanks
 from mx.fetching.ranks import meet
-from tests.support.local_exchange import all_of, ref_of
+from tests.support.local_exchange import all_of, content_of
 from tests.support.transfer_machine import grid_of
 """
 MEET = """
 logging.basicConfig(stream=sys.stdout)
-grid = grid_of([4])
-print(meet(LocalRanks(0, 2, "x", wait_s=3600.0), ref_of("x"), grid, all_of(grid), lambda: False))
+grid, what = grid_of([4]), content_of("x")
+print(meet(LocalRanks(0, 2, "x", wait_s=3600.0), what, grid, all_of(grid), lambda: False))
 """
 
 

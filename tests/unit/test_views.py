@@ -22,7 +22,7 @@ from mx.views import (
     spans_of,
 )
 from mx_transports.toolkit.limiting import LEAST_SLICE, paced
-from mx_transports.toolkit.slicing import host_pieces, host_steps
+from mx_transports.toolkit.slicing import host_pieces, steps
 
 
 @dataclass
@@ -194,7 +194,7 @@ def test_steps_of_a_read_into_several_places(data: st.DataObject, step_nbytes: i
         memories += model.memories
     read = Read("r", pieces, NoSink())
     got, landed = [], 0
-    for slices, now in host_steps(read, step_nbytes):
+    for slices, now in steps(read, step_nbytes, host_view):
         assert 0 < now - landed <= step_nbytes
         assert sum(len(each.view) for each in slices) == now - landed
         landed = now

@@ -18,7 +18,8 @@ from mx.errors import ConfigError, ManifestError
 from mx.fetching.owners import check
 from mx.namekey import NameKey
 from mx.publickey import PublicKey, is_signed, parse
-from mx.wire.locate import LocatedModel, LocateRequest
+from mx.wire.client import LocatedModel
+from mx.wire.locate import LocateRequest
 from tests.support.owners import commitment_of
 from tests.support.records import make_documents, make_record
 

@@ -78,12 +78,11 @@ class Refusing:
     def __init__(self) -> None:
         self.lists, self.refuses = 0, True
 
-    async def watch(self) -> AsyncIterator[None]:
+    async def watch(self, *, pulls: bool) -> AsyncIterator[None]:
+        assert pulls
         if self.refuses:
             raise NotAllowedError("this certificate may not observe")
         yield
-
-    watch_pulls = watch
 
     async def list_models(self) -> tuple[()]:
         self.lists += 1

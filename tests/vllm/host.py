@@ -51,6 +51,9 @@ class FakeGpu:
     def is_cuda(self) -> bool:
         return True
 
+    def is_cuda_alike(self) -> bool:
+        return True
+
     def get_device_capability(self, device_id: int = 0) -> Any:
         from vllm.platforms.interface import DeviceCapability
 
@@ -105,12 +108,42 @@ def in_device_memory(gpu: Any) -> contextlib.ExitStack:
     return stack
 
 
+def install_sleep(gpu: Any) -> None:
+    """Have vLLM's worker for CPUs load into, and sleep by, vLLM's own allocator on a stand-in GPU:
+    the methods are those of its worker for GPUs, which this one overrides or skips."""
+    import vllm.device_allocator as allocators
+    from vllm.v1.worker import cpu_worker, gpu_worker
+
+    from tests.support.driver import memory_pool
+
+    memory_pool.install(gpu)
+    fake = FakeGpu(allocators.current_platform)
+    allocators.current_platform = fake
+    cpu: Any = cpu_worker.CPUWorker
+    real: Any = gpu_worker.Worker
+    for name in ("sleep", "wake_up", "discard"):
+        setattr(cpu, name, getattr(real, name))
+    use_pool = real._maybe_get_memory_pool_context
+
+    def pool(worker: Any, tag: str) -> Any:
+        config = worker.vllm_config.model_config
+        with (
+            mock.patch.object(gpu_worker, "current_platform", fake),
+            mock.patch.object(config, "enable_cumem_allocator", True),
+        ):
+            return use_pool(worker, tag)
+
+    cpu._maybe_get_memory_pool_context = pool
+
+
 class Host:
     """One engine at a time, in this process."""
 
     def __init__(self) -> None:
         self.llm: Any = None
         self.before: dict[str, str] = {}
+        #: The classes of the modules that were processed before the last weights were there.
+        self.early: list[str] = []
         self.scaled = ""
         self.platform = contextlib.ExitStack()
         self.device: Any = None
@@ -119,22 +152,36 @@ class Host:
 
             self.device = Gpu()
             self.device.install()
+            if "MX_TEST_SLEEP" in os.environ:
+                install_sleep(self.device)
         self._record()
 
     def _record(self) -> None:
         """Have every tensor hashed before vLLM processes it."""
         from vllm.model_executor.model_loader import base_loader
 
-        process = base_loader.process_weights_after_loading
+        from mx.engines.vllm.progressive import EarlyProcessing
+
+        process, process_early = base_loader.process_weights_after_loading, EarlyProcessing._process
 
         def hashed(model: Any, *arguments: Any) -> None:
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            if self.scaled:
-                tensors[self.scaled].data.mul_(1.5)
-            self.before = {name: digest(tensor) for name, tensor in tensors.items()}
+            self._hash({name: t for name, t in tensors.items() if name not in self.before})
             process(model, *arguments)
 
+        def hashed_early(early: Any, module: Any) -> None:
+            slots = {n: slot for n, slot in early._slots.items() if slot.module is module}
+            self._hash({name: slot.get() for name, slot in slots.items()})
+            self.early.append(type(module).__name__)
+            process_early(early, module)
+
         base_loader.process_weights_after_loading = hashed
+        EarlyProcessing._process = hashed_early  # type: ignore[assignment,method-assign]
+
+    def _hash(self, tensors: dict[str, Any]) -> None:
+        if self.scaled in tensors:
+            tensors[self.scaled].data.mul_(1.5)
+        self.before |= {name: digest(tensor) for name, tensor in tensors.items()}
 
     def start(
         self, model: str, scaled: str = "", gpu: bool = False, **options: Any
@@ -147,8 +194,9 @@ class Host:
             self.platform = on_fake_gpu()
             if self.device is not None:
                 self.platform.enter_context(in_device_memory(self.device))
-        self.scaled, self.before = scaled, {}
+        self.scaled, self.before, self.early = scaled, {}, []
         ranks = int(options.get("tensor_parallel_size", 1))
+        ranks *= int(options.get("pipeline_parallel_size", 1))
         if ranks > 1:  # in processes of their own, on a core each
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         self.llm = LLM(
@@ -165,7 +213,8 @@ class Host:
             },
         )
         held = self.look() if ranks == 1 else {}
-        return held | {"before": self.before, "generated": self.generate()}
+        made = self.embed() if options.get("runner") == "pooling" else self.generate()
+        return held | {"before": self.before, "generated": made, "early": self.early}
 
     def cache_key(self, model: str, **options: Any) -> str:
         """Return vLLM's key of an engine's compiled code."""
@@ -174,6 +223,20 @@ class Host:
         given = {"load_format": "mx-peer", "skip_tokenizer_init": True, "max_model_len": 128}
         arguments = EngineArgs(model=model, **{**given, **options})
         return str(arguments.create_engine_config().compute_hash())
+
+    def processing_key(self, model: str, stages: int = 1, partition: str = "", **given: Any) -> str:
+        """Return mx's key of what the first rank of an engine holds before processing."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        from mx.engines.vllm.keys import key_of
+
+        options = {"skip_tokenizer_init": True, "max_model_len": 128, **given}
+        made = EngineArgs(model=model, **options).create_engine_config()
+        ranks = {"tp": (0, 1), "pp": (0, stages), "dp": (0, 1)}
+        with mock.patch.dict(
+            os.environ, {"VLLM_PP_LAYER_PARTITION": partition} if partition else {}
+        ):
+            return str(key_of(made, ranks, "loaded"))
 
     def lack(self) -> None:
         """Make this vLLM one that does not say which methods take processed weights."""
@@ -184,6 +247,10 @@ class Host:
             of_all += each.__subclasses__()
             if "supports_pre_processed_weights" in vars(each):
                 del each.supports_pre_processed_weights
+
+    def last_before(self) -> dict[str, str]:
+        """Return the tensors before processing of the last engine, which may have failed then."""
+        return self.before
 
     def look(self) -> dict[str, Any]:
         """Return the tensors that the engine holds."""
@@ -197,15 +264,53 @@ class Host:
         found, self.device.host_copies = self.device.host_copies, []
         return list(found)
 
-    def generate(self) -> list[Any]:
-        """Return tokens and the logprobs of each, as hexadecimal."""
+    def used_bytes(self) -> int:
+        """Return how much of the stand-in GPU's memory this process has."""
+        free, total = self.device.device.memory_info()
+        return int(total - free)
+
+    def sleep(self, level: int) -> int:
+        """Put the engine to sleep as its user does, and return what `used_bytes` does then."""
+        self.llm.sleep(level=level)
+        return self.used_bytes()
+
+    def wake(self) -> bool:
+        """Wake the engine as its user does, and return whether it takes requests."""
+        return bool(self.llm.wake_up())
+
+    def is_sleeping(self) -> bool:
+        """Return whether the engine takes no requests."""
+        return bool(self.llm.llm_engine.is_sleeping())
+
+    def embed(self) -> list[str]:
+        """Return the embedding of a prompt, as hexadecimal."""
+        prompt: Any = {"prompt_token_ids": PROMPT}
+        (made,) = self.llm.embed([prompt], use_tqdm=False)
+        return [float(each).hex() for each in made.outputs.embedding]
+
+    def generate(self, adapter: str = "", audio: str = "") -> list[Any]:
+        """Return tokens and the logprobs of each, as hexadecimal.
+
+        Args:
+            adapter: The folder of an adapter (LoRA) to compute with; "" for none.
+            audio: A prompt in words to which a second of sound belongs; "" for none.
+        """
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         parameters = SamplingParams(
             temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3, detokenize=False
         )
         prompt: Any = {"prompt_token_ids": PROMPT}
-        made = self.llm.generate([prompt], parameters, use_tqdm=False)[0].outputs[0]
+        if audio:
+            import numpy
+
+            sound = numpy.sin(numpy.arange(16_000, dtype=numpy.float32) / 10)
+            prompt = {"prompt": audio, "multi_modal_data": {"audio": (sound, 16_000)}}
+        request = LoRARequest("adapter", 1, adapter) if adapter else None
+        made = self.llm.generate([prompt], parameters, use_tqdm=False, lora_request=request)[
+            0
+        ].outputs[0]
         return [
             [token, sorted((int(key), each.logprob.hex()) for key, each in logprobs.items())]
             for token, logprobs in zip(made.token_ids, made.logprobs, strict=True)
@@ -226,6 +331,13 @@ class Host:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
+        if "MX_TEST_SLEEP" in os.environ:  # vLLM's allocator has one model in a process
+            from vllm.device_allocator.cumem import CuMemAllocator
+            from vllm.model_executor.layers import rotary_embedding
+
+            rotary_embedding._ROPE_DICT.clear()
+            gc.collect()
+            CuMemAllocator.get_instance().release_pools()  # as a GPU's worker does at its end
         gc.collect()
 
 

@@ -1,4 +1,4 @@
-"""The example of two replicas, as its line in docs/vllm.md runs it."""
+"""The examples of two replicas, and of a snapshot, as their lines in the documentation run them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ def test_two_replicas_the_second_without_weights() -> None:
     assert found.returncode == 0, found.stderr[-3000:]
     assert "example-llama: loads {'loaded': 1}, lending" in found.stdout
     assert "both replicas generate" in found.stdout
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_that_starts_from_a_snapshot() -> None:
+    found = subprocess.run(
+        [sys.executable, "examples/snapshot.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "frozen: " in found.stdout and "both generate" in found.stdout
+    assert "thawed from snapshot from " in found.stdout

@@ -60,6 +60,9 @@ def test_second_replica_without_weights_starts_from_the_first(
         assert f"checkpoint={source.identity_hex[:16]}" in a.status()["variant"]
     two = start(b, bare(checkpoint), "m")
     assert same(two, reference)
+    # Each linear layer of the three, and the embedding, was processed once its weights were there.
+    assert not one["early"] and len(two["early"]) == 3 * 4 + 1
+    assert two["early"].count("QKVParallelLinear") == 3
     status = lending(b)
     assert (status["loads"], status["lending"]) == ({"loaded": 1}, "lending")
     assert status["identity"] == a.status()["identity"]

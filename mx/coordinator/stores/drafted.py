@@ -31,6 +31,12 @@ class DraftedStore(MemoryStore):
         self._fresh: dict[bytes, bytes] = {}
         self._dropped: set[bytes] = set()
 
+    @property
+    def _written(self) -> Draft:
+        """The draft of the steps that run: nothing else writes."""
+        assert self._draft is not None
+        return self._draft
+
     def name(self, name: str) -> NameState | None:
         draft = self._draft
         if draft is None:
@@ -47,12 +53,9 @@ class DraftedStore(MemoryStore):
         return [s for s in ({**self._names, **draft.written_names()}).values() if s is not None]
 
     def decide(self, state: NameState) -> None:
-        draft = self._draft
-        if draft is None:
-            return super().decide(state)
+        draft = self._written
         draft.names[state.name] = state
         draft.decided[state.name] = None
-        return None
 
     def due_names(self, now: float) -> Sequence[str]:
         draft = self._draft
@@ -83,9 +86,7 @@ class DraftedStore(MemoryStore):
         return [s for s in ({**self._sources, **draft.written_sources()}).values() if s is not None]
 
     def put_source(self, listed: ListedSource) -> None:
-        draft = self._draft
-        if draft is None:
-            return super().put_source(listed)
+        draft = self._written
         source_id = listed.record.source_id
         was = self.source(source_id)
         if was is not None:
@@ -93,7 +94,6 @@ class DraftedStore(MemoryStore):
             listed.readers, listed.gb_per_s = was.readers, was.gb_per_s
         draft.sources[source_id] = listed
         draft.put[source_id] = None
-        return None
 
     def renew(
         self, source_id: str, until_s: float, readers: int, gb_per_s: float, *, first: bool = False
@@ -128,16 +128,16 @@ class DraftedStore(MemoryStore):
         return True
 
     def drop(self, source_id: str) -> None:
-        draft = self._draft
-        if draft is None:
-            return super().drop(source_id)
+        draft = self._written
         self.source(source_id)
         draft.sources[source_id] = None
         draft.put[source_id] = None
         draft.renewals.pop(source_id, None)
         if source_id in draft.due:
             draft.expired.add(source_id)
-        return None
+
+    def _drop_kept(self, source_id: str) -> None:
+        super().drop(source_id)
 
     def gone(self, source_id: str) -> FormerSource | None:
         draft = self._draft
@@ -147,25 +147,19 @@ class DraftedStore(MemoryStore):
         return found if found is not None and found.until_s > draft.now else None
 
     def bury(self, source_id: str, gone: FormerSource, most: int) -> None:
-        draft = self._draft
-        if draft is None:
-            return super().bury(source_id, gone, most)
+        draft = self._written
         excess = len(self._gone) + sum(1 if g else -1 for g in draft.gone.values()) + 1 - most
         for each in self._gone if excess > 0 else ():
             if excess > 0 and each not in draft.gone:
                 draft.gone[each] = None
                 excess -= 1
         draft.gone[source_id] = gone
-        return None
 
     def forget(self, now: float, source_id: str = "") -> None:
-        draft = self._draft
-        if draft is None:
-            return super().forget(now, source_id)
+        draft = self._written
         draft.now = now
         if source_id and self.gone(source_id) is not None:
             draft.gone[source_id] = None
-        return None
 
     def _forget_lapsed(self, draft: Draft) -> None:
         """Have a draft that writes forget tombstones whose time is over."""
@@ -191,10 +185,7 @@ class DraftedStore(MemoryStore):
         return found
 
     def count(self, kind: CountedKind, address: str, by: int) -> None:
-        if self._draft is None:
-            return super().count(kind, address, by)
-        self._draft.counts[kind, address] += by
-        return None
+        self._written.counts[kind, address] += by
 
     def put_document(self, digest: bytes, data: bytes) -> None:
         super().put_document(digest, data)
@@ -207,10 +198,7 @@ class DraftedStore(MemoryStore):
             self._dropped.add(digest)
 
     def append(self, entry: Entry) -> None:
-        if self._draft is None:
-            return super().append(entry)
-        self._draft.entries.append(entry)
-        return None
+        self._written.entries.append(entry)
 
     def read(self, after: int) -> Sequence[Entry] | None:
         return super().read(after) if after <= self._latest else None
@@ -220,14 +208,14 @@ class DraftedStore(MemoryStore):
     def _apply(self, draft: Draft) -> None:
         """Apply the committed state to the memory."""
         for name, state in draft.written_names().items():
-            self.decide(state or NameState(name))
+            super().decide(state or NameState(name))
         for source_id, listed in draft.written_sources().items():
             if listed is None:
                 if source_id in self._sources:
-                    self.drop(source_id)
+                    self._drop_kept(source_id)
                 continue
             is_new = source_id not in self._sources
-            self.put_source(listed)
+            super().put_source(listed)
             if is_new:
                 said = draft.renewals.get(source_id) or Renewal(listed.lease_until_s, 0, 0.0, True)
                 # No heartbeat: this lease has been kept with the commit.
@@ -239,9 +227,9 @@ class DraftedStore(MemoryStore):
             if gone is not None:
                 self._gone[source_id] = gone
         for (kind, address), by in draft.counts.items():
-            self.count(kind, address, by)
+            super().count(kind, address, by)
         for entry in draft.entries:
-            self.append(entry)
+            super().append(entry)
         if draft.epoch is not None:
             self._begin_epoch(*draft.epoch)
         self._wake()
@@ -254,9 +242,9 @@ class DraftedStore(MemoryStore):
             counts.clear()
         self._totals.clear()
         for listed in self._sources.values():
-            self.count(CountedKind.SOURCES, listed.address, 1)
+            super().count(CountedKind.SOURCES, listed.address, 1)
         for state in self._names.values():
             for binding in state.bindings():
-                self.count(CountedKind.MODELS, binding.address, 1)
+                super().count(CountedKind.MODELS, binding.address, 1)
             if state.kept is not None:
-                self.count(CountedKind.KEPT_NAMES, state.kept.address, 1)
+                super().count(CountedKind.KEPT_NAMES, state.kept.address, 1)

@@ -269,8 +269,8 @@ class KeptStore(DraftedStore):
 
     async def begin_epoch(self, expected: str, doubt_until_s: float, latest: int = 0) -> None:
         def begin() -> None:
-            assert self._draft is not None
-            if (self._draft.epoch or (self.epoch,))[0] == expected:
-                self._draft.epoch = uuid.uuid4().hex, doubt_until_s, latest
+            draft = self._written
+            if (draft.epoch or (self.epoch,))[0] == expected:
+                draft.epoch = uuid.uuid4().hex, doubt_until_s, latest
 
         await self.atomically(begin)

@@ -169,7 +169,7 @@ class SqliteStore(KeptStore):
         ).fetchone()
         self._began_s = time.monotonic()
         for (data,) in db.execute("SELECT data FROM names"):
-            self.decide(decode(data))
+            MemoryStore.decide(self, decode(data))
         for (data,) in db.execute("SELECT data FROM sources ORDER BY number"):
             listed = decode(data)
             self._sources[listed.record.source_id] = listed
@@ -204,10 +204,9 @@ class SqliteStore(KeptStore):
         super()._renew_kept(source_id, said)
         self._wait_no_longer(source_id)
 
-    def drop(self, source_id: str) -> None:
-        super().drop(source_id)
-        if self._draft is None:
-            self._wait_no_longer(source_id)
+    def _drop_kept(self, source_id: str) -> None:
+        super()._drop_kept(source_id)
+        self._wait_no_longer(source_id)
 
     def _wait_no_longer(self, source_id: str) -> None:
         if self._waiting.pop(source_id, None) is not None:

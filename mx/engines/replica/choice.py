@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import cast
 
 import mx
-from mx import namekey
+from mx import namekey, runtime
+from mx.api.arguments import PlanArguments, PullArguments
+from mx.api.options import pull_options, settings_of
 from mx.core.answers import BundleStatus
 from mx.core.revisions import may_be_update
-from mx.core.types import SourceRecord
+from mx.core.types import Manifest, SourceRecord
 from mx.core.variant import ProcessingKey, differences, nearest
 from mx.errors import UnknownModelError
+from mx.fetching.resolver import describe, retry_until_found
 from mx.wire.listing import SourceStatus
+from mx.wire.locate import Locator
 
 CHECKPOINT = "checkpoint"
 #: How many digits of a checkpoint's identity the key of a state has.
@@ -28,7 +33,8 @@ class Choice:
     the identity of the checkpoint that the weights are made of, if it is known. `why` says why
     something better was not taken; with `refused` because it is another's. `name` is the model's.
     With `identity`, in hexadecimal, the checkpoint has it. `identities` has, for a state of the
-    engine's, the identity of each rank's variant, in hexadecimal.
+    engine's, the identity of each rank's variant, in hexadecimal. `snapshot` is the folder of the
+    snapshot that has it, "" for sources.
     """
 
     state: str = ""
@@ -39,6 +45,11 @@ class Choice:
     name: str = ""
     identity: str = ""
     identities: Mapping[str, str] = field(default_factory=dict)
+    snapshot: str = ""
+
+    def of(self, state: str, checkpoint: str, identities: Mapping[str, str]) -> Choice:
+        """Return it with a state."""
+        return replace(self, state=state, checkpoint=checkpoint, identities=identities)
 
     def encode(self) -> str:
         """Return the choice as text, for the other ranks."""
@@ -48,6 +59,17 @@ class Choice:
     def decode(cls, text: str) -> Choice:
         """Return the choice that `encode` wrote."""
         return cls(**json.loads(text))
+
+    def revision_to_lend(self, default: str) -> str:
+        """Return the revision to lend what was chosen as. An update stays one: its key is that of
+        what it has replaced, and only the revision says that it is no longer made of that
+        checkpoint.
+
+        Args:
+            default: The revision for all else.
+        """
+        updated = self.state not in ("", CHECKPOINT) and may_be_update(self.revision)
+        return self.revision if updated else default
 
 
 def with_checkpoint(key: ProcessingKey, checkpoint: str) -> ProcessingKey:
@@ -70,7 +92,6 @@ def look(
     checkpoint: str = "",
     pin: str = "",
     identity: str = "",
-    coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
 ) -> Choice:
     """Ask the coordinator what is listed, and choose what to load.
@@ -88,19 +109,18 @@ def look(
         pin: The checkpoint's pin; "" for none.
         identity: The identity of the user's own weights, in hexadecimal; "" if it is not known.
             Then the choice is a state that is made of them, or none.
-        coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them.
 
     Raises:
         CoordinatorError: The coordinator does not answer.
     """
     try:
-        bundles = mx.list_bundles(name, coordinator=coordinator, settings=settings)
+        bundles = mx.list_bundles(name, settings=settings)
     except UnknownModelError:
         bundles = []
-    listed = mx.list_models(coordinator=coordinator, settings=settings)
+    listed = mx.list_models(settings=settings)
     # What a shortened key has is known once its sources are, too: see `variant.differences`.
-    sources = mx.list_sources(name, coordinator=coordinator, settings=settings)
+    sources = mx.list_sources(name, settings=settings)
     if pin or identity:
         pin = pin.lower()
         key = namekey.load(settings or mx.config.load())
@@ -206,46 +226,22 @@ def choose(
     refused: list[str] = []
     as_made = bool(checkpoint) and (pinned or not revision)
     for state, key in keys.items():
-        fitting = [each for each in current if _made_as(each, key)]
-        if as_made:
-            refused += [
-                f"{each} may be an update of what was made of checkpoint {digits}"
-                for each in fitting
-                if may_be_update(each.revision)
-            ]
-            fitting = [each for each in fitting if not may_be_update(each.revision)]
-        made_of = [(each, _made_of(each)) for each in fitting]
-        if digits:
-            refused += [
-                f"{each} is made of checkpoint {of or 'unknown'}, not of {digits}"
-                for each, of in made_of
-                if not of or not (of.startswith(digits) or digits.startswith(of))
-            ]
-            made_of = [
-                (each, of)
-                for each, of in made_of
-                if of and (of.startswith(digits) or digits.startswith(of))
-            ]
-        refused += [
-            f"{each} is incomplete: {each.missing_count} of {each.ranks} ranks have no source"
-            for each, _ in made_of
-            if not each.complete
-        ]
-        made_of = [(each, of) for each, of in made_of if each.complete]
-        refused += [
-            f"{each} is not taken: its source does not hold the name key of {each.name}'s owner"
-            + (", as far as this process can tell by its own" if pinned else "")
-            for each, _ in made_of
-            if not _is_owned(each, owned)
-        ]
-        made_of = [(each, of) for each, of in made_of if _is_owned(each, owned)]
-        if len({of for _, of in made_of}) > 1:
+        taken: list[tuple[BundleStatus, str]] = []
+        for each in current:
+            if _made_as(each, key):
+                of = _made_of(each)
+                why = _why_not(each, of, digits, owned, as_made=as_made, pinned=pinned)
+                if why:
+                    refused.append(f"{each} {why}")
+                else:
+                    taken.append((each, of))
+        if len({of for _, of in taken}) > 1:
             refused.append(
-                f"there are replicas of {len(made_of)} checkpoints, and `checkpoint` names none "
-                f"of them: {', '.join(of or 'unknown' for _, of in made_of)}"
+                f"there are replicas of {len(taken)} checkpoints, and `checkpoint` names none "
+                f"of them: {', '.join(of or 'unknown' for _, of in taken)}"
             )
-        elif made_of:
-            found, of = made_of[0]
+        elif taken:
+            found, of = taken[0]
             ranks = {each: owned[found.revision, each] for each in found.variants}
             return Choice(state, found.revision, of, identities=ranks)
     refused += _other_keys(keys, current)
@@ -255,8 +251,36 @@ def choose(
     return Choice(why=_text(refused) or none, refused=bool(refused))
 
 
-def _is_owned(bundle: BundleStatus, owned: Mapping[tuple[str, str], str]) -> bool:
-    return all((bundle.revision, variant) in owned for variant in bundle.variants)
+def _why_not(
+    bundle: BundleStatus,
+    of: str,
+    digits: str,
+    owned: Mapping[tuple[str, str], str],
+    *,
+    as_made: bool,
+    pinned: bool,
+) -> str:
+    """Return why a state is not taken, or "".
+
+    Args:
+        bundle: The state, whose key fits.
+        of: The beginning of the identity of the checkpoint that it is made of; "": unknown.
+        digits: That of the checkpoint to take; "" for any.
+        owned: As for `choose`.
+        as_made: Whether updates are not taken.
+        pinned: As for `choose`.
+    """
+    if as_made and may_be_update(bundle.revision):
+        return f"may be an update of what was made of checkpoint {digits}"
+    if digits and not (of and (of.startswith(digits) or digits.startswith(of))):
+        return f"is made of checkpoint {of or 'unknown'}, not of {digits}"
+    if not bundle.complete:
+        return f"is incomplete: {bundle.missing_count} of {bundle.ranks} ranks have no source"
+    if any((bundle.revision, variant) not in owned for variant in bundle.variants):
+        return f"is not taken: its source does not hold the name key of {bundle.name}'s owner" + (
+            ", as far as this process can tell by its own" if pinned else ""
+        )
+    return ""
 
 
 def _other_keys(
@@ -268,9 +292,9 @@ def _other_keys(
     """
     if any(_made_as(each, key) for each in current for key in keys.values()):
         return
-    states = {str(_plain(variant)) for each in current for variant in _variants_of(each)}
+    states = {str(plain(variant)) for each in current for variant in _variants_of(each)}
     for key in keys.values():
-        asked = next(_plain(str(key)).members())  # of listed bundles, too, the first rank is shown
+        asked = next(plain(str(key)).members())  # of listed bundles, too, the first rank is shown
         engine = [each for each in states if f"engine={asked.fields.get('engine')}," in each]
         found = nearest(str(asked), engine)
         if found is not None:
@@ -287,12 +311,13 @@ def _variants_of(bundle: BundleStatus) -> Iterator[str]:
         yield next(iter(bundle.variants))
 
 
-def _plain(variant: str) -> ProcessingKey:
+def plain(variant: str) -> ProcessingKey:
+    """Return a key without the checkpoint that its weights are made of."""
     return with_checkpoint(ProcessingKey.parse(variant), "")
 
 
 def _made_as(bundle: BundleStatus, key: ProcessingKey) -> bool:
-    return "=" in bundle.variant and _plain(bundle.variant).bundle == _plain(str(key)).bundle
+    return "=" in bundle.variant and plain(bundle.variant).bundle == plain(str(key)).bundle
 
 
 def _made_of(bundle: BundleStatus) -> str:
@@ -301,3 +326,26 @@ def _made_of(bundle: BundleStatus) -> str:
 
 def _text(refused: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(refused))
+
+
+def manifest_of(model: str, arguments: PlanArguments) -> Manifest:
+    """Return the manifest of what a pull is to fetch, for those who make memory for it to fill.
+
+    Args:
+        model: NAME@PIN: a pull of that has the same tensors.
+        arguments: The pull's.
+
+    Raises:
+        MxError: As `mx.plan`.
+    """
+    asked = cast(PullArguments, dict(arguments))
+    options = pull_options(model, settings_of(asked), asked)
+
+    async def ask() -> Manifest:
+        async with Locator(options) as locator:
+            _, manifest = await retry_until_found(
+                lambda: describe(locator), options.wait_s, lambda: None
+            )
+            return manifest
+
+    return runtime.run(ask)

@@ -8,36 +8,30 @@ announced change has ended.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import mx
-from mx.api.holding import lend
-from mx.core.digest import shortcut_digest
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
+from mx.engines.replica.lent_tensors import LentTensors
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.tensors import LiveTensors, ParameterSlot, common_device, plain, slots_of
-from mx.errors import BindingError, ConfigError
+from mx.engines.replica.tensors import ParameterSlot
+from mx.engines.replica.write_watch import WriteWatch
+from mx.errors import ConfigError, LocalError
 from mx.log import event
 
 #: The reason of a change that leaves the tensors as they were.
 ASLEEP = "sleep"
 #: The reason that a sleep leaves behind which discards what the tensors held.
 DISCARDED = "the update that has to write what sleep has discarded"
-#: How often samples of the weights are compared, and the part of a core that this may take.
-_WATCH_S, _WATCH_PART = 1.0, 0.01
 
 
 class _FailedError(Exception):
@@ -53,13 +47,9 @@ class Lender:
 
     The state before processing ends with the engine's first change. On a GPU it is lent where it is
     if processing leaves it as it was, and else not, unless a copy was asked for (`options.copy`): a
-    second set of weights may not fit there, and takes memory that the engine computes with.
+    second set of weights may not fit there, and takes memory that the engine computes with. Lent
+    where it is it outlasts a sleep that keeps it.
     """
-
-    _tensors: Mapping[str, torch.Tensor]
-    _watched: Mapping[str, ParameterSlot]
-    _prints: Prints | None
-    _thread: threading.Thread | None
 
     def __init__(
         self,
@@ -72,6 +62,7 @@ class Lender:
         revision: str = "",
         files: Path | None = None,
         before_processing: bool = False,
+        pull: mx.Pull | None = None,
     ) -> None:
         """Begin to lend.
 
@@ -85,59 +76,14 @@ class Lender:
             files: A folder with the model's configuration and tokenizer, to travel along.
             before_processing: Whether the engine is about to process these tensors. Before this
                 returns they are copied; or, on a GPU, hashed, and lent after `processed`.
+            pull: The pull of these tensors before processing, made with `hold=True`, which has
+                ended: its memory is lent in their place. This closes it.
         """
-        self._set_up(key, options, engine, passing=before_processing)
-        self._name, self._revision, self._files = name, revision, files
-        self._slots, self._live = slots, LiveTensors(slots)
-        self._tensors = self._live
-        try:
-            if not before_processing:
-                self._start()
-                return
-            on_gpu = common_device(self._live).startswith("cuda")
-            if on_gpu and not options.copy:
-                self._before = self._identity()
-                return
-            self._copies = not on_gpu or options.copy == "host"
-            move = torch.Tensor.cpu if self._copies else torch.Tensor.clone
-            self._tensors = _copied(self._live, move)
-        except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
-            self._not_lent(error)
-            return
-        self._begin()
-
-    def processed(self) -> None:
-        """Lend tensors that processing has left unchanged, unless copies were made before. Call it
-        once, on the engine's thread."""
-        if self._before:
-            try:
-                self._start()
-            except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
-                self._not_lent(error)
-
-    def _start(self) -> None:
-        """Begin to lend tensors where they are, on a thread."""
-        self._watched = self._slots
-        self._prints = Prints(self._slots)  # before it is hashed: what changes later is noticed
-        if not common_device(self._live):
-            self._tensors = _copied(self._live, torch.Tensor.cpu)
-        self._thread = threading.Thread(target=self._begin, name="mx-lend", daemon=True)
-        self._thread.start()
-
-    def _identity(self) -> bytes:
-        """Return the identity of the tensors as they are now."""
-        key = ModelKey(self._name, self._revision, str(self.key))
-        held = lend(self._live, key, cancelled=self._closing.is_set)
-        held.release()
-        return held.manifest.ref.identity
-
-    def _set_up(
-        self, key: ProcessingKey, options: LoaderOptions, engine: str, *, passing: bool
-    ) -> None:
         self.key = key
-        #: Whether this ends with the engine's first change, and whether mx copies the tensors.
-        self._passing, self._copies = passing, False
-        self._options, self._log = options, logger_of(engine)
+        #: Whether this ends with the engine's first change.
+        self._passing = before_processing
+        self._log = logger_of(engine)
+        self._watch = WriteWatch(self._log)
         self._before = b""  # the identity before processing, while nothing is lent
         self._source: mx.Source | None = None
         self._kept = contextlib.ExitStack()
@@ -145,84 +91,84 @@ class Lender:
         self._spoilt = False  # by a change that failed half-way
         self._past = ""  # what was written without a word of it
         self._updated = False  # by a change that has ended, since they were withdrawn
+        #: Whether the tensors are to be written since a sleep has discarded what they held; and
+        #: what that was, NAME@IDENTITY and the variant, if it is known.
+        self._discarded = False
+        self._lost: tuple[str, str] | None = None
         self._why = ""
         self._change: AbstractContextManager[None] | None = None
-        self._tensors, self._watched, self._prints = {}, {}, None
         self._closing = threading.Event()
-        self._over = threading.Event()  # nothing is lent any more, nor will be
+        model = ModelKey(name, revision, str(key))
+        self._lent = LentTensors(slots, model, options, files, self._closing.is_set)
         self._lock = threading.RLock()
-        self._thread = None
-        self._watchman: threading.Thread | None = None
-
-    @classmethod
-    def of_pull(
-        cls, pull: mx.Pull, key: ProcessingKey, options: LoaderOptions, *, engine: str = "vLLM"
-    ) -> Lender:
-        """Return the lender of a pull made with `hold=True`, whose memory it goes on serving until
-        the engine's first change. It closes the pull.
-
-        Args:
-            pull: The pull, which has ended.
-            key: Its variant.
-            options: As for a lender.
-            engine: As for a lender.
-        """
-        lender = cls.__new__(cls)
-        lender._set_up(key, options, engine, passing=True)
-        lender._kept.callback(pull.close)
+        self._thread: threading.Thread | None = None
         try:
-            lender._source = pull.hold()
-        except Exception as error:  # noqa: BLE001 - the engine must go on
-            lender._not_lent(error)
-            lender._let_go()
-        return lender
+            with self._harmless():
+                if pull is not None:
+                    self._kept.callback(pull.close)
+                    self._take(pull.hold())
+                elif not before_processing:
+                    self._start()
+                elif self._lent.on_gpu and not options.copy:
+                    self._before = self._lent.identity()
+                else:
+                    self._lent.copy(options.copy if self._lent.on_gpu else "host")
+                    self._begin()
+        except BaseException:  # an interruption: no one else knows of this
+            self.close()
+            raise
+        if pull is not None and self._source is None:
+            self._end()
+
+    def processed(self) -> None:
+        """Lend tensors that processing has left unchanged, unless copies were made before. Call it
+        once, on the engine's thread."""
+        if self._before:
+            with self._harmless():
+                self._start()
+
+    def _start(self) -> None:
+        """Begin to lend tensors where they are, on a thread."""
+        self._watch.begin(self._lent.slots)  # before it is hashed: what changes later is noticed
+        self._lent.gather()
+        self._thread = threading.Thread(target=self._begin, name="mx-lend", daemon=True)
+        self._thread.start()
 
     def _begin(self) -> None:
         try:
-            if self._before and self._identity() != self._before:
+            if self._before and self._lent.identity() != self._before:
                 raise ConfigError(
                     "processing has changed the weights, which are lent as they were before",
                     hint='the option "copy" ("device" or "host") keeps a copy of those',
                 )
-            try:
-                source = self._serve(self._files)
-            except BindingError:
-                if self._files is None:
-                    raise
-                source = self._serve(None)  # another source brought other files
+            source = self._lent.serve()
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on
-            self._over.set()
+            self._watch.end()
             if not self._closing.is_set():
                 self._not_lent(error)
             return
-        self._source = source
-        if self._copies:
-            self._tensors = {}
+        self._take(source)
         event(self._log, "engine.lending", model=str(source.model), source=source.endpoint)
 
-    def _serve(self, files: Path | None) -> mx.Source:
-        return mx.serve(
-            self._tensors,
-            model=self._name,
-            revision=self._revision,
-            variant=self.key,
-            embed=False,
-            copy=self._copies,
-            files=files,
-            wait_s=0,  # the engine starts without a coordinator
-            settings=self._options.settings,
-            cancelled=self._closing.is_set,
-        )
+    def _take(self, source: mx.Source) -> None:
+        self._kept.callback(source.close)
+        self._source = source
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Say what fails inside the block: the engine must go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._not_lent(error)
 
     def _not_lent(self, error: Exception) -> None:
         self._why = str(error) or type(error).__name__
-        event(
-            self._log,
-            "engine.not_lent",
-            level=logging.WARNING,
-            variant=str(self.key),
-            text=f"{self._why}; the engine goes on, and lends nothing to other replicas",
-        )
+        text = f"{self._why}; the engine goes on, and lends nothing to other replicas"
+        self._warn("engine.not_lent", text)
+
+    def _warn(self, name: str, text: str) -> None:
+        event(self._log, name, level=logging.WARNING, variant=str(self.key), text=text)
 
     def _settled(self) -> mx.Source | None:
         thread = self._thread
@@ -254,6 +200,24 @@ class Lender:
             return f"{' and '.join(sorted(self._reasons))} has not ended"
         return self._past or (source.withdrawn if source is not None else "") or self._why
 
+    def freeze(self, folder: str) -> dict[str, object]:
+        """Write what is lent to a snapshot, as `mx.freeze` does. Blocks.
+
+        Args:
+            folder: The snapshot's, the same for all ranks.
+
+        Returns:
+            The fields of its report.
+
+        Raises:
+            ConfigError: Nothing is lent.
+            MxError: As `mx.freeze`.
+        """
+        source = self._settled()
+        if source is None or self.state != "lending":
+            raise ConfigError(f"{self.key} is not lent: {self.why or self.state}")
+        return dict(vars(mx.freeze(source, folder, settings=self._lent.settings)))
+
     def withdraw(self, reason: str) -> None:
         """Serve the tensors to no reader from now on, since the engine is about to change them.
 
@@ -265,11 +229,16 @@ class Lender:
         """
         with self._lock:
             source = self._settled()
+            self._discarded |= reason == DISCARDED
             if source is None:
                 return
-            if self._passing:
-                self._end_passing(source, reason)
+            if self._passing and not (self._before and reason == ASLEEP):
+                self._end_passing(source, ASLEEP if reason == DISCARDED else reason)
                 return
+            unlisted = self._past or self._updated or self._spoilt or source.withdrawn
+            if reason == DISCARDED and self._reasons == {ASLEEP} and not unlisted:
+                key = source.model
+                self._lost = f"{key.name}@{source.identity_hex}", key.variant
             self._reasons.add(reason)
             self._enter(source)
 
@@ -283,11 +252,13 @@ class Lender:
         except Exception as error:  # noqa: BLE001 - the engine must go on
             self._not_lent(error)
             self._reasons.clear()
-            self._end(source)
+            self._end()
 
     def _end_passing(self, source: mx.Source, reason: str) -> None:
         self._why = f"it was the state before processing, and {reason} has changed it since"
-        self._end(source)
+        self._end()
+        self._reasons.clear()
+        self._change = None
         event(self._log, "engine.withdrawn", model=str(source.model), text=self._why)
 
     def restore(self, reason: str, *, failed: bool = False) -> None:
@@ -306,24 +277,67 @@ class Lender:
                 self._spoilt = failed
             if not failed and reason != ASLEEP:
                 self._past, self._updated = "", True
-            if not self._reasons and not self._updated and not self._spoilt:
+                self._discarded, self._lost = False, None
+            written = self._reasons or self._updated or self._spoilt or self._past
+            if not (written or self._passing):
                 self._compare(devices=True)  # sleep leaves them as they were
             change, source = self._change, self._source
             if self._reasons or self._past or change is None or source is None:
                 return
             self._change = None
-            try:
+            with self._harmless():
+                if self._passing and self._lent.identity() != self._before:
+                    self._end_passing(source, reason)
+                    return
                 if self._spoilt:
-                    error = _FailedError()
                     with contextlib.suppress(_FailedError):
-                        change.__exit__(_FailedError, error, None)
+                        change.__exit__(_FailedError, _FailedError(), None)
                 else:
-                    self._prints = Prints(self._watched)
-                    self._refresh()
+                    self._watch.renew()
+                    self._lent.refresh()
                     change.__exit__(None, None, None)
                 self._why = ""
-            except Exception as error:  # noqa: BLE001 - the engine must go on
-                self._not_lent(error)
+
+    def refill(self, finish: Callable[[], object]) -> None:
+        """Take from a peer again what a sleep has discarded, into the same tensors, and lend it.
+        Does nothing if something has written to them since.
+
+        Args:
+            finish: Has the engine make what it derives from the weights.
+
+        Raises:
+            LocalError: No peer has these weights, or it was lost, or they are not known. The
+                tensors stay withdrawn until this, or an update, succeeds.
+        """
+        if not self._discarded:
+            return
+        began_s = time.monotonic()
+        try:
+            if self._lost is None:
+                raise ConfigError("they were not lent, so nothing says which weights they were")
+            model, variant = self._lost
+            self._lent.take(model, variant)
+            finish()
+        except Exception as error:
+            self._not_refilled(error)
+            raise LocalError(
+                f"the weights that sleep has discarded were not taken from a peer: {error}",
+                hint="wake up again once one serves them, or have the engine reload them before",
+            ) from error
+        with self._lock:
+            self._reasons.add(DISCARDED)
+            self.restore(DISCARDED)
+        seconds = round(time.monotonic() - began_s, 3)
+        event(self._log, "engine.woken", model=model, variant=variant, seconds=seconds)
+
+    def _not_refilled(self, error: Exception) -> None:
+        """Leave the tensors, of which some may be filled, withdrawn until an update succeeds."""
+        text = f"waking has not taken what sleep has discarded from a peer: {error}"
+        with self._lock:
+            if self._source is not None:
+                self._past = text
+                self._reasons.discard(DISCARDED)
+        self._warn("engine.not_woken", text)
 
     # -- what the engine does not say -------------------------------------------------------------
 
@@ -335,24 +349,9 @@ class Lender:
             model: The model, as the engine computes with it.
         """
         try:
-            with self._lock:
-                if not self._watched:
-                    found = slots_of(model, non_persistent=False)
-                    self._watched = {name: slot for name, slot in found.items() if slot.parameter}
-                    self._prints = Prints(self._watched)
-            _watch_load_weights(model, self)
+            self._watch.follow(model, lambda: self.look(devices=False), self.written)
         except Exception as error:  # noqa: BLE001 - the engine must go on
             self._log.warning("writes to the weights may not be noticed: %s", error)
-            return
-        self._watchman = threading.Thread(target=self._look, name="mx-watch", daemon=True)
-        self._watchman.start()
-
-    def _look(self) -> None:
-        wait_s = _WATCH_S
-        while not self._over.wait(wait_s):
-            began_s = time.monotonic()
-            self.look(devices=False)
-            wait_s = max(_WATCH_S, (time.monotonic() - began_s) / _WATCH_PART)
 
     def look(self, *, devices: bool) -> None:
         """Compare the weights with what they were, and withdraw them if they were written to.
@@ -366,13 +365,7 @@ class Lender:
                 self._compare(devices=devices)
 
     def _compare(self, *, devices: bool) -> None:
-        if self._prints is None:
-            return
-        try:
-            found = self._prints.written(devices=devices)
-        except Exception as error:  # noqa: BLE001 - the engine frees memory as it likes
-            found = f"its weights can't be read any more: {error}"
-        if found:
+        if found := self._watch.written(devices=devices):
             self.written(found)
 
     def written(self, what: str) -> None:
@@ -383,6 +376,8 @@ class Lender:
             what: What was found or called, for the log.
         """
         with self._lock:
+            if ASLEEP not in self._reasons:
+                self._discarded, self._lost = False, None
             if self._reasons - {ASLEEP} or self._past:
                 return
             source = self._settled()
@@ -401,164 +396,21 @@ class Lender:
             )
             self._enter(source)
 
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        """Renew the host's copies of tensors that are on devices."""
-        if self._tensors is not self._live:
-            for name, tensor in self._live.items():
-                there = self._tensors[name]
-                if there.data_ptr() != tensor.data_ptr():
-                    there.copy_(tensor)
-
-    @contextlib.contextmanager
-    def changing(self, reason: str) -> Iterator[None]:
-        """Change the tensors inside the block.
-
-        Args:
-            reason: As for `withdraw`.
-        """
-        self.withdraw(reason)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            self.restore(reason, failed=failed)
-
-    def _end(self, source: mx.Source) -> None:
+    def _end(self) -> None:
+        """Lend nothing any more."""
         self._source = None
-        self._over.set()
-        try:
-            source.close()
-        except Exception as error:  # noqa: BLE001 - the engine must go on
-            self._log.warning("a source did not close: %s", error)
-        self._let_go()
-
-    def _let_go(self) -> None:
+        self._watch.end()
+        self._lent.drop()
         try:
             self._kept.close()
         except Exception as error:  # noqa: BLE001 - the engine must go on
-            self._log.warning("a pull did not close: %s", error)
+            self._log.warning("what was lent did not close: %s", error)
 
     def close(self) -> None:
         """End lending. Idempotent."""
         self._closing.set()
-        self._over.set()
+        self._watch.end()
         with self._lock:
-            source = self._settled()
-            if source is not None:
-                self._end(source)
-            self._change = self._prints = None
-            self._watched, self._tensors = {}, {}
-
-
-def _copied(
-    tensors: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return tensors, with copies of those on devices; tied tensors have one copy."""
-    copies: dict[tuple[object, ...], torch.Tensor] = {}
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor
-        if tensor.device.type != "cpu":
-            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-            if place not in copies:
-                copies[place] = copy(plain(tensor))
-            found[name] = copies[place]
-    return found
-
-
-def _watch_load_weights(model: Any, lender: Lender) -> None:
-    """Replace a model's `load_weights` by one that notifies the lender before it writes."""
-    original = getattr(model, "load_weights", None)
-    if original is None:
-        return
-    function = getattr(original, "__func__", None)
-
-    @functools.wraps(original)
-    def load_weights(itself: Any, *arguments: Any, **named: Any) -> Any:
-        if itself is model:
-            lender.written("the model's `load_weights` was called")
-        elif function is not None:  # a copy, with weights of its own
-            return function(itself, *arguments, **named)
-        return original(*arguments, **named)
-
-    model.load_weights = types.MethodType(load_weights, model)  # of a copy it is the copy's
-
-
-# -- notices writes to a model's weights that were not announced -----------------------------------
-
-#: Of a larger tensor this many pieces of this many bytes are looked at, its ends among them.
-_PIECES, _PIECE_BYTES = 16, 64
-
-
-@dataclass(frozen=True)
-class _Print:
-    """What is compared of one tensor."""
-
-    place: tuple[object, ...]
-    #: torch's counter of writes, which misses those through `.data`; -1 for an inference tensor.
-    version: int
-    sample: bytes
-
-
-class Prints:
-    """A record of tensors as they are now: their addresses, torch's counters, and samples.
-
-    An update of a model, a merged adapter or another checkpoint is noticed, since nearly every
-    element of some tensor changes. A write to a few elements of a large tensor may be missed.
-    """
-
-    def __init__(self, slots: Mapping[str, ParameterSlot]) -> None:
-        """
-        Args:
-            slots: The slots of the tensors. Those on devices are read, too: make it on a thread
-                that may use the device.
-        """
-        self._slots = slots
-        self._prints = {
-            name: _print(tensor, True)
-            for name, slot in slots.items()
-            if (tensor := slot.get()) is not None and not tensor.is_meta
-        }
-
-    def written(self, *, devices: bool) -> str:
-        """Return which tensor has changed since, and how, or "".
-
-        Args:
-            devices: Whether to read tensors of devices, too: only on a thread that may use them.
-        """
-        for name, before in self._prints.items():
-            tensor = self._slots[name].get()
-            if tensor is None:
-                return f"{name} was removed"
-            now = _print(tensor, devices)
-            if now.place != before.place:
-                return f"{name} was replaced"
-            if now.version != before.version or now.sample not in (b"", before.sample):
-                return f"{name} was written to"
-        return ""
-
-
-@torch.no_grad()
-def _print(tensor: torch.Tensor, devices: bool) -> _Print:
-    found, version = plain(tensor), -1
-    with contextlib.suppress(RuntimeError):
-        version = found._version
-    place = (found.data_ptr(), found.shape, found.stride(), found.dtype)
-    read = found.device.type == "cpu" or devices
-    return _Print(place, version, _sample(found) if read else b"")
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Return a digest of pieces of a tensor's memory, from its first element to its last; b"" for a
-    tensor without elements."""
-    if not tensor.numel() or tensor.layout is not torch.strided:
-        return b""
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((reach + 1,), (1,)).view(torch.uint8)
-    if len(memory) > _PIECES * _PIECE_BYTES:
-        step = (len(memory) - _PIECE_BYTES) // (_PIECES - 1)
-        pieces = memory.unfold(0, _PIECE_BYTES, step).reshape(-1)
-        memory = torch.cat([pieces, memory[-_PIECE_BYTES:]])
-    return shortcut_digest(memory.cpu().numpy().tobytes())
+            self._settled()
+            self._end()
+            self._change = None

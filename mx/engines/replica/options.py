@@ -13,6 +13,8 @@ from mx.errors import ConfigError
 STATES = ("auto", "processed", "loaded", "checkpoint")
 #: Where a GPU's weights are copied to before the engine processes them, to be lent as they were.
 COPIES = ("", "device", "host")
+#: What fills weights again that a sleep has discarded, besides the engine's user.
+WAKES = ("", "peer")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class LoaderOptions:
     lend: bool = True
     #: One of `COPIES`; "" lends what processing leaves as it was.
     copy: str = ""
+    #: One of `WAKES`; "peer" has waking fail if no peer has the same weights.
+    wake: str = ""
     #: Whether the engine's ordinary loader takes over where mx can't load; None: unless the model
     #: is named by its pin.
     fallback: bool | None = None
@@ -35,6 +39,8 @@ class LoaderOptions:
     #: The digest of the packaging document that the engine's files came from, in hexadecimal, if
     #: mx got them from a peer: weights that come with others are not taken.
     files: str = ""
+    #: The folder of a snapshot (`mx freeze`) to start from, before any source; "" for none.
+    snapshot: str = ""
     #: The name of the only transport to use; "" for any.
     transport: str = ""
     #: Whether to use compile caches that signers named in the trust file (`trust`) have published.
@@ -63,12 +69,17 @@ class LoaderOptions:
                 settings[name] = value
             else:
                 raise _unknown(str(name), [*known, *config.descriptions()])
-        for name, words in (("state", STATES), ("copy", COPIES)):
+        for name, words in (("state", STATES), ("copy", COPIES), ("wake", WAKES)):
             if options.get(name, words[0]) not in words:
                 raise ConfigError(
                     f"`{name}={options[name]}` of the loader's extra configuration is unknown",
                     hint=f"it is one of {', '.join(filter(None, words))}",
                 )
+        if options.get("wake") and not options.get("lend", True):
+            raise ConfigError(
+                "`wake` needs `lend`: only weights that are lent are known by their hash",
+                hint="leave out one of them",
+            )
         merged = config.given(config.load(), **settings)
         return cls(**options, settings=merged)  # type: ignore[arg-type]
 

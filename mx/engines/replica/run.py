@@ -1,13 +1,10 @@
-"""Loads one rank of any engine: chooses weights, pulls them, falls back, and lends them."""
+"""Loads one rank of any engine: pulls what was chosen, falls back, and lends what was loaded."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,22 @@ import torch
 
 import mx
 from mx import config
-from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
-from mx.core.revisions import may_be_update
+from mx.api.arguments import PlanArguments
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
-from mx.engines.compiling import CompileCaches
 from mx.engines.replica import choice as choices
 from mx.engines.replica import metrics
+from mx.engines.replica.attempts import Attempts
 from mx.engines.replica.choice import CHECKPOINT, Choice
+from mx.engines.replica.frozen import reader
 from mx.engines.replica.lender import Lender
+from mx.engines.replica.loading import RankLoading
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import EligibleModels
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.registries import clear_frames
+from mx.engines.replica.sampler import Sampler
 from mx.engines.replica.tensors import (
     LiveTensors,
     ParameterSlot,
@@ -37,148 +36,26 @@ from mx.engines.replica.tensors import (
     check,
     common_device,
     copy_into,
-    plain,
+    device_of,
+    made_for,
 )
-from mx.errors import ConfigError, IntegrityError, MxError, NotAllowedError
+from mx.errors import ConfigError, NotAllowedError
 from mx.log import event
-from mx.memory.tensors import torch_form
 from mx.storage.folder_hash import remember_in_background
-from mx.storage.own_weights import OwnWeights, Sample, stamps_in
+from mx.storage.own_weights import stamps_in
 from mx.text import listed
-
-
-class Sampler:
-    """Compares tensors with those of a folder, whose files are open. `close` it."""
-
-    def __init__(self, own: OwnWeights) -> None:
-        """
-        Args:
-            own: The folder's.
-        """
-        self._own = own
-        self.compared = 0
-
-    @classmethod
-    def of(cls, path: Path | None) -> Sampler | None:
-        """Return a sampler of a file or folder; None if it has no safetensors to compare with.
-
-        Args:
-            path: The path; None for no folder.
-
-        Raises:
-            ConfigError, CheckpointError, LocalError: As `OwnWeights`.
-        """
-        if path is None:
-            return None
-        files = path.iterdir() if path.is_dir() else [path]
-        if not any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files):
-            return None
-        return cls(OwnWeights(path))
-
-    def close(self) -> None:
-        """Close the files."""
-        self._own.close()
-
-    def passing(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, checkpoint: bool, processed: bool
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors, each after a sample of it was compared.
-
-        Args:
-            tensors: What a peer serves, by name.
-            checkpoint: Whether they are the checkpoint's own. Others, of which an engine has made
-                its state, are compared only if name, dtype and shape are the checkpoint's.
-            processed: Whether the engine may have put their elements in another order. Then only
-                those of one dimension, and embeddings, are compared.
-
-        Raises:
-            IntegrityError: One differs.
-            LocalError, CheckpointError: The folder's can't be read.
-        """
-        for name, tensor in tensors:
-            sample = self._own.sample(name)
-            if sample is not None:
-                ordered = not processed or tensor.dim() < 2 or "embed" in name
-                if checkpoint or (_same_kind(sample, tensor) and ordered):
-                    self._compare(name, sample, tensor)
-            yield name, tensor
-
-    def _compare(self, name: str, sample: Sample, tensor: torch.Tensor) -> None:
-        if not _same_kind(sample, tensor) or _bytes_at(tensor, sample) != sample.data:
-            raise IntegrityError(
-                f"{name} of the peer is not what {self._own.path} has",
-                hint="the folder has other weights: name their own model, or remove them to take "
-                "the peer's",
-            )
-        self.compared += 1
-
-
-def _same_kind(sample: Sample, tensor: torch.Tensor) -> bool:
-    return (tensor.dtype, tuple(tensor.shape)) == torch_form(sample.dtype, sample.shape)
-
-
-def _bytes_at(tensor: torch.Tensor, sample: Sample) -> bytes:
-    """Return the bytes of a tensor where the sample was taken."""
-    if not sample.data:
-        return b""
-    width = tensor.element_size()
-    first, last = sample.offset // width, (sample.offset + len(sample.data) - 1) // width + 1
-    flat = plain(tensor).reshape(-1)[first:last].cpu().contiguous()
-    data = bytes(flat.view(torch.uint8).numpy())
-    begin = sample.offset - first * width
-    return data[begin : begin + len(sample.data)]
-
 
 #: A model's tensors after the engine has processed them, and before.
 PROCESSED, LOADED = "processed", "loaded"
-#: How often to ask for a source, in seconds.
-_ASK_AGAIN_S = 0.5
 
 
 class GivenUpError(Exception):
-    """What was chosen could not be loaded: the engine's ordinary loader begins anew."""
-
-
-class RankLoading:
-    """What one rank of an engine has loaded and lends, for as long as the engine runs."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lender: Lender | None = None
-        self.refused = 0
-        #: How often it loaded from which state, or by the engine's ordinary loader.
-        self.loads: Counter[str] = Counter()
-        #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
-        self.identity = ""
-        #: Who served what was taken from peers: "tcp from HOST:PORT, ...".
-        self.source = ""
-        #: Whether the engine's updates are to keep linear weights as they are; see vLLM's loader.
-        self.plain = False
-        #: The compile caches from peers, if they were asked for.
-        self.caches: CompileCaches | None = None
-        #: Waits for the process that hashes the folder, if there is one.
-        self.hashing: threading.Thread | None = None
-
-    def status(self) -> dict[str, object]:
-        """Return what `mx.engines.vllm.status` says that it returns."""
-        lender = self.lender
-        source = None if lender is None else lender.source
-        return {
-            "model": self.name,
-            "variant": "" if lender is None else str(lender.key),
-            "loads": dict(self.loads),
-            "refused": self.refused,
-            "lending": "off" if lender is None else lender.state,
-            "revision": "" if source is None else source.model.revision,
-            "identity": "" if source is None else source.identity_hex,
-            "source": self.source,
-            "why": "" if lender is None else lender.why,
-            "compile_caches": "off" if self.caches is None else self.caches.state,
-        }
+    """What was chosen could not be loaded by all ranks: the engine begins anew with `choice`."""
 
 
 class RankRun:
-    """Loads the model of one rank."""
+    """Loads the model of one rank, inside a `with` block: what that leaves by an error lends
+    nothing."""
 
     def __init__(
         self,
@@ -205,11 +82,7 @@ class RankRun:
         """
         self.options, self.keys, self.ranks, self.meant = options, keys, ranks, meant
         self.name, self.revision, self.pin = meant.name, meant.revision, meant.pin
-        #: Whether the ordinary loader takes over where nothing can be pulled. Where mx got the
-        #: engine's files from a peer there is nothing on disk that it could load.
-        self.falls_back = not meant.pin if options.fallback is None else options.fallback
-        self.falls_back = self.falls_back and not options.files
-        self.loading = RankLoading(self.name)
+        self.loading = RankLoading(self.name, options.wake)
         #: Why this rank could not load what was chosen.
         self.error: Exception | None = None
         #: The state that this rank is going to lend, or "".
@@ -219,76 +92,58 @@ class RankRun:
         self._pull: mx.Pull | None = None
         self._taken: Manifest | None = None
         self._sampler: Sampler | None = None
-        self.choice = Choice.decode(ranks.from_first(self._choose().encode()))
-        if not ranks.all_true(self._may_take(self.choice)):
-            why = meant.refused or "the folders of the ranks have different weights"
-            self.choice = Choice(why=why)
-        self.name = self.choice.name or self.name
-        self.loading.name = self.name
-        self.loading.refused += self.choice.refused
-        if not self.choice.state:
-            self._take_over(self.choice.why)
-        elif self.choice.refused:
-            said = f"{self.choice.why}; its {self.choice.state} state is loaded"
-            self._say_refused(self.name, said)
+        self._attempts = Attempts(engine, meant, options, keys, ranks)
+        self._choose(self._attempts.first())
+        self.loading.refused = int(self.choice.refused)
 
-    def _say_refused(self, name: str, text: str) -> None:
-        event(self._log, "engine.refused", level=logging.WARNING, model=name, text=text)
-
-    def _may_take(self, chosen: Choice) -> bool:
-        """Return True if this rank's folder, too, allows what the first rank has chosen."""
+    def _choose(self, chosen: Choice) -> None:
+        #: What this rank loads, as all others do; without a state the ordinary loader does.
+        self.choice = chosen
+        self.name = self.loading.name = chosen.name or self.name
         if not chosen.state:
-            return True
-        return not self.meant.refused and chosen.identity == self.meant.identity
+            self.loading.loads["ordinary"] += 1
 
-    def _choose(self) -> Choice:
-        if not self.ranks.first:
-            return Choice()
-        meant = self.meant
-        if meant.refused:
-            return Choice(why=meant.refused)
-        digits = self.pin[: choices.CHECKPOINT_DIGITS]
-        pinned = Choice(CHECKPOINT, self.revision, digits, name=self.name)
-        if self.pin and not self.keys:
-            return pinned
-        until_s = time.monotonic() + self.options.settings.wait_s
-        while True:
-            found = Choice()
-            for name in meant.names:
-                try:
-                    found = self._look(name)
-                except MxError as error:
-                    found = pinned if self.pin else Choice(why=str(error))
-                    if self.pin:
-                        self._say_refused(name, f"{error}; its pinned {CHECKPOINT} is loaded")
-                if found.state:
-                    return replace(found, name=name, identity=meant.identity)
-            if time.monotonic() >= until_s:
-                return found
-            time.sleep(_ASK_AGAIN_S)
+    def __enter__(self) -> RankRun:
+        return self
 
-    def _look(self, name: str) -> Choice:
-        settings, identity = self.options.settings, self.meant.identity
-        found = choices.look(
-            name,
-            self.keys,
-            revision=self.revision,
-            checkpoint=self.options.checkpoint,
-            pin=self.pin,
-            identity=identity,
-            settings=settings,
-        )
-        if found.state or not identity:
-            return found
-        # It may be listed under another revision than the newest.
-        for each in mx.list_models(settings=settings):
-            known = each.ref.identity.hex() == identity and each.model.name == name
-            if known and each.sources and each.model.variant == CHECKPOINT:
-                digits = identity[: choices.CHECKPOINT_DIGITS]
-                return replace(
-                    found, state=CHECKPOINT, revision=each.model.revision, checkpoint=digits
-                )
-        return replace(found, why=found.why or f"no source has {identity[:16]}")
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None and self.loading.lender is not None:  # of what could not be processed
+            self.loading.lender.close()
+        self.end()
+
+    def new_tensors(self, device: torch.device) -> dict[str, torch.Tensor] | None:
+        """Return tensors for `pull` to fill with what was chosen, which torch allocates on the
+        caller's thread: in the engine's own memory pool, if that thread uses one.
+
+        Args:
+            device: Where the engine computes.
+
+        Returns:
+            The tensors by name; None where a pull makes them itself, in host memory.
+        """
+        if device_of(device) == "cpu":
+            return None
+        model, which = self._chosen()
+        if folder := self.choice.snapshot:
+            return made_for(reader("layout_of")(Path(folder), which["variant"]), device)
+        return made_for(choices.manifest_of(model, which).layout, device)
+
+    def _chosen(self) -> tuple[str, PlanArguments]:
+        """Return what was chosen as the arguments of a pull."""
+        chosen = self.choice
+        model, variant, pin = self.name, CHECKPOINT, self.pin or chosen.identity
+        if chosen.state == CHECKPOINT:
+            model += f"@{pin}" if pin else ""
+        else:
+            variant = str(choices.with_checkpoint(self.keys[chosen.state], chosen.checkpoint))
+            model += f"@{chosen.identities[variant]}"
+        which: PlanArguments = {
+            "revision": chosen.revision,
+            "variant": variant,
+            "transport": self.options.transport or None,
+            "settings": self.options.settings,
+        }
+        return model, which
 
     def pull(self, *, hold: bool, device: str = "cpu", into: Any = None) -> mx.Pull:
         """Begin to pull what was chosen.
@@ -298,26 +153,14 @@ class RankRun:
             device: Where to, "cuda:N" for a GPU's memory.
             into: The tensors to fill where they are, by name; None: new memory.
         """
-        chosen = self.choice
         # What is attached on a GPU is the source's own, and an engine writes to its tensors.
         where: dict[str, Any] = {"device": device, "attach": device == "cpu"}
         if into is not None:
             where = {"into": into}
-        model, variant, pin = self.name, CHECKPOINT, self.pin or chosen.identity
-        if chosen.state == CHECKPOINT:
-            model += f"@{pin}" if pin else ""
-        else:
-            variant = str(choices.with_checkpoint(self.keys[chosen.state], chosen.checkpoint))
-            model += f"@{chosen.identities[variant]}"
-        self._pull = mx.pull(
-            model,
-            revision=chosen.revision,
-            variant=variant,
-            hold=hold,
-            **where,
-            transport=self.options.transport or None,
-            settings=self.options.settings,
-        )
+        model, which = self._chosen()
+        if self.choice.snapshot:
+            where |= {"source": "snapshot", "path": self.choice.snapshot}
+        self._pull = mx.pull(model, **which, hold=hold, **where)
         self._taken = self._pull.wait_manifest()
         self._check_files(self._taken)
         return self._pull
@@ -359,7 +202,11 @@ class RankRun:
             tensors, checkpoint=state == CHECKPOINT, processed=state == PROCESSED
         )
 
-    def fill(self, slots: Mapping[str, ParameterSlot]) -> None:
+    def fill(
+        self,
+        slots: Mapping[str, ParameterSlot],
+        arrived: Callable[[Iterable[str]], None] = lambda names: None,
+    ) -> None:
         """Fill a model with the state before processing, each layer as it arrives.
 
         A model on a GPU is filled where it is, unless a copy of this state is to be lent: then that
@@ -367,6 +214,8 @@ class RankRun:
 
         Args:
             slots: The model's.
+            arrived: Called with the names of the tensors of each layer, once the model has them,
+                if it has copies: what is filled in place is the pull's until that ends.
 
         Raises:
             ConfigError: It does not fit the model, in which nothing was changed.
@@ -385,10 +234,11 @@ class RankRun:
             self.end()
             return
         where = device if on_gpu and self.options.copy == "device" else "cpu"
+        holds = lent and not self.choice.snapshot  # which is lent under its name, as by its owner
         try:
-            pull = self.pull(hold=lent, device=where)
+            pull = self.pull(hold=holds, device=where)
         except NotAllowedError as refused:  # it may be allowed to pull what it may not serve
-            if not lent:
+            if not holds:
                 raise
             self.end()
             pull = self.pull(hold=False, device=where)
@@ -396,33 +246,52 @@ class RankRun:
             self._say_not_lent(refused)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
-            copy_into(slots, self.compared(layer.tensors().items()))
+            tensors = layer.tensors()
+            copy_into(slots, self.compared(tensors.items()))
+            arrived(tensors)
         pull.wait()
+
+    def load(self, how: Callable[[], object]) -> None:
+        """Load what was chosen.
+
+        Args:
+            how: Fills the model.
+
+        Raises:
+            GivenUpError: This rank or another could not; `choice` is what to load instead.
+            MxError: As `agreed`.
+        """
+        loaded = False
+        try:
+            how()
+            loaded = True
+        except Exception as error:  # noqa: BLE001 - what is next in the order is to take over
+            self.error = error
+        if not self.agreed(loaded):
+            raise GivenUpError
 
     def agreed(self, loaded: bool) -> bool:
         """Return True if every rank has loaded what was chosen. Otherwise every rank ends its pull,
-        for the ordinary loader to take over.
+        and `choice` is the next best, or none for the ordinary loader to take over.
 
         Args:
             loaded: Whether this rank has; `error` says why not.
 
         Raises:
-            MxError: They have not, and the ordinary loader is not to take over.
+            MxError: They have not, nothing else is listed, and the ordinary loader is not to take
+                over.
         """
         if self.ranks.all_true(loaded):
             self.loading.loads[self.choice.state] += 1
             self._tell_taken()
             return True
-        error, state = self.error, self.choice.state
-        self.choice, self.error = Choice(name=self.name), None
+        error, self.error = self.error, None
         clear_frames(error)
         self.end()
-        if error is not None and not self.falls_back:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame
-        self._take_over(f"{state}: {error or 'another rank could not load it'}")
+        try:
+            self._choose(self._attempts.after(self.choice, error))
+        finally:
+            del error  # its traceback has this frame
         return False
 
     def _tell_taken(self) -> None:
@@ -450,27 +319,6 @@ class RankRun:
             ways = dict.fromkeys(f"{path.transport} from {path.source}" for path in report.paths)
             self.loading.source = listed([*ways])
 
-    def _take_over(self, why: str) -> None:
-        if not self.falls_back:
-            if self.options.files:
-                hint = f"{self._engine} has its configuration from a peer, and no weights of it: "
-                hint += f"serve the weights, too, or give {self._engine} a folder that has both"
-            elif self.options.fallback is None:
-                hint = 'a pin allows no other weights; "fallback": true has the ordinary loader'
-                hint += " take over"
-            else:
-                hint = "`fallback` is off; with it the ordinary loader takes over"
-            raise ConfigError(f"{self.name} can't be loaded from a peer: {why}", hint=hint)
-        self.loading.loads["ordinary"] += 1
-        event(
-            self._log,
-            "engine.fallback",
-            level=logging.WARNING,
-            model=self.name,
-            rank=str(self.ranks),
-            text=f"{why}; {self._engine}'s ordinary loader takes over",
-        )
-
     def lend_loaded(self, slots: Mapping[str, ParameterSlot]) -> None:
         """Lend the state before processing, if that is what this rank lends. Never raises.
 
@@ -479,19 +327,9 @@ class RankRun:
         """
         if self.lends != LOADED:
             return
-        with self._harmless():
-            self._lend_loaded(slots)
-
-    def _lend_loaded(self, slots: Mapping[str, ParameterSlot]) -> None:
         if bad := cannot_move(slots):
             self._log.warning(
                 "%s is not lent: %s has no values before it is processed", self.name, bad
-            )
-            return
-        if self._pull is not None and self.choice.state == LOADED:
-            pull, self._pull = self._pull, None  # the lender's, from now on
-            self.loading.lender = Lender.of_pull(
-                pull, self._lent_as(), self.options, engine=self._engine
             )
         else:
             self.lend(slots, before_processing=True)
@@ -503,24 +341,23 @@ class RankRun:
             slots: The model's.
             before_processing: As for `Lender`.
         """
-        with self._harmless():
+        from_peer = self.choice.state == LOADED and not self.choice.snapshot
+        pull = self._pull if before_processing and from_peer else None
+        try:
             self.loading.lender = Lender(
                 slots,
                 self.name,
                 self._lent_as(),
                 self.options,
                 engine=self._engine,
-                revision=self._lent_revision(),
+                revision=self.choice.revision_to_lend(self.revision),
                 files=self._files if self._files.is_dir() else None,
                 before_processing=before_processing,
+                pull=pull,
             )
-
-    @contextlib.contextmanager
-    def _harmless(self) -> Iterator[None]:
-        """Log what fails inside the block: lending never stops its engine."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is
+            if pull is not None:
+                self._pull = None  # the lender's, from now on
+        except Exception as error:  # noqa: BLE001 - lending never stops its engine
             self._say_not_lent(error)
 
     def _say_not_lent(self, error: Exception) -> None:
@@ -529,28 +366,21 @@ class RankRun:
         event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
 
     def _lent_as(self) -> ProcessingKey:
-        digits = self.choice.checkpoint
-        if not self.choice.state and self.meant.identity and self._still_the_same():
-            digits = self.meant.identity[: choices.CHECKPOINT_DIGITS]
+        digits, meant = self.choice.checkpoint, self.meant
+        if not self.choice.state and meant.identity:
+            assert meant.folder is not None
+            if stamps_in(meant.folder) == meant.stamps:  # it is what it was before
+                digits = meant.identity[: choices.CHECKPOINT_DIGITS]
         return choices.with_checkpoint(self.keys[self.lends], digits)
 
-    def _lent_revision(self) -> str:
-        """Return the revision to lend it as. An update stays one: its key is that of what it has
-        replaced, and only the revision says that it is no longer made of that checkpoint."""
-        taken = self.choice
-        updated = taken.state not in ("", CHECKPOINT) and may_be_update(taken.revision)
-        return taken.revision if updated else self.revision
-
-    def _still_the_same(self) -> bool:
-        """Return True if the folder that the ordinary loader has read is what it was before."""
-        assert self.meant.folder is not None
-        return stamps_in(self.meant.folder) == self.meant.stamps
-
-    def loaded(self) -> None:
-        """Say how the model was loaded; call it once that was processed.
+    def loaded(self, model: torch.nn.Module) -> None:
+        """Say how the model was loaded, and watch it; call it once that was processed.
 
         What the ordinary loader has read from a folder is hashed in the background, so that the
         next engine knows what it is.
+
+        Args:
+            model: The model, as the engine computes with it.
         """
         taken = bool(self.choice.state)
         labels: dict[str, Any] = {
@@ -566,6 +396,7 @@ class RankRun:
         metrics.show(labels, seconds)
         if self.loading.lender is not None:
             self.loading.lender.processed()
+            self.loading.lender.watch(model)
         folder = self.meant.folder
         if folder is not None and not self.choice.state and self.ranks.first:
             self.loading.hashing = remember_in_background(folder, config.state_folder())

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mx.core.types import Manifest
+from mx.core.layout import contiguous_strides
+from mx.core.types import Layout, Manifest
 from mx.cuda import driver
 from mx.errors import ConfigError
-from mx.memory.tensors import torch_form
+from mx.memory.tensors import alias_view, torch_form
 from mx.text import listed
 from mx.transport import Unavailable
 
@@ -135,6 +136,24 @@ def check(manifest: Manifest, slots: Mapping[str, ParameterSlot]) -> None:
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ConfigError(f"the weights do not fit this model: {'; '.join(wrong[:8])}{more}")
+
+
+def made_for(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return new tensors for a pull to fill, from torch's allocator: in the memory pool that the
+    caller's thread uses, such as the one that an engine frees when it sleeps.
+
+    Args:
+        layout: What the tensors are to hold. Those that are tied in it share memory.
+        device: Where to make them.
+    """
+    found = {}
+    for tensor in layout.tensors:
+        dtype, shape = torch_form(tensor.dtype, tensor.shape)
+        stride = tensor.stride or contiguous_strides(shape)
+        found[tensor.name] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    for alias in layout.aliases:
+        found[alias.name] = alias_view(found[alias.target], alias)
+    return found
 
 
 def device_of(device: torch.device) -> str:

@@ -14,11 +14,12 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from mx.core.variant import shortened
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.keys import fields_of
+from mx.engines.replica.loading import RankLoading
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.registries import undone_unless_kept
-from mx.engines.replica.run import LOADED, GivenUpError, RankLoading, RankRun
+from mx.engines.replica.run import LOADED, GivenUpError, RankRun
 from mx.engines.replica.tensors import slots_of
 from mx.errors import ConfigError
 
@@ -61,6 +62,11 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 "SGLang takes no compile caches: nothing is known of how it lays them out",
                 hint="leave out `artifacts`",
             )
+        if self.options.wake:
+            raise ConfigError(
+                "SGLang keeps more beside the weights than peers lend",
+                hint="leave out `wake`, and update the weights after `resume_memory_occupation`",
+            )
         self._run: RankRun | None = None
         self._configuration: Mapping[str, Any] = {}
 
@@ -74,23 +80,20 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         Raises:
             MxError: Nothing can be pulled, and the ordinary loader is not to take over.
         """
-        run = self._run = self._begin(model_config)
         self._configuration = model_config.hf_config.to_dict()
         given = {"model_config": model_config, "device_config": device_config}
         try:
-            model = None
-            if run.choice.state:
-                with contextlib.suppress(GivenUpError), undone_unless_kept("sglang") as keep:
+            with self._begin(model_config) as run:
+                self._run, model = run, None
+                while run.choice.state and model is None:  # what fails is not chosen again
+                    with contextlib.suppress(GivenUpError), undone_unless_kept("sglang") as keep:
+                        model = super().load_model(**given)
+                        keep()
+                if model is None:
                     model = super().load_model(**given)
-                    keep()
-            if model is None:
-                model = super().load_model(**given)
-            run.loaded()
-            if run.loading.lender is not None:
-                run.loading.lender.watch(model)
+                run.loaded(model)
         finally:
             self._run = None
-            run.end()
         return model
 
     def _begin(self, model_config: Any) -> RankRun:
@@ -136,14 +139,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         run = self._run
         assert run is not None
         if run.choice.state:
-            filled = False
-            try:
-                self._fill(run, model, target_device)
-                filled = True
-            except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
-                run.error = error
-            if not run.agreed(filled):
-                raise GivenUpError
+            run.load(lambda: self._fill(run, model, target_device))
         else:
             DefaultModelLoader.load_weights_only(model, weights, target_device)
         run.lend_loaded(slots_of(model, non_persistent=False))
@@ -175,3 +171,14 @@ def withdraw(reason: str) -> None:
     for loading in _loadings:
         if loading.lender is not None:
             loading.lender.withdraw(reason)
+
+
+def restore(reason: str) -> None:
+    """Serve again what was withdrawn, if it is as it was.
+
+    Args:
+        reason: The word that `withdraw` had.
+    """
+    for loading in _loadings:
+        if loading.lender is not None:
+            loading.lender.restore(reason)

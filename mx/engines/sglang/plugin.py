@@ -37,6 +37,9 @@ def register() -> None:
         HookRegistry.register(_LOADER, choose_loader, HookType.AROUND)
         for name in _UPDATES:
             HookRegistry.register(f"{_UPDATER}.{name}", before_update, HookType.BEFORE)
+        release, resume = (f"{_UPDATER}.{each}_memory_occupation" for each in ("release", "resume"))
+        HookRegistry.register(release, before_release, HookType.BEFORE)
+        HookRegistry.register(resume, after_resume, HookType.AFTER)
         _registered = True
     except Exception as error:  # noqa: BLE001 - the engine must start
         log.warning("this version of SGLang has no place for mx's loader (%s)", error)
@@ -71,3 +74,28 @@ def before_update(*arguments: Any, **named: Any) -> None:
     from mx.engines.sglang.loader import withdraw
 
     withdraw("an update")
+
+
+def before_release(*arguments: Any, **named: Any) -> None:
+    """Stop lending if the engine is about to free its weights."""
+    if _about_weights(*arguments, **named):
+        from mx.engines.replica.lender import ASLEEP
+        from mx.engines.sglang.loader import withdraw
+
+        withdraw(ASLEEP)
+
+
+def after_resume(_: Any, *arguments: Any, **named: Any) -> None:
+    """Lend the weights again that the engine has brought back. Those that it has not (without
+    `--enable-weights-cpu-backup`) are others by now, and lending ends."""
+    if _about_weights(*arguments, **named):
+        from mx.engines.replica.lender import ASLEEP
+        from mx.engines.sglang.loader import restore
+
+        restore(ASLEEP)
+
+
+def _about_weights(updater: Any, recv_req: Any) -> bool:
+    """Return True if a request that has SGLang free or bring back memory names the weights."""
+    tags = recv_req.tags
+    return not tags or "weights" in tags

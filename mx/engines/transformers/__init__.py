@@ -14,20 +14,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mx.engines.compiling import compile_counts
     from mx.engines.transformers.arrival import Loading
+    from mx.engines.transformers.graphs import Decode, Decoding, decoding
     from mx.engines.transformers.loader import load, loading
     from mx.engines.transformers.patched import counts, patch, unpatch
 
 _HOMES = {
+    "Decode": "mx.engines.transformers.graphs",
+    "Decoding": "mx.engines.transformers.graphs",
     "Loading": "mx.engines.transformers.arrival",
     "compile_counts": "mx.engines.compiling",
     "counts": "mx.engines.transformers.patched",
+    "decoding": "mx.engines.transformers.graphs",
     "load": "mx.engines.transformers.loader",
     "loading": "mx.engines.transformers.loader",
     "patch": "mx.engines.transformers.patched",
     "unpatch": "mx.engines.transformers.patched",
 }
 
-__all__ = ["Loading", "compile_counts", "counts", "load", "loading", "patch", "unpatch"]
+__all__ = [
+    "Decode",
+    "Decoding",
+    "Loading",
+    "compile_counts",
+    "counts",
+    "decoding",
+    "load",
+    "loading",
+    "patch",
+    "unpatch",
+]
 
 
 def __getattr__(name: str) -> Any:

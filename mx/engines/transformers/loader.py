@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from mx.engines.transformers.arrival import Loading
 from mx.engines.transformers.described import FILES, describe
 from mx.engines.transformers.skeleton import build
 from mx.errors import ConfigError, LocalError, MxError
+
+if TYPE_CHECKING:
+    from mx.engines.transformers.graphs import Decode
 
 _loadings: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
 
@@ -50,6 +53,7 @@ def load(
     dtype: Any = "auto",
     strict: bool = True,
     compile: bool = False,
+    graphs: Decode | None = None,
     trust: str | Path | None = None,
     **options: Any,
 ) -> Any:
@@ -83,6 +87,9 @@ def load(
             all weights. Where a trust file is named, with the compile caches that its signers have
             published for this model and environment (docs/artifacts.md); whatever is wrong with
             those, it compiles as always.
+        graphs: Decode by a CUDA graph of this step, which the trust file's signers have published
+            for these weights and this environment (docs/graphs.md): `decoding(model)` has the cache
+            to generate with. Whatever is wrong with those, the model decodes as always.
         trust: The trust file; None takes the one in the settings.
         options: More arguments of `from_pretrained`, such as `attn_implementation`.
 
@@ -97,6 +104,9 @@ def load(
         MxError: No source has the model, or served its files, see `mx.pull`.
     """
     _check_options(options)
+    if compile and graphs is not None:
+        raise ConfigError("a compiled model has no step to launch", hint="leave out `compile`")
+    options.pop("trust_remote_code", None)  # no files that name code are taken
     where: dict[str, Any] = {
         "peer": peer,
         "path": path,
@@ -155,11 +165,14 @@ def load(
             options={"dtype": dtype, **options},
             device=here,
         )
+        asked = config.given(where["settings"], coordinator=coordinator)
+        if graphs is not None:
+            described = manifest if running is None else None
+            how["into"] = graphs.begin(model).find(name, described, here, asked) or None
         if running is None:
             running = pull(pinned, **where, **which, **how)
         arrival = _loadings[model] = Loading(running, model, values)
         if compile:
-            asked = config.given(where["settings"], coordinator=coordinator)
             compile_forward(model, arrival, parse_reference(name).name, asked)
     except BaseException:
         if running is not None:
@@ -188,7 +201,6 @@ def loading(model: Any) -> Loading:
 
 #: Arguments of `from_pretrained` that make no sense here, and why.
 _REFUSED = {
-    "trust_remote_code": "code that comes with a model is never run",
     "quantization_config": "this version loads weights as they are",
     "device_map": "a model is on one device: give `device`",
     "state_dict": "the weights are pulled",

@@ -29,7 +29,6 @@ _engine_log = logging.getLogger("transformers.mx_peer")
 _LEFT_TO_DISK = {
     "state_dict": "`state_dict` was given",
     "gguf_file": "`gguf_file` was given",
-    "trust_remote_code": "remote code never comes from peers",
     "force_download": "`force_download` asks for the hub",
     "disable_mmap": "`disable_mmap` reads files whole",
     "offload_folder": "`offload_folder` reads files again later",

@@ -18,6 +18,7 @@ from typing import Any
 
 from mx import config
 from mx.api.common import transports
+from mx.contexts import Undo
 from mx.engines.transformers import adapters, pipelines, sentences
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import LeftToDiskError, ModelLoad, begin, has_peers_files
@@ -193,12 +194,9 @@ def patch(
                 )
             return ExitStack()
         made = Patches(settings, address)
-        try:
+        with Undo(made.undo):
             _install(made)
             _preload()
-        except BaseException:
-            made.undo()
-            raise
         _patched = made
     block = ExitStack()
     block.callback(_unpatch, made)
@@ -347,14 +345,15 @@ def _has_file(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _auto(made: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class method that reads a configuration and the files that belong to it: none of a
-    peer, if it may run code that they name."""
+    """Return a class method that reads a configuration and the files that belong to it. A model
+    whose files name code is none of a peer's (`check_code`), so that `trust_remote_code` trusts
+    nothing of theirs."""
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         call = functools.partial(original, cls, *args, **kwargs)
-        return made.whole(name, call, code=kwargs.get("trust_remote_code"))
+        return made.whole(name, call)
 
     return from_pretrained
 

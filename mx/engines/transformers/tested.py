@@ -7,7 +7,7 @@ import logging
 
 log = logging.getLogger(__name__)
 
-TESTED = ("5.19", "5.23")
+TESTED = ("5.19", "5.23", "5.24")
 
 
 @functools.cache

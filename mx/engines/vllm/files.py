@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import mx
+from mx.core.digest import document_digest
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.types import ManifestRef
 from mx.engines.replica.choice import CHECKPOINT
+from mx.engines.replica.frozen import reader
 from mx.engines.replica.names import newest_if_main
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.side_files import check_code, check_covered
@@ -94,15 +96,29 @@ def fetch(
             "give vLLM a folder of yours with config.json as the model, and "
             f'\'{{"model": "{model}"}}\' in `model_loader_extra_config`',
         )
-        check_code(reference.name, files)
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise OutputError(f"{out} is not empty", hint="name a new folder")
-        for path, data in files.items():
-            there = out / path
-            there.parent.mkdir(parents=True, exist_ok=True)
-            there.write_bytes(data)
+        _write(reference.name, files, out)
     return FetchedFiles(variant, ref)
+
+
+def _write(name: str, files: Mapping[str, bytes], out: Path) -> None:
+    check_code(name, files)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise OutputError(f"{out} is not empty", hint="name a new folder")
+    for path, data in files.items():
+        there = out / path
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_bytes(data)
+
+
+def _of_snapshot(name: str, snapshot: str, out: Path) -> FetchedFiles:
+    """Write the files of a snapshot, and return what they belong to. Raises MxError."""
+    rank, files = reader("files_of")(Path(snapshot))
+    if not files:
+        raise UnknownModelError(f"{snapshot} has no configuration", hint="name a folder as model")
+    _write(name, files, out)
+    digests = (rank.identity, b"", document_digest(rank.packaging))
+    return FetchedFiles(rank.variant, ManifestRef(*digests, (0, 0, len(rank.packaging))))
 
 
 def _with_files(
@@ -170,9 +186,15 @@ def _point_at_files(arguments: Any) -> None:
     folder = Path(tempfile.mkdtemp(prefix="mx-files-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        found = fetch(
-            options.model or named, folder / "files", revision=revision, settings=options.settings
-        )
+        if options.snapshot:
+            found = _of_snapshot(named, options.snapshot, folder / "files")
+        else:
+            found = fetch(
+                options.model or named,
+                folder / "files",
+                revision=revision,
+                settings=options.settings,
+            )
     except MxError as error:
         if wanted.pin and not options.fallback:
             raise

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,21 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import mx
 from mx import artifacts, config
-from mx.core.variant import ProcessingKey, shortened
+from mx.core.variant import ProcessingKey
 from mx.engines.compiling import CompileCaches
 from mx.engines.replica.configuration import check_configuration
-from mx.engines.replica.keys import fields_of, short
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, PROCESSED, GivenUpError, RankRun
-from mx.engines.replica.tensors import device_of, slots_of
+from mx.engines.replica.tensors import slots_of
 from mx.engines.vllm import processed
 from mx.engines.vllm.compiled import configuration_of
+from mx.engines.vllm.keys import engine_version, is_known, key_of
+from mx.engines.vllm.progressive import EarlyProcessing
 from mx.engines.vllm.worker import watch
+from mx.errors import ConfigError
 
 log = logger_of("vLLM")
 
@@ -61,6 +62,9 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         self.options = LoaderOptions.read(load_config.model_loader_extra_config)
         self._feed: mx.Pull | None = None
         self._run: RankRun | None = None
+        self._device = torch.device("cpu")
+        #: Until vLLM has processed the model.
+        self._processing = contextlib.ExitStack()
 
     def download_model(self, model_config: Any) -> None:
         """Do nothing: what is needed is pulled when it is loaded."""
@@ -78,32 +82,28 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         """
         if model_config is not vllm_config.model_config or prefix:
             return super().load_model(vllm_config, model_config, prefix)
-        run = self._run = self._begin(vllm_config)
-        self._begin_caches(run, vllm_config)
-        # vLLM's kernels for CPUs repack linear weights, which no other process can read then.
-        plain = run.loading.plain = PROCESSED in run.keys and processed.on_cpu()
         try:
-            model = None
-            if run.choice.state == PROCESSED:
-                model = self._load_processed(run, vllm_config, plain)
-            if model is None:
-                model = self._load_and_process(run, vllm_config, plain)
-            if run.lends == PROCESSED:
-                self._lend_processed(run, model)
-            run.loaded()
-            if run.loading.lender is not None:
-                run.loading.lender.watch(model)
+            with self._begin(vllm_config) as run:
+                self._run = run
+                self._begin_caches(run, vllm_config)
+                # vLLM's kernels for CPUs repack linear weights, which no other process can read
+                # then.
+                plain = run.loading.plain = PROCESSED in run.keys and processed.on_cpu()
+                model = None
+                while model is None:  # what fails is not chosen again
+                    if run.choice.state == PROCESSED:
+                        model = self._load_processed(run, vllm_config, plain)
+                    else:
+                        model = self._load_and_process(run, vllm_config, plain)
+                if run.lends == PROCESSED:
+                    self._lend_processed(run, model)
+                run.loaded(model)
         finally:
             self._run = None
-            run.end()
         return model
 
     def _lend_processed(self, run: RankRun, model: Any) -> None:
-        try:
-            why = processed.cannot_lend(model)
-        except Exception as error:  # noqa: BLE001 - of a version that is not known
-            why = str(error)
-        if why:
+        if why := _checked(processed.cannot_lend, model):
             log.warning("%s is not lent: %s", run.name, why)
         else:
             run.lend(slots_of(model, non_persistent=True), before_processing=False)
@@ -128,6 +128,13 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 keys[state] = key_of(vllm_config, ranks.places, state)
             except Exception as error:  # noqa: BLE001 - of a version that is not known
                 log.warning("the %s state is neither taken nor lent: %s", state, error)
+        if self.options.wake and not processed.on_cpu():
+            why = processed.cannot_wake(vllm_config)
+            if why or PROCESSED not in keys:
+                raise ConfigError(
+                    f"`wake` is not for this engine: {why or 'it takes no processed weights'}",
+                    hint="leave out `wake`, and reload the weights after a sleep of level 2",
+                )
         run = RankRun(
             "vLLM",
             meant_by(str(model.model), given=self.options.model, revision=model.revision),
@@ -136,6 +143,8 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             ranks,
             Path(model.model),
         )
+        if processed.on_cpu():
+            run.loading.wake = ""  # there vLLM ignores sleep
         watch(run.loading, vllm_config)
         prepare_for_connector(vllm_config)
         return run
@@ -160,31 +169,36 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             run.loading.caches = CompileCaches("vLLM", log, run.name, self.options.settings, fields)
 
     def _load_and_process(self, run: RankRun, vllm_config: Any, plain: bool) -> Any:
-        """Return the model as vLLM builds, fills and processes it; built anew if what was chosen
-        could not be loaded."""
+        """Return the model as vLLM builds, fills and processes it, or None if any rank can't fill
+        it with what was chosen."""
         given = vllm_config, vllm_config.model_config
         with processed.plain_linears(plain):
-            if run.choice.state:
-                with (
-                    contextlib.suppress(GivenUpError),
-                    processed.undone_unless_kept(vllm_config, self._target(vllm_config)) as keep,
-                ):
-                    model = super().load_model(*given)
-                    keep()
-                    return model
-            return super().load_model(*given)
+            if not run.choice.state:
+                return super().load_model(*given)
+            self._device = self._target(vllm_config)
+            with (
+                contextlib.suppress(GivenUpError),
+                contextlib.ExitStack() as self._processing,
+                processed.undone_unless_kept(vllm_config, self._device) as keep,
+            ):
+                model = super().load_model(*given)
+                keep()
+                return model
+        return None
 
     def _load_processed(self, run: RankRun, vllm_config: Any, plain: bool) -> Any:
         """Return the model as another replica processed it, or None if any rank can't."""
         model, device = None, self._target(vllm_config)
         with processed.undone_unless_kept(vllm_config, device) as keep:
             try:
-                with run.pull(hold=False, device=device_of(device)) as pull:
-                    model = processed.build(vllm_config, pull, device, plain)
-                    for _ in run.compared(pull.state_dict().items()):
+                made = run.new_tensors(device)
+                with run.pull(hold=False, into=made) as pull:
+                    model = processed.build(vllm_config, pull, made, device, plain)
+                    for _ in run.compared((made or pull.state_dict()).items()):
                         pass
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
                 run.error, model = error, None
+            made = None  # of one that failed: another may need the memory
             if not run.agreed(model is not None):
                 return None
             keep()
@@ -205,28 +219,22 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if run is None:
             super().load_weights(model, model_config)
             return
-        if run.lends == PROCESSED and LOADED in run.keys:
-            try:
-                why = processed.unsupported(model)
-            except Exception as error:  # noqa: BLE001 - of a version that is not known
-                why = str(error)
-            if why:
-                run.lends = LOADED
-        if run.choice.state:
-            loaded = False
-            try:
-                if run.choice.state == LOADED:
-                    run.fill(slots_of(model, non_persistent=False))
-                else:
-                    self._feed_from(run.pull(hold=False), model, model_config)
-                loaded = True
-            except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
-                run.error = error
-            if not run.agreed(loaded):
-                raise GivenUpError
+        both = run.lends == PROCESSED and LOADED in run.keys
+        if both and _checked(processed.unsupported, model):
+            run.lends = LOADED
+        if run.choice.state == LOADED:
+            run.load(lambda: self._fill(run, model))
+        elif run.choice.state:
+            run.load(lambda: self._feed_from(run.pull(hold=False), model, model_config))
         else:
             super().load_weights(model, model_config)
         run.lend_loaded(slots_of(model, non_persistent=False))
+
+    def _fill(self, run: RankRun, model: Any) -> None:
+        slots = slots_of(model, non_persistent=False)
+        early = EarlyProcessing(slots, self._device)
+        run.fill(slots, early.arrived)
+        self._processing.enter_context(early.once())
 
     def _feed_from(self, pull: mx.Pull, model: Any, model_config: Any) -> None:
         if (theirs := pull.files().get("config.json")) is not None:
@@ -256,68 +264,9 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             yield from self._run.compared(layer.tensors().items())
 
 
-# -- the processing keys of what a rank of vLLM holds ----------------------------------------------
-
-#: Versions whose loading was tried; others are used with a warning.
-KNOWN = ("0.32",)
-#: Parts of the names of variables that say nothing about the form of tensors.
-_ELSEWHERE = (
-    "CACHE", "CPU_OMP", "DEBUG", "DEVICES", "DIR", "HOST", "ID", "LOG", "PATH", "PORT", "RANK",
-    "SERVER", "THREADS", "TIMEOUT", "URL", "V1_MULTIPROCESSING", "WORKER",
-)  # fmt: skip
-
-
-def engine_version() -> str:
-    """Return vLLM's version."""
-    import vllm
-
-    return str(vllm.__version__)
-
-
-def is_known(engine: str) -> bool:
-    """Return True for a version of vLLM that mx was tried with."""
-    return ".".join(engine.split(".")[:2]) in KNOWN
-
-
-def key_of(vllm_config: Any, ranks: Mapping[str, tuple[int, int]], state: str) -> ProcessingKey:
-    """Return the key of one rank's tensors.
-
-    Args:
-        vllm_config: The engine's configuration.
-        ranks: By axis ("tp", "pp", "dp") the rank and the size.
-        state: "loaded" for the tensors before vLLM processes them, "processed" for those after.
-
-    Raises:
-        Exception: A key can't represent this version or platform of vLLM.
-    """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    fields = fields_of("vllm", engine_version(), model, ranks, state)
-    if getattr(parallel, "enable_expert_parallel", False):
-        fields["experts"] = "parallel"
-    if ranks["dp"][1] > 1 and getattr(model, "is_moe", True):
-        fields["dp"] = "{}/{}".format(*ranks["dp"])  # each is a bundle of its own
-    if state == PROCESSED:
-        fields["device"] = _device()
-        fields["kernels"] = short([vllm_config.kernel_config.compute_hash(), _environment()])
-    return shortened(fields)
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables that choose kernels, and with them the form of processed tensors."""
-    from vllm import envs
-
-    return {
-        name: str(value)
-        for name, value in envs.compile_factors().items()
-        if name.startswith("VLLM_") and not any(part in name for part in _ELSEWHERE)
-    }
-
-
-def _device() -> str:
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return f"cpu-{platform.machine()}"
-    capability = current_platform.get_device_capability()  # None where a platform has no such thing
-    version = "any" if capability is None else capability.as_version_str()
-    return f"{current_platform.device_type}-{version}"
+def _checked(check: Callable[[torch.nn.Module], str], model: torch.nn.Module) -> str:
+    """Return what a check says, or why it can't be made."""
+    try:
+        return check(model)
+    except Exception as error:  # noqa: BLE001 - of a version that is not known
+        return str(error)

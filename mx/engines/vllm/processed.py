@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -112,12 +112,19 @@ def undone_unless_kept(
     return registries.undone_unless_kept("vllm", *(each for each in owners if each is not None))
 
 
-def build(vllm_config: Any, pull: mx.Pull, device: torch.device, plain: bool) -> torch.nn.Module:
+def build(
+    vllm_config: Any,
+    pull: mx.Pull,
+    made: Mapping[str, torch.Tensor] | None,
+    device: torch.device,
+    plain: bool,
+) -> torch.nn.Module:
     """Return a model made of tensors that another replica has processed.
 
     Args:
         vllm_config: The engine's configuration.
         pull: The pull of the tensors, which runs meanwhile.
+        made: The tensors that it fills, and gives back; None if it makes them.
         device: Where the engine computes.
         plain: As for `plain_linears`.
 
@@ -137,9 +144,43 @@ def build(vllm_config: Any, pull: mx.Pull, device: torch.device, plain: bool) ->
             raise ConfigError(why)
         if config.quantization is None and not getattr(config, "is_moe", False):
             check(pull.wait_manifest(), slots_of(model, non_persistent=True))
-        replace(model, pull.state_dict(), device)
+        arrived = pull.state_dict()
+        if made is not None:
+            pull.release()  # they are the engine's alone from now on
+        replace(model, arrived if made is None else made, device)
         with plain_linears(plain), weights_already_processed():
             utils.process_weights_after_loading(model, config, device)
     if left := cannot_move(slots_of(model, non_persistent=True)):
         raise ConfigError(f"the replica that lends these weights has no {left}")
     return model.eval()  # type: ignore[no-any-return]
+
+
+def cannot_wake(vllm_config: Any) -> str:
+    """Return why more than a model's processed tensors is lost when sleep discards weights, or "".
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    for what, held in (
+        ("quantisation keeps more", vllm_config.model_config.quantization),
+        ("adapters (LoRA) are", getattr(vllm_config, "lora_config", None)),
+        ("a draft model is", getattr(vllm_config, "speculative_config", None)),
+    ):
+        if held is not None:
+            return f"{what} beside the weights, which no peer has"
+    return ""
+
+
+def process_again(model: torch.nn.Module, vllm_config: Any) -> None:
+    """Have vLLM make anew what its attention derives from weights, where these were filled again.
+
+    Args:
+        model: The model.
+        vllm_config: The engine's configuration.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    with set_current_vllm_config(vllm_config):
+        for layer in filter(is_deferred_attention_layer, model.modules()):
+            layer.process_weights_after_loading(vllm_config.model_config.dtype)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mx.engines.replica.lender import ASLEEP, DISCARDED
-from mx.engines.replica.run import RankLoading
+from mx.engines.replica.loading import RankLoading
+from mx.errors import ConfigError, LocalError
 
 #: What `status` is called as a method of vLLM's workers.
 STATUS_METHOD = "mx_peer_status"
+#: And `freeze`.
+FREEZE_METHOD = "mx_peer_freeze"
 #: Why weights are withdrawn. Each may last while another begins and ends.
 _EXTENSION, _UPDATE, _RELOAD = "an extension", "an update", "a reload"
 
@@ -24,6 +28,10 @@ class _WatchedModel:
         self.loading, self.vllm_config = loading, vllm_config
         #: How many blocks of `changing` are open, one in the other, and whether one has failed.
         self.blocks, self.failed = 0, False
+        #: Returns the worker, which the last call was of.
+        self.worker: Callable[[], Any] = lambda: None
+        #: Whether a sleep has discarded weights that nothing is lent of.
+        self.discarded = False
 
     def withdraw(self, reason: str) -> None:
         """Serve the weights to no reader while `reason` lasts."""
@@ -34,6 +42,38 @@ class _WatchedModel:
         """Lend the weights again, as they are now."""
         if self.loading.lender is not None:
             self.loading.lender.restore(reason, failed=failed)
+        elif reason == DISCARDED and not failed:
+            self.discarded = False
+
+    @contextlib.contextmanager
+    def changing(self, reason: str) -> Iterator[None]:
+        """Write to all of the weights inside the block, while `reason` lasts."""
+        self.withdraw(reason)
+        failed = True
+        try:
+            yield
+            self.restore(DISCARDED)
+            failed = False
+        finally:
+            self.restore(reason, failed=failed)
+
+    def refill(self, worker: Any) -> None:
+        """Take weights that a sleep has discarded from a peer again, if that was asked for.
+
+        Raises:
+            LocalError: That failed: what the worker computes with is not its model.
+        """
+        lender = self.loading.lender
+        if self.loading.wake != "peer":
+            return
+        if lender is not None:
+            lender.refill(lambda: _process_again(worker))
+        elif self.discarded:
+            raise LocalError(
+                f"no weights of {self.loading.name} were lent, so nothing says which ones sleep "
+                "has discarded",
+                hint="reload the weights before you wake up",
+            )
 
     def written(self, what: str) -> None:
         """Serve the weights to no reader until an update writes them again."""
@@ -66,6 +106,27 @@ def status(worker: Any) -> dict[str, object]:
     if watched.loading.lender is not None:
         watched.loading.lender.look(devices=True)  # on the worker's thread, which may use devices
     return watched.loading.status()
+
+
+def freeze(worker: Any, folder: str) -> dict[str, object]:
+    """Write what a worker lends to a snapshot, of which it is one rank:
+    `llm.collective_rpc("mx_peer_freeze", args=(folder,))`.
+
+    Args:
+        worker: vLLM's worker.
+        folder: The snapshot's, the same for all ranks.
+
+    Returns:
+        The fields of `mx.FreezeReport`.
+
+    Raises:
+        ConfigError: Nothing is lent.
+        MxError: As `mx.freeze`.
+    """
+    watched = _watched_of(worker)
+    if watched is None or watched.loading.lender is None:
+        raise ConfigError("this worker lends nothing", hint="load by `mx-peer`, with `lend`")
+    return watched.loading.lender.freeze(folder)
 
 
 @contextlib.contextmanager
@@ -115,6 +176,7 @@ def watch(loading: RankLoading, vllm_config: Any) -> None:
     if worker is None or STATUS_METHOD in vars(worker):
         return
     setattr(worker, STATUS_METHOD, status)
+    setattr(worker, FREEZE_METHOD, freeze)
     for method, around in _AROUND.items():
         original = getattr(worker, method, None)
         if original is not None:
@@ -122,6 +184,12 @@ def watch(loading: RankLoading, vllm_config: Any) -> None:
 
 
 Call = Callable[[], Any]
+
+
+def _process_again(worker: Any) -> None:
+    from mx.engines.vllm.processed import process_again
+
+    process_again(worker.get_model(), worker.vllm_config)
 
 
 def _plainly(call: Call) -> Any:
@@ -138,6 +206,7 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
         call = functools.partial(original, worker, *arguments, **named)
         if watched is None:
             return call()
+        watched.worker = weakref.ref(worker)
         if watched.loading.plain:  # an update processes the weights as loading did
             call = functools.partial(_plainly, call)
         return around(watched, call, *arguments, **named)
@@ -156,21 +225,22 @@ def _discard(
 
 
 def _fall_asleep(watched: _WatchedModel, call: Call, *, discards: bool) -> Any:
+    """Withdraw the weights until they are awake, also if `call` fails: it may have unmapped them
+    before, as where vLLM finds that another process has taken what it freed."""
+    if discards and watched.loading.wake and watched.loading.lender is not None:
+        watched.loading.lender.look(devices=True)  # what was written to must not come back
     watched.withdraw(ASLEEP)
     if discards:
+        watched.discarded = watched.loading.lender is None
         watched.withdraw(DISCARDED)
-    try:
-        return call()
-    except BaseException:
-        watched.restore(ASLEEP, failed=True)
-        watched.restore(DISCARDED, failed=True)
-        raise
+    return call()
 
 
 def _wake_up(watched: _WatchedModel, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
     result = call()
     if tags is None or "weights" in tags:
         watched.restore(ASLEEP)
+        watched.refill(watched.worker())
     return result
 
 
@@ -200,15 +270,8 @@ def _end_update(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
 
 
 def _reload(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
-    watched.withdraw(_RELOAD)
-    try:
-        result = call()
-    except BaseException:
-        watched.restore(_RELOAD, failed=True)
-        raise
-    watched.restore(DISCARDED)
-    watched.restore(_RELOAD)
-    return result
+    with watched.changing(_RELOAD):
+        return call()
 
 
 def _compile(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:

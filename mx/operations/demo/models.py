@@ -56,46 +56,43 @@ def bundled() -> Example | None:
     return Example("minilm", path, "all-MiniLM-L6-v2, a real sentence-embedding model")
 
 
-def random_llama(folder: Path) -> Example | None:
-    """Write a Llama of about 1 GB with random weights.
+#: Shapes of Llamas: one of about 1 GB, and one of about 110 MB, with which a processor computes a
+#: prompt for about as long as it arrives over the demo's link.
+_LARGE = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 17,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+_SMALL = {
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def random_llama(folder: Path, *, small: bool = False) -> Example | None:
+    """Write a Llama with random weights.
 
     Args:
-        folder: Where the checkpoint is written, as a folder `llama`.
+        folder: Where the checkpoint is written, as a folder of the example's name.
+        small: Of about 110 MB, in place of 1 GB.
 
     Returns:
         The example; None where transformers is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
-    path = _write_llama(
-        folder / "llama",
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=17,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-    )
-    return Example("llama", path, "a Llama of 0.27 billion random parameters")
-
-
-def small_llama(folder: Path) -> Example | None:
-    """Write a Llama of about 110 MB with random weights, as `random_llama` does.
-
-    A processor computes a prompt with it for about as long as it arrives over the demo's link.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    path = _write_llama(
-        folder / "small-llama",
-        vocab_size=2000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    return Example("small-llama", path, "a small Llama of random weights")
+    if small:
+        path = _write_llama(folder / "small-llama", **_SMALL)
+        return Example(path.name, path, "a small Llama of random weights")
+    path = _write_llama(folder / "llama", **_LARGE)
+    return Example(path.name, path, "a Llama of 0.27 billion random parameters")
 
 
 def _write_llama(path: Path, **shape: Any) -> Path:

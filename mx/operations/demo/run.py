@@ -144,7 +144,7 @@ def run(checkpoint: Path | None, console: Console, *, hold: bool = False) -> lis
         for example in _examples(folder, checkpoint, console):
             rows += _show(example, folder, address, console)
         # Of its own models the larger one would take long, and show no more.
-        model = models.small_llama(folder) if checkpoint is None else example
+        model = models.random_llama(folder, small=True) if checkpoint is None else example
         if model is not None and first_token.generates(model.path):
             _show_first_token(model, folder, address, console)
         _sum_up(rows, console)

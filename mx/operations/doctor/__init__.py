@@ -10,6 +10,8 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mx import config, runtime
 from mx.errors import ConfigError, MxError
@@ -17,6 +19,9 @@ from mx.operations.doctor import fleet, host, network
 from mx.operations.doctor.findings import ExaminedHost, Finding, Level, failure, warning
 from mx.operations.doctor.fleet import FleetSurvey
 from mx.text import listed
+
+if TYPE_CHECKING:
+    from mx.operations.doctor.disk import DiskRate
 
 __all__ = ["CHECKS", "Examination", "ExaminedHost", "Finding", "Level", "examine"]
 
@@ -39,11 +44,12 @@ CHECKS = (*_HOST, *_FLEET)
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and what the coordinators said."""
+    """All findings, what the coordinators said, and what a drive gave."""
 
     host: str
     findings: tuple[Finding, ...]
     fleet: FleetSurvey
+    disk: tuple[DiskRate, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -51,16 +57,31 @@ class Examination:
         return not any(each.level is Level.FAILURE for each in self.findings)
 
 
-def examine(settings: config.Settings | None = None, *, only: Collection[str] = ()) -> Examination:
+def examine(
+    settings: config.Settings | None = None,
+    *,
+    only: Collection[str] = (),
+    disk: Path | None = None,
+) -> Examination:
     """Examine this host and its fleet. Blocks for a few of the settings' `connect_timeout_s`.
 
     Args:
         settings: Settings to use; None loads them from the environment and the files.
         only: The names of the checks to make; all if there are none.
+        disk: A file or folder whose drive to measure, in place of all checks.
 
     Raises:
-        ConfigError: There is no check of a name in `only`, or a setting is wrong.
+        ConfigError: There is no check of a name in `only`, a setting is wrong, or `disk` is neither
+            a file nor a folder that can be read.
+        LocalError: The disk fails.
     """
+    if disk is not None:
+        from mx.operations.doctor.disk import findings as of_disk
+        from mx.operations.doctor.disk import measure
+
+        rates = tuple(measure(disk))
+        told = (replace(each, check="disk") for each in of_disk(disk, list(rates)))
+        return Examination(socket.gethostname(), tuple(told), FleetSurvey(), rates)
     unknown = [name for name in only if name not in CHECKS]
     if unknown:
         raise ConfigError(

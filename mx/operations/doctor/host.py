@@ -43,6 +43,8 @@ _EXTRAS |= {"cuda12": "nixl_cu12 nixl_cu13"}
 _FEW_DESCRIPTORS = 4096
 #: Linux has MADV_COLLAPSE from here on; and memfd, pidfd and their like from there.
 _COLLAPSE, _PIDFD = (6, 1), (5, 3)
+#: And shared maps of what is sealed against writing, which GPUs copy from.
+_SHARED_SEALED = (6, 7)
 _CAP_SYS_PTRACE = 19
 #: Of adjtimex(2): the size of its structure, the place of its status, and "not synchronised".
 _TIMEX_BYTES, _STATUS_AT, _STA_UNSYNC = 208, 40, 0x40
@@ -99,6 +101,28 @@ def kernel(subject: ExaminedHost) -> Iterator[Finding]:
         yield ok(f"Linux {release}: memfd, pidfd, huge pages on request")
     if "tls" not in subject.text("proc/sys/net/ipv4/tcp_available_ulp").split():
         yield note("the kernel does no TLS of its own here (module tls); mx does not need it")
+
+
+def registering(subject: ExaminedHost) -> Iterator[Finding]:
+    """Yield what may keep a GPU from reaching host memory in place. CUDA is not asked."""
+    release = subject.text("proc/sys/kernel/osrelease") or os.uname().release
+    yield from registering_findings(release, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def registering_findings(release: str, most_nbytes: int) -> Iterator[Finding]:
+    """Yield the findings on a kernel, and on how much memory a process may lock; -1 is no limit."""
+    slots = "is copied by CPUs through slots"
+    if _pair(release) < _SHARED_SEALED:
+        yield note(
+            f"Linux {release} maps no sealed memory for a GPU: what one pulls from here {slots}",
+            "Linux 6.7 or later does",
+        )
+    if most_nbytes != resource.RLIM_INFINITY:
+        yield note(
+            f"this process may lock {format_bytes(most_nbytes)} of memory: if the driver heeds "
+            f"that, what goes between it and a GPU {slots}; the log of a pull says so",
+            "LimitMEMLOCK=infinity (systemd), or the ulimit memlock of a container",
+        )
 
 
 def descriptors(subject: ExaminedHost) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from mx.api.common import known_host
 from mx.errors import ConfigError, MxError, NotAllowedError, install_hint
 from mx.operations.doctor.findings import ExaminedHost, Finding, failure, note, ok, warning
+from mx.operations.doctor.host import registering
 from mx.source.endpoint import dialled_host
 from mx.text import listed, plain
 from mx.transport import TlsFiles, Unavailable
@@ -59,6 +60,7 @@ def gpus(subject: ExaminedHost) -> Iterator[Finding]:
             f"{listed(alone)} can't read another GPU's memory: weights go through the host's",
             "peer access is the driver's and the board's: see `mx topo`",
         )
+    yield from registering(subject)
 
 
 def rdma(subject: ExaminedHost) -> Iterator[Finding]:

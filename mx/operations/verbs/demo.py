@@ -13,7 +13,6 @@ from mx.cli import options, outcome
 
 @options.takes_settings
 def demo(
-    context: typer.Context,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -44,7 +43,6 @@ def demo(
 
     - `mx demo --checkpoint /models/llama-8b --hold`
     """
-    options.settings_of(context)
     from mx.operations.demo.run import run
 
     rows = run(checkpoint, Console(stderr=as_json, highlight=False), hold=hold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +10,7 @@ from rich.table import Column, Table
 
 from mx.cli import options, outcome
 from mx.cli.words import in_flags
-from mx.errors import MxError
+from mx.errors import ConfigError, MxError
 from mx.units import count
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ def doctor(
     only: Annotated[
         list[str] | None,
         typer.Option(help="Only this check, like coordinators; may be repeated.", metavar="CHECK"),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            help="Only measure the drive of this file or folder: by one read at a time, by many, "
+            "and as mx reads a checkpoint that is there. Takes some seconds.",
+            metavar="PATH",
+        ),
     ] = None,
     *,
     as_json: bool,
@@ -49,11 +58,17 @@ def doctor(
       --tls-ca ours.pem`
 
     - `mx doctor --only coordinators --only sources --json`
+
+    - `mx doctor --disk /models/llama-8b`
     """
     settings = options.settings_of(context, level="error")
     from mx.operations.doctor import examine
 
-    found = examine(settings, only=only or ())
+    if disk is not None and only:
+        raise ConfigError(
+            "--disk measures a drive and checks nothing else", hint="leave --only out"
+        )
+    found = examine(settings, only=only or (), disk=disk)
     if as_json:
         outcome.emit(_object(found))
     else:
@@ -106,6 +121,10 @@ def _object(found: Examination) -> dict[str, object]:
         {"endpoint": endpoint, "answers": error is None, "error": _text(error)}
         for endpoint, error in found.fleet.called.items()
     ]
+    rates = [
+        {"reads": each.reads, "bytes": each.bytes, "gb_per_s": round(each.gb_per_s, 3)}
+        for each in found.disk
+    ]
     return {
         "schema": SCHEMA,
         "ok": found.ok,
@@ -115,7 +134,7 @@ def _object(found: Examination) -> dict[str, object]:
         "coordinators": coordinators,
         "sources": sources,
         "sources_not_called": found.fleet.uncalled,
-    }
+    } | ({"disk": rates} if rates else {})
 
 
 def _text(error: MxError | None) -> str:

@@ -21,12 +21,12 @@ from rich.text import Text
 from mx.cli import options, outcome
 from mx.cli.listing import SOURCES, layers_held, nearest_name, say_unknown
 from mx.cli.printing import NAMES, Column, Plain, objects, table_of
+from mx.config import Settings
 from mx.errors import CoordinatorError, NotAllowedError
 from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Observer, Overview
-    from mx.config import Settings
     from mx.core.pull_status import PullStatus
     from mx.wire.listing import SourceStatus
 
@@ -44,7 +44,7 @@ _STYLES = {"complete": "green", "failed": "red"}
 
 @options.takes_settings
 def top(
-    context: typer.Context,
+    settings: Settings,
     model: Annotated[str, options.model_argument("Only what concerns this one.")] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     *,
@@ -61,7 +61,6 @@ def top(
 
     - `mx top llama-8b --once`
     """
-    settings = options.settings_of(context)
     from mx import api
 
     console = Console(highlight=False)

@@ -71,11 +71,10 @@ def web(context: typer.Context, *, as_json: bool) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await server.serve(
-            server.WebOptions(
+            settings.fill(
+                server.WebOptions,
                 listen=settings.value("web_listen"),
-                coordinator=settings.coordinator,
                 tls=tls_of(settings),
-                insecure=settings.insecure,
                 timeout_s=settings.connect_timeout_s,
                 more=[functools.partial(each.answers, settings) for each in added],
             ),

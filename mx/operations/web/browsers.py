@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mx.core.budget import Budget
 from mx.operations.web.follow import Connectivity, Follower
+from mx.tasks import end_tasks
 
 #: The most browsers.
 MAX_BROWSERS = 128
@@ -65,9 +66,7 @@ class Browsers:
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in ends:
-                    task.cancel()
-                await asyncio.gather(*ends, return_exceptions=True)
+                await end_tasks(*ends)
             if not ends[-1].cancelled():
                 ends[-1].result()  # it ends by itself only with an error
         try:

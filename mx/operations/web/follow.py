@@ -1,5 +1,5 @@
-"""Follows a coordinator for all browsers: one watch of sources, one of pulls, and lists of what no
-watch tells, while a browser shows it."""
+"""Follows a coordinator for all browsers: a watch of sources and pulls, and lists of what no watch
+tells, while a browser shows it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Follower:
         was, self._changed = self._changed, asyncio.Event()
         was.set()
 
-    # -- the streams ----------------------------------------------------------------------------
+    # -- the stream -----------------------------------------------------------------------------
 
     async def _stay_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -128,52 +128,30 @@ class Follower:
             self._tell()
 
     async def _follow(self) -> None:
-        """Follow both streams until one ends. Raises that error."""
-        snapshots = 2
-
-        def snapshot_ended() -> None:
-            nonlocal snapshots
-            snapshots -= 1
-            if not snapshots:
-                self.connection = Connectivity(True, self.clock())
-                event(log, "web.coordinator_answers")
-            self._tell()
-
-        await beside(self._follow_sources(snapshot_ended), self._follow_pulls(snapshot_ended))
-
-    async def _follow_sources(self, snapshot_ended: Callable[[], None]) -> None:
-        left = set(self.board.ids("source"))  # what the new snapshot does not have is gone
-        async with contextlib.aclosing(self._client.watch()) as stream:
+        """Follow the stream until it ends. Raises its error."""
+        # What the new snapshot does not have is gone.
+        sources, pulls = set(self.board.ids("source")), set(self._pulls)
+        async with contextlib.aclosing(self._client.watch(pulls=True)) as stream:
             async for update in stream:
-                record = update.record
+                record, pull = update.record, update.pull
                 if update.kind is WatchKind.SNAPSHOT_END:
-                    for source_id in left:
+                    for source_id in sources:
                         self._drop_source(source_id)
-                    left.clear()
-                    snapshot_ended()
-                elif record is None:
-                    continue
-                elif update.kind is WatchKind.GONE:
-                    self._drop_source(record.source_id)
-                else:
-                    left.discard(record.source_id)
-                    self._put("source", record.source_id, source_row(record))
-        raise CoordinatorError("the coordinator ended the watch")
-
-    async def _follow_pulls(self, snapshot_ended: Callable[[], None]) -> None:
-        left = set(self._pulls)
-        async with contextlib.aclosing(self._client.watch_pulls()) as stream:
-            async for update in stream:
-                for status in update.pulls:
-                    left.discard(status.pull_id)
-                    self._put_pull(status)
-                for pull_id in update.gone:
-                    self._drop_pull(pull_id)
-                if update.snapshot_end:
-                    for pull_id in left:
+                    for pull_id in pulls:
                         self._drop_pull(pull_id)
-                    left.clear()
-                    snapshot_ended()
+                    self.connection = Connectivity(True, self.clock())
+                    event(log, "web.coordinator_answers")
+                    self._tell()
+                elif pull is not None:
+                    pulls.discard(pull.pull_id)
+                    self._put_pull(pull)
+                elif update.pull_id:
+                    self._drop_pull(update.pull_id)
+                elif record is not None and update.kind is WatchKind.GONE:
+                    self._drop_source(record.source_id)
+                elif record is not None:
+                    sources.discard(record.source_id)
+                    self._put("source", record.source_id, source_row(record))
         raise CoordinatorError("the coordinator ended the watch")
 
     def _put(self, kind: str, row_id: str, row: Row) -> None:

@@ -270,13 +270,12 @@ async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[s
     secure = None if is_local(options.listen) else options.tls
     names = ["localhost", host, socket.gethostname()]
     shown = Certificates(secure, host, _say_refused) if secure is not None else None
-    client = CoordinatorClient(
+    async with CoordinatorClient(
         options.coordinator,
         tls=options.tls,
         insecure=options.insecure,
         timeout_s=options.timeout_s,
-    )
-    try:
+    ) as client:
         await require_free(host, port)
         with _bound(host, port) as sock, ExitStack() as stack:
             more: dict[str, ASGIApp] = {}
@@ -294,8 +293,6 @@ async def serve(options: WebOptions, stop: asyncio.Event, listening: Callable[[s
             event(log, "web.listening", url=url, tls=shown is not None)
             listening(url)
             await beside(server.until(stop, sock, browsers), follower.run())
-    finally:
-        await client.close()
     event(log, "web.stopped", url=url)
 
 

@@ -250,17 +250,19 @@ class ResolveResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ..., source_count: _Optional[int] = ..., newest: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., older: _Optional[_Iterable[_Union[_common_pb2.ModelKey, _Mapping]]] = ..., seen: _Optional[bytes] = ..., vouch: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("name", "revision", "batches")
+    __slots__ = ("name", "revision", "pulls", "batches")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
+    pulls: bool
     batches: bool
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., batches: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., pulls: bool = ..., batches: bool = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("kind", "source", "reason", "named", "batch")
+    __slots__ = ("kind", "source", "reason", "named", "pull", "batch")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[WatchEvent.Kind]
@@ -270,6 +272,8 @@ class WatchEvent(_message.Message):
         KIND_SOURCE_GONE: _ClassVar[WatchEvent.Kind]
         KIND_LAYERS: _ClassVar[WatchEvent.Kind]
         KIND_NAMED: _ClassVar[WatchEvent.Kind]
+        KIND_PULL: _ClassVar[WatchEvent.Kind]
+        KIND_PULL_GONE: _ClassVar[WatchEvent.Kind]
     KIND_UNSPECIFIED: WatchEvent.Kind
     KIND_SNAPSHOT_END: WatchEvent.Kind
     KIND_SOURCE_UP: WatchEvent.Kind
@@ -277,17 +281,21 @@ class WatchEvent(_message.Message):
     KIND_SOURCE_GONE: WatchEvent.Kind
     KIND_LAYERS: WatchEvent.Kind
     KIND_NAMED: WatchEvent.Kind
+    KIND_PULL: WatchEvent.Kind
+    KIND_PULL_GONE: WatchEvent.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     kind: WatchEvent.Kind
     source: Source
     reason: str
     named: _common_pb2.ModelKey
+    pull: PullProgress
     batch: _containers.RepeatedCompositeFieldContainer[WatchEvent]
-    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ..., named: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., batch: _Optional[_Iterable[_Union[WatchEvent, _Mapping]]] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ..., named: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., pull: _Optional[_Union[PullProgress, _Mapping]] = ..., batch: _Optional[_Iterable[_Union[WatchEvent, _Mapping]]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -318,10 +326,12 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class ListSourcesRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "pulls")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    pulls: bool
+    def __init__(self, name: _Optional[str] = ..., pulls: bool = ...) -> None: ...
 
 class SourceStatus(_message.Message):
     __slots__ = ("source", "lease_left_s", "readers", "gb_per_s")
@@ -336,12 +346,14 @@ class SourceStatus(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ...) -> None: ...
 
 class ListSourcesResponse(_message.Message):
-    __slots__ = ("sources", "coordinator_epoch")
+    __slots__ = ("sources", "coordinator_epoch", "pulls")
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     sources: _containers.RepeatedCompositeFieldContainer[SourceStatus]
     coordinator_epoch: str
-    def __init__(self, sources: _Optional[_Iterable[_Union[SourceStatus, _Mapping]]] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+    pulls: _containers.RepeatedCompositeFieldContainer[PullProgress]
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceStatus, _Mapping]]] = ..., coordinator_epoch: _Optional[str] = ..., pulls: _Optional[_Iterable[_Union[PullProgress, _Mapping]]] = ...) -> None: ...
 
 class ListBundlesRequest(_message.Message):
     __slots__ = ("name",)
@@ -429,33 +441,11 @@ class ProgressResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ListPullsRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
-
-class ListPullsResponse(_message.Message):
+class Pulls(_message.Message):
     __slots__ = ("pulls",)
     PULLS_FIELD_NUMBER: _ClassVar[int]
     pulls: _containers.RepeatedCompositeFieldContainer[PullProgress]
     def __init__(self, pulls: _Optional[_Iterable[_Union[PullProgress, _Mapping]]] = ...) -> None: ...
-
-class WatchPullsRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
-
-class WatchPullsResponse(_message.Message):
-    __slots__ = ("pulls", "gone", "snapshot_end")
-    PULLS_FIELD_NUMBER: _ClassVar[int]
-    GONE_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_END_FIELD_NUMBER: _ClassVar[int]
-    pulls: _containers.RepeatedCompositeFieldContainer[PullProgress]
-    gone: _containers.RepeatedScalarFieldContainer[str]
-    snapshot_end: bool
-    def __init__(self, pulls: _Optional[_Iterable[_Union[PullProgress, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., snapshot_end: bool = ...) -> None: ...
 
 class ListRatesRequest(_message.Message):
     __slots__ = ("source_hosts",)

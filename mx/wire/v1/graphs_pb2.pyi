@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CudaGraph(_message.Message):
-    __slots__ = ("format", "environment", "pin", "regions", "weights", "inputs", "outputs", "images", "libraries", "calls", "kernels", "nodes", "edges")
+    __slots__ = ("format", "environment", "pin", "regions", "weights", "inputs", "outputs", "images", "libraries", "calls", "kernels", "nodes", "edges", "fatbins", "tried", "name", "work", "sizes")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,11 @@ class CudaGraph(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
+    FATBINS_FIELD_NUMBER: _ClassVar[int]
+    TRIED_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     format: int
     environment: _containers.RepeatedCompositeFieldContainer[GraphField]
     pin: str
@@ -33,7 +38,38 @@ class CudaGraph(_message.Message):
     kernels: _containers.RepeatedCompositeFieldContainer[GraphKernel]
     nodes: _containers.RepeatedCompositeFieldContainer[GraphNode]
     edges: _containers.RepeatedCompositeFieldContainer[GraphEdge]
-    def __init__(self, format: _Optional[int] = ..., environment: _Optional[_Iterable[_Union[GraphField, _Mapping]]] = ..., pin: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[GraphRegion, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[GraphPlace, _Mapping]]] = ..., inputs: _Optional[_Iterable[_Union[GraphInput, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[GraphOutput, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[GraphImage, _Mapping]]] = ..., libraries: _Optional[_Iterable[_Union[GraphLibrary, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[GraphCall, _Mapping]]] = ..., kernels: _Optional[_Iterable[_Union[GraphKernel, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[GraphNode, _Mapping]]] = ..., edges: _Optional[_Iterable[_Union[GraphEdge, _Mapping]]] = ...) -> None: ...
+    fatbins: _containers.RepeatedCompositeFieldContainer[GraphFatbin]
+    tried: _containers.RepeatedCompositeFieldContainer[GraphTriedBytes]
+    name: str
+    work: _containers.RepeatedCompositeFieldContainer[GraphPlace]
+    sizes: _containers.RepeatedCompositeFieldContainer[GraphSize]
+    def __init__(self, format: _Optional[int] = ..., environment: _Optional[_Iterable[_Union[GraphField, _Mapping]]] = ..., pin: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[GraphRegion, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[GraphPlace, _Mapping]]] = ..., inputs: _Optional[_Iterable[_Union[GraphInput, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[GraphOutput, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[GraphImage, _Mapping]]] = ..., libraries: _Optional[_Iterable[_Union[GraphLibrary, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[GraphCall, _Mapping]]] = ..., kernels: _Optional[_Iterable[_Union[GraphKernel, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[GraphNode, _Mapping]]] = ..., edges: _Optional[_Iterable[_Union[GraphEdge, _Mapping]]] = ..., fatbins: _Optional[_Iterable[_Union[GraphFatbin, _Mapping]]] = ..., tried: _Optional[_Iterable[_Union[GraphTriedBytes, _Mapping]]] = ..., name: _Optional[str] = ..., work: _Optional[_Iterable[_Union[GraphPlace, _Mapping]]] = ..., sizes: _Optional[_Iterable[_Union[GraphSize, _Mapping]]] = ...) -> None: ...
+
+class GraphSize(_message.Message):
+    __slots__ = ("name", "of", "regions", "inputs", "outputs", "tried", "nodes", "edges", "at", "launches", "parameters")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    TRIED_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    of: int
+    regions: _containers.RepeatedCompositeFieldContainer[GraphRegion]
+    inputs: _containers.RepeatedCompositeFieldContainer[GraphInput]
+    outputs: _containers.RepeatedCompositeFieldContainer[GraphOutput]
+    tried: _containers.RepeatedCompositeFieldContainer[GraphTriedBytes]
+    nodes: _containers.RepeatedCompositeFieldContainer[GraphNode]
+    edges: _containers.RepeatedCompositeFieldContainer[GraphEdge]
+    at: _containers.RepeatedScalarFieldContainer[int]
+    launches: _containers.RepeatedScalarFieldContainer[int]
+    parameters: bytes
+    def __init__(self, name: _Optional[str] = ..., of: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[GraphRegion, _Mapping]]] = ..., inputs: _Optional[_Iterable[_Union[GraphInput, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[GraphOutput, _Mapping]]] = ..., tried: _Optional[_Iterable[_Union[GraphTriedBytes, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[GraphNode, _Mapping]]] = ..., edges: _Optional[_Iterable[_Union[GraphEdge, _Mapping]]] = ..., at: _Optional[_Iterable[int]] = ..., launches: _Optional[_Iterable[int]] = ..., parameters: _Optional[bytes] = ...) -> None: ...
 
 class GraphField(_message.Message):
     __slots__ = ("name", "value")
@@ -92,14 +128,26 @@ class GraphImage(_message.Message):
     def __init__(self, blake3: _Optional[bytes] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class GraphLibrary(_message.Message):
-    __slots__ = ("name", "build_id", "fatbin")
+    __slots__ = ("name", "build_id", "fatbin", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BUILD_ID_FIELD_NUMBER: _ClassVar[int]
     FATBIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     build_id: str
     fatbin: bytes
-    def __init__(self, name: _Optional[str] = ..., build_id: _Optional[str] = ..., fatbin: _Optional[bytes] = ...) -> None: ...
+    version: str
+    def __init__(self, name: _Optional[str] = ..., build_id: _Optional[str] = ..., fatbin: _Optional[bytes] = ..., version: _Optional[str] = ...) -> None: ...
+
+class GraphFatbin(_message.Message):
+    __slots__ = ("library", "offset", "nbytes")
+    LIBRARY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    library: int
+    offset: int
+    nbytes: int
+    def __init__(self, library: _Optional[int] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class GraphCall(_message.Message):
     __slots__ = ("name", "library")
@@ -110,18 +158,30 @@ class GraphCall(_message.Message):
     def __init__(self, name: _Optional[str] = ..., library: _Optional[int] = ...) -> None: ...
 
 class GraphKernel(_message.Message):
-    __slots__ = ("name", "image", "call", "offsets", "sizes")
+    __slots__ = ("name", "image", "call", "fatbin", "offsets", "sizes", "attributes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
+    FATBIN_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     image: int
     call: int
+    fatbin: int
     offsets: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., image: _Optional[int] = ..., call: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    attributes: _containers.RepeatedCompositeFieldContainer[GraphFunctionAttribute]
+    def __init__(self, name: _Optional[str] = ..., image: _Optional[int] = ..., call: _Optional[int] = ..., fatbin: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., attributes: _Optional[_Iterable[_Union[GraphFunctionAttribute, _Mapping]]] = ...) -> None: ...
+
+class GraphFunctionAttribute(_message.Message):
+    __slots__ = ("id", "value")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    value: int
+    def __init__(self, id: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
 
 class GraphNode(_message.Message):
     __slots__ = ("kernel", "memset", "memcpy", "empty")
@@ -136,22 +196,20 @@ class GraphNode(_message.Message):
     def __init__(self, kernel: _Optional[_Union[GraphKernelNode, _Mapping]] = ..., memset: _Optional[_Union[GraphMemsetNode, _Mapping]] = ..., memcpy: _Optional[_Union[GraphMemcpyNode, _Mapping]] = ..., empty: _Optional[_Union[GraphEmptyNode, _Mapping]] = ...) -> None: ...
 
 class GraphKernelNode(_message.Message):
-    __slots__ = ("kernel", "grid", "block", "shared_bytes", "attributes", "parameters", "pointers")
+    __slots__ = ("kernel", "grid", "block", "shared_bytes", "attributes", "parameters")
     KERNEL_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    POINTERS_FIELD_NUMBER: _ClassVar[int]
     kernel: int
     grid: _containers.RepeatedScalarFieldContainer[int]
     block: _containers.RepeatedScalarFieldContainer[int]
     shared_bytes: int
     attributes: _containers.RepeatedCompositeFieldContainer[GraphAttribute]
     parameters: bytes
-    pointers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, kernel: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., block: _Optional[_Iterable[int]] = ..., shared_bytes: _Optional[int] = ..., attributes: _Optional[_Iterable[_Union[GraphAttribute, _Mapping]]] = ..., parameters: _Optional[bytes] = ..., pointers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, kernel: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., block: _Optional[_Iterable[int]] = ..., shared_bytes: _Optional[int] = ..., attributes: _Optional[_Iterable[_Union[GraphAttribute, _Mapping]]] = ..., parameters: _Optional[bytes] = ...) -> None: ...
 
 class GraphAttribute(_message.Message):
     __slots__ = ("id", "value")
@@ -205,10 +263,24 @@ class GraphEdge(_message.Message):
     type: int
     def __init__(self, first: _Optional[int] = ..., second: _Optional[int] = ..., from_port: _Optional[int] = ..., to_port: _Optional[int] = ..., type: _Optional[int] = ...) -> None: ...
 
+class GraphTriedBytes(_message.Message):
+    __slots__ = ("node", "offset", "nbytes")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    offset: int
+    nbytes: int
+    def __init__(self, node: _Optional[int] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
 class GraphCapture(_message.Message):
-    __slots__ = ("graph", "images")
+    __slots__ = ("graph", "images", "outside", "halves")
     GRAPH_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    OUTSIDE_FIELD_NUMBER: _ClassVar[int]
+    HALVES_FIELD_NUMBER: _ClassVar[int]
     graph: CudaGraph
     images: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, graph: _Optional[_Union[CudaGraph, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    outside: _containers.RepeatedScalarFieldContainer[int]
+    halves: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, graph: _Optional[_Union[CudaGraph, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ..., outside: _Optional[_Iterable[int]] = ..., halves: _Optional[_Iterable[int]] = ...) -> None: ...

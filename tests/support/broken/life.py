@@ -103,6 +103,24 @@ class NestsItsReads(FakeSession):
             self.nested -= 1
 
 
+@session("grows")
+class OpensNoMore(FakeSession):
+    def grow(self, streams: int) -> None:
+        if not self.threads:  # the ones that it begins with
+            super().grow(streams)
+
+
+@session("grows")
+class CountsWhatWasAsked(FakeSession):
+    def grow(self, streams: int) -> None:
+        super().grow(streams)
+        self.asked = streams
+
+    @property
+    def open_streams(self) -> int:
+        return self.asked
+
+
 @session("outlives_raising_sinks")
 class DiesOfItsSinks(FakeSession):
     """Leaves the read without an end, and what is queued with a thread less."""

@@ -30,7 +30,7 @@ from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES
 from mx_transports.toolkit.cuda.exposure import GpuExposure
 from mx_transports.toolkit.cuda.opening import CPU, Devices, links, may_share, open_session, probe
 
-MAGIC = b"mxcuda\0\2"
+MAGIC = b"mxcuda\0\3"
 #: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100 (1.6 TB/s),
 #: the slowest of those that engines usually run on.
 SAME_GPU_GB_PER_S = 700.0

@@ -1,8 +1,9 @@
 """The `pcie_p2p` transport: between a GPU and anything else of the same host and uid, over PCIe.
 
-From GPU to GPU directly where the driver lets them access each other, else through pinned host
-memory; from host memory into a GPU and from a GPU into host memory the same way. The pinned memory
-is small and in several slots, so that one is filled while another is copied and a third emptied.
+From GPU to GPU directly where the driver lets them access each other. From a sealed memory file
+into a GPU, and from a GPU into host memory, the copy engines reach the host's memory in place: it
+is registered in windows ahead of them. All else goes through pinned memory, which is small and in
+several slots, so that one is filled while another is copied and a third emptied.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mx.transport import (
 )
 from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES, STAGED_STEP_BYTES
 from mx_transports.toolkit.cuda.exposure import GpuExposure
+from mx_transports.toolkit.cuda.hosts import DEFAULT_OPTIONS, HostOptions
 from mx_transports.toolkit.cuda.opening import (
     CPU,
     Choose,
@@ -35,7 +37,7 @@ from mx_transports.toolkit.cuda.opening import (
     probe,
 )
 
-MAGIC = b"mxpcie\0\2"
+MAGIC = b"mxpcie\0\3"
 #: GB/s of one lane, one way, by generation, encoding taken off (PCI Express base specification).
 LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 #: What of it copies of many MiB get: packet headers and flow control take the rest.
@@ -53,9 +55,11 @@ class PciePeerTransport:
         self,
         direct_step_nbytes: int = DIRECT_STEP_BYTES,
         staged_step_nbytes: int = STAGED_STEP_BYTES,
+        host_options: HostOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._direct_step_nbytes = direct_step_nbytes
         self._staged_step_nbytes = staged_step_nbytes
+        self._host_options = host_options
 
     def probe(self) -> Viable | Unavailable:
         return probe()
@@ -118,7 +122,7 @@ class PciePeerTransport:
         def step_nbytes(direct: bool) -> int:
             return self._direct_step_nbytes if direct else self._staged_step_nbytes
 
-        return open_session(self.name, MAGIC, grant, choose, step_nbytes)
+        return open_session(self.name, MAGIC, grant, choose, step_nbytes, self._host_options)
 
 
 def _choose(devices: Devices, target: Device | None, uuid: str, beside: set[str]) -> Device:

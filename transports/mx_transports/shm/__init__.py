@@ -24,6 +24,7 @@ import os
 from collections.abc import Sequence
 
 from mx import users
+from mx.contexts import Undo
 from mx.core.topology import Place
 from mx.transport import (
     ExposedRegion,
@@ -84,10 +85,7 @@ class ShmTransport:
         from mx_transports.toolkit.local import LocalTicket
 
         source = ShmSource(grant, LocalTicket(grant.ticket, grant.peer))
-        try:
+        with Undo(source.close):
             source.connect()
             source.try_memory()
-        except BaseException:
-            source.close()
-            raise
         return ShmSession(grant, source)

@@ -18,6 +18,7 @@ from itertools import chain
 
 from mx import forks
 from mx.buffers import address_of
+from mx.contexts import Undo
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView, host_view
 from mx_transports.toolkit import kernel
@@ -79,11 +80,8 @@ class ShmExposure(LocalExposure):
         self._digests_nbytes = len(digests)
         #: The memfd of the digests, or -1; under `lock`.
         self._digests = _memfd_of(digests)
-        try:
+        with Undo(self._close_digests):
             super().__init__(name="mx-shm", magic=MAGIC, options=options)
-        except BaseException:
-            self._close_digests()
-            raise
         self.start()
 
     def withdraw_content(self) -> None:

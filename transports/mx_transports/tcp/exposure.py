@@ -16,11 +16,7 @@ from mx_transports.toolkit.stream import SocketStream
 class TcpExposure(SendingExposure):
     """Regions behind listening sockets, one for each host of the options."""
 
-    def __init__(
-        self,
-        regions: Sequence[ExposedRegion],
-        options: ExposeOptions,
-    ) -> None:
+    def __init__(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> None:
         """Raises LocalError where a host can't be listened on, or a GPU's memory can't be copied,
         and ConfigError where a TLS file can't be used."""
         super().__init__(regions, options, name="mx-tcp-source", magic=MAGIC)

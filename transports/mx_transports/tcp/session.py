@@ -9,15 +9,15 @@ from mx.core.striping import way_nbytes
 from mx.errors import MxError, PeerLostError, PeerProtocolError, SourceError
 from mx.transport import Grant, Read
 from mx.units import MIB
-from mx_transports.tcp.wire import REQUEST, RESPONSE
+from mx_transports.tcp.wire import MAGIC, REQUEST, RESPONSE
 from mx_transports.toolkit import dial, framing
 from mx_transports.toolkit.pieces import encode_request
-from mx_transports.toolkit.session import StreamSession
-from mx_transports.toolkit.slicing import host_steps
+from mx_transports.toolkit.session import GrowingSession
+from mx_transports.toolkit.slicing import host_views
 from mx_transports.toolkit.stream import SocketStream
 
 #: 1, 2 and 4 MiB were tried: 4 took a tenth off a pull over loopback, mostly of Python's time.
-STEP_BYTES = 2 * MIB
+STEP_BYTES = 4 * MIB
 #: More is requested when no more than this is still to come: late, so that chunks go to the
 #: connection that is free for them, but early enough that the source never waits. Over a long way
 #: it is more, and so many times as many requests.
@@ -32,25 +32,26 @@ MOST_AHEAD_REQUESTS = 64
 _Taken = tuple[int, Read, int, float]
 
 
-class TcpSession(StreamSession):
+class TcpSession(GrowingSession):
     """See `mx.transport.Session`. Requests go out ahead of the response that is received."""
+
+    magic = MAGIC
 
     def __init__(self, grant: Grant, streams: list[SocketStream]) -> None:
         super().__init__("mx-tcp", grant, streams)
         #: The least of those that the connections have seen last, each when it was idle.
         self.round_trip_s = 0.0
-        self._round_trips_s = [0.0] * len(streams)
-        #: How much each connection has to come when it requests more.
-        self._ahead_nbytes = [AHEAD_BYTES] * len(streams)
+        self._round_trips_s: dict[int, float] = {}
         self.start()
 
     def carry(self, worker: int) -> None:
-        stream = self.streams[worker]
+        stream = self.stream(worker)
         taken: deque[_Taken] = deque()
+        ahead_nbytes = AHEAD_BYTES  # so much has to come when more is requested
         failure: SourceError = PeerLostError(f"{self.peer}: abandoned", peer=self.peer)
         try:
             while taken or self._request(stream, taken, wait=True):
-                self._receive(worker, stream, taken)
+                ahead_nbytes = self._receive(worker, stream, taken, ahead_nbytes)
         except OSError as error:
             failure = dial.translate(error, self.peer, self.peer)
             raise failure from error
@@ -86,40 +87,45 @@ class TcpSession(StreamSession):
     def _request_ahead(
         self, stream: SocketStream, taken: deque[_Taken], current_nbytes: int, ahead_nbytes: int
     ) -> None:
-        """Keep the source busy once no more than `ahead_nbytes` are to come, of the response at
-        hand `current_nbytes`."""
+        """Request more until `ahead_nbytes` are to come, of the response at hand
+        `current_nbytes`."""
         most = min(AHEAD_REQUESTS * ahead_nbytes // AHEAD_BYTES, MOST_AHEAD_REQUESTS)
-        while current_nbytes <= ahead_nbytes and len(taken) < most:
+        while len(taken) < most:
             to_come = current_nbytes - taken[0][1].nbytes
             for _, read, _, _ in taken:
                 to_come += read.nbytes
             if to_come > ahead_nbytes or not self._request(stream, taken, wait=False):
                 return
 
-    def _receive(self, worker: int, stream: SocketStream, taken: deque[_Taken]) -> None:
+    def _receive(
+        self, worker: int, stream: SocketStream, taken: deque[_Taken], ahead_nbytes: int
+    ) -> int:
+        """Receive a response. Returns the new `ahead_nbytes`."""
         request_id, read, _, asked_s = taken[0]
-        ahead = self._ahead_nbytes
-        self._request_ahead(stream, taken, read.nbytes, ahead[worker])
+        if read.nbytes <= ahead_nbytes:
+            self._request_ahead(stream, taken, read.nbytes, ahead_nbytes)
         status = self._response(stream, request_id, read)
         began_s = time.monotonic()
         if asked_s:
             self._round_trips_s[worker] = began_s - asked_s
-            self.round_trip_s = min(filter(None, self._round_trips_s))
+            self.round_trip_s = min(self._round_trips_s.values())
         if status == framing.OK:
-            for slices, landed in host_steps(read, STEP_BYTES):
-                stream.fill_all([each.view for each in slices])
+            for views, landed in host_views(read, STEP_BYTES):
+                stream.fill_all(views)
                 read.sink.landed(landed)
                 passed_s = max(time.monotonic() - began_s, 1e-6)
                 way = way_nbytes(landed / passed_s, self.round_trip_s)
                 # What the socket had buffered comes faster than the rest will: not at once.
-                ahead[worker] = max(AHEAD_BYTES, min(way, 2 * ahead[worker]))
-                self._request_ahead(stream, taken, read.nbytes - landed, ahead[worker])
+                ahead_nbytes = max(AHEAD_BYTES, min(way, 2 * ahead_nbytes))
+                if (left_nbytes := read.nbytes - landed) <= ahead_nbytes:
+                    self._request_ahead(stream, taken, left_nbytes, ahead_nbytes)
             status = self._response(stream, request_id, read)
         taken.popleft()
         if status == framing.OK:
             read.sink.done()
         else:
             self.fail(read, framing.refusal(status, self.peer))
+        return ahead_nbytes
 
     def _response(self, stream: SocketStream, request_id: int, read: Read) -> int:
         answered, status, nbytes = RESPONSE.unpack(stream.receive(RESPONSE.size))

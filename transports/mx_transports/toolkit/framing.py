@@ -16,6 +16,7 @@ from mx.errors import (
     PathError,
     PeerProtocolError,
     PeerRefusedError,
+    PeerUntrustedError,
     SourceError,
     StaleGenerationError,
 )
@@ -43,8 +44,9 @@ STATUS_TEXT = {
     STALE: "the source's memory has changed since the read was planned",
     OUT_OF_RANGE: "the source says that the read lies outside of what it registered",
     FULL: "the source has too many connections for this grant",
-    NOT_YOURS: "the grant is for another certificate than the one that was shown",
+    NOT_YOURS: "the grant is for another certificate than the one shown, or that is revoked",
 }
+_ERRORS = {STALE: StaleGenerationError, NOT_YOURS: PeerUntrustedError}
 
 
 def check_magic(magic: bytes, spoken: bytes, where: str, peer: str) -> None:
@@ -78,7 +80,7 @@ def refusal(status: int, peer: str) -> SourceError:
         status: One of the above, or any other number that the peer sent.
         peer: Whom the error names.
     """
-    kind = StaleGenerationError if status == STALE else PeerRefusedError
+    kind = _ERRORS.get(status, PeerRefusedError)
     return kind(f"{peer}: {STATUS_TEXT.get(status, f'refused ({status})')}", peer=peer)
 
 

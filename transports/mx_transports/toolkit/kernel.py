@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 from mx.buffers import seal
+from mx.contexts import Undo
 from mx.errors import PeerLostError, PeerProtocolError, PeerRefusedError, SourceError
 
 F_ADD_SEALS = 1033
@@ -47,14 +48,11 @@ def sealed_memfd(name: str, data: memoryview) -> int:
     """Return a new memfd that holds `data`, and can't change. Raises OSError: there are no
     descriptors or no memory left."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with Undo(os.close, descriptor):
         done = 0
         while done < len(data):
             done += os.write(descriptor, data[done:])
         seal(descriptor, FULL_SEALS | F_SEAL_SEAL)
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 

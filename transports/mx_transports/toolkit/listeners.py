@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mx.contexts import Undo
 from mx.errors import LocalError
 from mx.transport import ExposeOptions, TlsFiles
 from mx_transports.toolkit import proof
@@ -110,11 +111,8 @@ def _listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, socket.sock
 
 def _listen_at(host: str, port: int, family: int) -> tuple[socket.socket, socket.socket]:
     sock = socket.create_server((host, port), family=family, backlog=256)
-    try:
+    with Undo(sock.close):
         return sock, proof.listen(sock)
-    except BaseException:
-        sock.close()
-        raise
 
 
 @dataclass

@@ -19,6 +19,7 @@ import struct
 from dataclasses import replace
 
 from mx import forks
+from mx.contexts import Undo
 from mx.errors import PeerLostError, PeerProtocolError, PeerTimeoutError
 from mx.transport import MAX_CONTENT_BYTES, ExposeOptions, Grant
 from mx_transports.toolkit import dial, framing, kernel, unix
@@ -42,7 +43,7 @@ class _ControlPage:
     def __init__(self) -> None:
         """Raises OSError where there are no descriptors or no memory left."""
         self.descriptor = os.memfd_create(_CONTROL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with Undo(os.close, self.descriptor):
             os.ftruncate(self.descriptor, CONTROL_BYTES)
             self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
             # The mapping above stays writable; no other process gets another such.
@@ -53,9 +54,6 @@ class _ControlPage:
                 | kernel.F_SEAL_FUTURE_WRITE
                 | kernel.F_SEAL_SEAL,
             )
-        except BaseException:
-            os.close(self.descriptor)
-            raise
 
     def write(self, generation: int, ended: bool) -> None:
         CONTROL.pack_into(self._page, 0, generation, ended)

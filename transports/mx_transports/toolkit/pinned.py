@@ -75,7 +75,9 @@ class PinnedSender:
         """
         try:
             for device, run in groupby(spans, key=lambda span: span.device):
-                with contextlib.closing(_Feed(self._rings[device], run)) as feed:
+                ring = self._rings[device]
+                # The context is made current once, not for each call.
+                with ring.device.current(), contextlib.closing(_Feed(ring, run)) as feed:
                     while feed.fill(stream.wait_to_send):
                         feed.sent(
                             stream.send_while(feed.bytes(), PATIENCE_S, feed.may_wait, on_sent)

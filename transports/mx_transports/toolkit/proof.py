@@ -22,6 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
+from mx.contexts import Undo
 from mx.transport import Grant
 from mx_transports.toolkit import framing
 
@@ -53,13 +54,10 @@ def listen(listener: socket.socket) -> socket.socket:
         OSError: The port is taken for datagrams.
     """
     prover = socket.socket(listener.family, socket.SOCK_DGRAM)
-    try:
+    with Undo(prover.close):
         if listener.family == socket.AF_INET6:
             prover.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         prover.bind(listener.getsockname())
-    except BaseException:
-        prover.close()
-        raise
     return prover
 
 

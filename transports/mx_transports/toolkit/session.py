@@ -8,10 +8,12 @@ stays, idle; once all have lost theirs, or the session is closed, they fail what
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mx.errors import (
     ClosedError,
@@ -23,7 +25,7 @@ from mx.errors import (
     StaleGenerationError,
     release_frames,
 )
-from mx.transport import Grant, Read, ReportedErrors, Span, View
+from mx.transport import Cancellation, Grant, Read, ReportedErrors, Span, View
 from mx_transports.toolkit import dial
 from mx_transports.toolkit.stream import SocketStream
 
@@ -52,15 +54,13 @@ class ThreadedSession:
         self.sizes: Mapping[int, int] = dict(enumerate(grant.region_nbytes))
         self.closed = False
         #: Guards `closed` and the queue; notified when one of them changes.
-        self.lock = threading.Condition()
-        self.threads = [
-            threading.Thread(
-                target=self._main, args=(worker,), name=f"{name}-{worker}", daemon=True
-            )
-            for worker in range(workers)
-        ]
+        self._mutex = threading.RLock()  # its own, which a read enters without a call of Python
+        self.lock = threading.Condition(self._mutex)
+        self._name = name
+        self.threads = [self._thread(worker) for worker in range(workers)]
         self._queue: deque[Read] = deque()
-        self._live = self._running = workers
+        #: How many threads carry reads, how many have not ended, and how many there ever were.
+        self._live = self._running = self._numbered = workers
         self._lost = "the connection was lost"
 
     def start(self) -> None:
@@ -75,6 +75,10 @@ class ThreadedSession:
                 if thread.ident is None:
                     thread.run()  # here: it ends at once, since the session is closed
             raise
+
+    def _thread(self, worker: int) -> threading.Thread:
+        name = f"{self._name}-{worker}"
+        return threading.Thread(target=self._main, args=(worker,), name=name, daemon=True)
 
     # --- what subclasses fill in
 
@@ -118,7 +122,7 @@ class ThreadedSession:
     # --- mx.transport.Session
 
     def read(self, reads: Sequence[Read]) -> None:
-        with self.lock:
+        with self._mutex:
             if self.closed:
                 raise ClosedError(f"the session with {self.peer} is closed")
             self._queue.extend(reads)
@@ -147,6 +151,26 @@ class ThreadedSession:
     def attach(self, region: int) -> View:
         raise NotAllowedError(f"{self.peer}: region {region} can't be attached this way")
 
+    # --- for sessions that grow (`mx.transport.Growing`)
+
+    @property
+    def open_streams(self) -> int:
+        """How many threads carry reads."""
+        return self._live
+
+    def add_threads(self, workers: int) -> None:
+        """Start threads until there have been `workers`, as far as there are any to be had. Does
+        nothing once the session is closed."""
+        with self.lock, contextlib.suppress(RuntimeError):
+            while self._numbered < workers and not self.closed:
+                thread = self._thread(self._numbered)
+                thread.start()
+                self.threads.append(thread)
+                self._numbered += 1
+                self._live += 1
+                self._running += 1
+                self.depth += 2
+
     # --- for the threads
 
     def take(self, *, wait: bool = True) -> Read | None:
@@ -159,7 +183,7 @@ class ThreadedSession:
             The read, which is the thread's to complete; None once the session is closed, or where
             there is none and `wait` is False.
         """
-        with self.lock:
+        with self._mutex:
             while wait and not self._queue and not self.closed:
                 self.lock.wait()
             return self._queue.popleft() if self._queue and not self.closed else None
@@ -186,22 +210,21 @@ class ThreadedSession:
 
     def complete(self, worker: int, read: Read) -> None:
         """Check, fetch and complete a read. Raises MxError if its failure ends the connection."""
-        failure: MxError | None = PeerLostError(f"{self.peer}: abandoned", peer=self.peer)
         try:
             self.check_bounds(read)
             self.fetch(worker, read)
-            failure = None
         except OSError as error:
-            failure = dial.translate(error, self.peer, self.peer)
-            raise failure from error
+            lost = dial.translate(error, self.peer, self.peer)
+            self.fail(read, lost)
+            raise lost from error
         except MxError as error:
-            failure = error
+            self.fail(read, error)
             if self.ends_connection(error):
                 raise
-        finally:
-            if failure is not None:
-                self.fail(read, failure)
-        if failure is None:
+        except BaseException:
+            self.fail(read, PeerLostError(f"{self.peer}: abandoned", peer=self.peer))
+            raise
+        else:
             read.sink.done()
 
     def fail(self, read: Read, error: MxError) -> None:
@@ -275,7 +298,8 @@ class StreamSession(ThreadedSession):
 
     def __init__(self, name: str, grant: Grant, streams: list[SocketStream]) -> None:
         super().__init__(name, grant, len(streams))
-        self.streams = streams
+        self.streams = dict(enumerate(streams))
+        self._opening = Cancellation()
         self.depth = 2 * len(streams)
 
     def carry(self, worker: int) -> None:
@@ -295,8 +319,35 @@ class StreamSession(ThreadedSession):
 
     def abort(self) -> None:
         with self.lock:
-            for stream in self.streams:
+            self._opening.set()
+            for stream in self.streams.values():
                 stream.abort()
 
     def release(self) -> None:
         self.streams.clear()
+
+
+class GrowingSession(StreamSession):
+    """A StreamSession that opens more connections by itself (`mx.transport.Growing`): over the
+    network, as `dial.open_streams` has opened the first ones. A subclass sets `magic`, that of the
+    source's exposure; a `carry` of its own begins with `stream`."""
+
+    magic: bytes
+
+    def grow(self, streams: int) -> None:
+        self.add_threads(streams)
+
+    def carry(self, worker: int) -> None:
+        self.stream(worker)
+        super().carry(worker)
+
+    def stream(self, worker: int) -> SocketStream:
+        """Return a thread's connection, on that thread; opens it if need be. Raises MxError."""
+        if worker not in self.streams:
+            grant = replace(self.grant, streams=1, cancelled=self._opening)
+            (stream,) = dial.open_streams(self.magic, grant)
+            with self.lock:
+                self.streams[worker] = stream
+                if self.closed:
+                    stream.abort()
+        return self.streams[worker]

@@ -9,6 +9,7 @@ from operator import add
 from typing import Generic, NamedTuple, TypeVar
 
 from mx.transport import Piece, Read, ScatteredView, Span, host_view, slices
+from mx.views import located_spans
 
 View = TypeVar("View", memoryview, Span)
 
@@ -60,13 +61,29 @@ def steps(
         yield list(chain.from_iterable(map(in_place, pieces, repeat(as_view)))), landed
 
 
-def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memoryview]], int]]:
-    """Return the `steps` of a read whose destinations are in host memory.
+def host_views(read: Read, step_nbytes: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut a read as `steps` does, for a transport that fills host memory in the read's order.
+
+    Yields:
+        For each step the memory to fill, and the bytes of the read that are in place once that is
+        filled.
 
     Raises:
         LocalError: A destination is on a device. Some of the steps may have been yielded.
     """
-    return steps(read, step_nbytes, host_view)
+    views, landed, left = list[memoryview](), 0, step_nbytes
+    for piece in read.pieces:
+        for view in map(host_view, located_spans(piece.view)):
+            while view:
+                part, view = view[:left], view[left:]
+                views.append(part)
+                landed += len(part)
+                left -= len(part)
+                if not left:
+                    yield views, landed
+                    views, left = [], step_nbytes
+    if views:
+        yield views, landed
 
 
 def host_pieces(read: Read) -> Iterator[Slice[memoryview]]:

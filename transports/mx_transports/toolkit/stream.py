@@ -80,7 +80,7 @@ class SocketStream:
         """
         while True:
             try:
-                got = self._receive(view, 0)
+                got = self._receive_tls(view) if self._tls else self._sock.recv_into(view)
             except (TimeoutError, BlockingIOError):
                 continue
             if not got:
@@ -151,35 +151,27 @@ class SocketStream:
             TimeoutError: Not one byte has come for the stall timeout.
             OSError: The connection is lost.
         """
-        done, deadline = 0, 0.0
-        while done < len(view):
-            try:
-                got = self._receive(view[done:], socket.MSG_WAITALL)
-            except (TimeoutError, BlockingIOError):
-                deadline = self._check(deadline)
-                continue
-            if not got:
-                raise StreamClosed("the connection was closed")
-            done += got
-            deadline = 0.0
+        self.fill_all((view,))
 
     def fill_all(self, views: Sequence[memoryview]) -> None:
         """Fill several buffers one after the other, with few system calls. Raises as `fill`."""
-        if self._tls or len(views) == 1:
-            for view in views:
-                self.fill(view)
-            return
         for first in range(0, len(views), _MAX_BUFFERS):
-            rest, deadline = list(views[first : first + _MAX_BUFFERS]), 0.0
-            while rest:
+            rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
+            left = sum(map(len, rest))
+            while left:
                 try:
-                    got = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
-                except BlockingIOError:
+                    if self._tls:
+                        got = self._receive_tls(rest[0])
+                    else:
+                        got = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+                except (TimeoutError, BlockingIOError):
                     deadline = self._check(deadline)
                     continue
                 if not got:
                     raise StreamClosed("the connection was closed")
-                rest, deadline = _after(rest, got), 0.0
+                left, deadline = left - got, 0.0
+                if left:
+                    rest = _after(rest, got)
 
     def send_all(
         self,
@@ -354,15 +346,13 @@ class SocketStream:
     def close(self) -> None:
         self._sock.close()
 
-    def _receive(self, view: memoryview, flags: int) -> int:
-        if self._tls:
-            try:
-                return self._sock.recv_into(view)
-            except ssl.SSLWantReadError:
-                raise TimeoutError from None
-            except ssl.SSLEOFError:
-                return 0
-        return self._sock.recv_into(view, 0, flags)
+    def _receive_tls(self, view: memoryview) -> int:
+        try:
+            return self._sock.recv_into(view)
+        except ssl.SSLWantReadError:
+            raise TimeoutError from None
+        except ssl.SSLEOFError:
+            return 0
 
     def _check(self, deadline: float) -> float:
         """Return the deadline, set at the first tick without progress. Called at each such tick.
@@ -377,13 +367,13 @@ class SocketStream:
         return deadline
 
 
-def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+def _after(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """Return `views` without their first `nbytes` bytes."""
     index = 0
     while index < len(views) and nbytes >= len(views[index]):
         nbytes -= len(views[index])
         index += 1
-    rest = views[index:]
+    rest = list(views[index:])
     if nbytes:
         rest[0] = rest[0][nbytes:]
     return rest

@@ -16,6 +16,7 @@ from pathlib import Path
 from mx.core.policy import subject_shown
 from mx.errors import ConfigError, NotAllowedError
 from mx.revocations import is_revoked
+from mx.tls import new_context
 from mx.transport import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def _require_begun(certificate: str) -> None:
 
 
 def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context = new_context(server=server)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = not server
     context.hostname_checks_common_name = False

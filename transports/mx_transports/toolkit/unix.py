@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator
 
 from mx import users
+from mx.contexts import Undo
 from mx.errors import LocalError, PeerProtocolError
 from mx.transport import ExposeOptions, Grant
 from mx_transports.toolkit import dial, framing, kernel
@@ -31,12 +32,9 @@ def listen(options: ExposeOptions) -> Listeners:
     name, pid = f"mx-{secrets.token_hex(16)}", os.getpid()
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with Undo(sock.close):
             sock.bind(b"\0" + name.encode())
             sock.listen(256)
-        except BaseException:
-            sock.close()
-            raise
     except OSError as error:
         raise LocalError(f"no unix socket for readers: {error.strerror}") from error
     return Listeners([sock], {"socket": name, "pid": pid, "start_ticks": kernel.start_ticks(pid)})

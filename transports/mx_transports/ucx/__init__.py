@@ -12,7 +12,8 @@ peer that reaches it can read and write all of it. So beyond loopback the transp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import MutableSequence, Sequence
 
 from mx.core.topology import Place
 from mx.errors import LocalError, SourceError, install_hint
@@ -38,6 +39,9 @@ GB_PER_S = 2.1
 #: An RDMA port of 400 Gbit/s; the rail's own speed is the limit where it is lower.
 RDMA_GB_PER_S = 50.0
 
+#: Peers that are known to fail where a GPU's memory is read directly.
+_MOST_UNDIRECTED = 64
+
 _NOT_INSTALLED = f"NIXL is not installed (it needs no GPU): {install_hint('cuda12', 'cuda13')}"
 
 
@@ -45,6 +49,9 @@ class UcxTransport:
     """See `mx.transport.Transport`. Exposes sealed memfds."""
 
     name = "ucx"
+
+    def __init__(self) -> None:
+        self._undirected: MutableSequence[str] = deque(maxlen=_MOST_UNDIRECTED)
 
     def probe(self) -> Viable | Unavailable:
         from mx_transports.ucx import nixl
@@ -56,9 +63,11 @@ class UcxTransport:
 
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path as tcp does: between any two places with addresses; those that have none
-        but of loopback are reached on their own machine only."""
+        but of loopback are reached on their own machine only. Between the GPUs of two machines it
+        is staged, too, but over RDMA a session may fill the GPU by itself."""
         local = one_network(here, there)
-        if here.device != "cpu" or there.device != "cpu" or local is None:
+        gpus = [place.device for place in (here, there) if place.device != "cpu"]
+        if local is None or (gpus and (local or len(gpus) == 1)):
             return None
         if local:
             # They meet on loopback only if that is where one of them is.
@@ -67,11 +76,13 @@ class UcxTransport:
         return Path(
             self.name,
             GB_PER_S,
-            detail="UCX over TCP",
+            detail="UCX over TCP" + (", staged through host memory" if gpus else ""),
             medium=Medium.NETWORK,
             rdma_gb_per_s=RDMA_GB_PER_S,
+            rdma_detail="GPUDirect if it works, else RDMA and staging" if gpus else "RDMA",
             trusting=True,
             plain=True,
+            staged=bool(gpus),
         )
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
@@ -109,4 +120,4 @@ class UcxTransport:
         """
         from mx_transports.ucx.opening import open_session
 
-        return open_session(grant)
+        return open_session(grant, self._undirected)

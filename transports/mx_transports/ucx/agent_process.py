@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mx import forks
+from mx.errors import MxError
 from mx_transports.toolkit.stream import SocketStream
 from mx_transports.ucx import agent as agent_program
 from mx_transports.ucx.agent import BUSY, IDLE
@@ -26,9 +28,18 @@ _TICK_S = 1.0
 _MAX_ANSWER_BYTES = 1 << 20
 
 
+#: An allocation for `agent.OnlyGpu.open`: its size, its handle, its descriptor, -1 for none.
+GpuImport = tuple[int, str, int]
+
+
 class AgentProcess:
-    """`on_end` is called from the thread once the process is gone, `linger_s` after the last user
-    has left, or before. `error` then says why, unless `stop` was called."""
+    """`imports` returns the GPU's memory that the agent has, with new descriptors, which are closed
+    here; it raises OSError or MxError. `on_end` is called from the thread once the process is gone,
+    `linger_s` after the last user has left, or before. `error` then says why, unless `stop` was
+    called."""
+
+    #: Whether it reads, or is read from.
+    reads = False
 
     def __init__(
         self,
@@ -37,12 +48,14 @@ class AgentProcess:
         environment: Mapping[str, str],
         linger_s: float,
         on_end: Callable[[AgentProcess], None],
+        imports: Callable[[], list[GpuImport]] = list,
     ) -> None:
         self._bindings = bindings
         self._regions = list(regions)
         self._environment = dict(environment)
         self._linger_s = linger_s
         self._on_end = on_end
+        self._imports = imports
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._stopping = False
@@ -115,8 +128,9 @@ class AgentProcess:
                 if self._stopping:
                     return
             self._converse(ours)
-        except OSError as error:
-            self.error = f"it could not be started: {error.strerror or error}"
+        except (OSError, MxError) as error:
+            why = error.message if isinstance(error, MxError) else error.strerror
+            self.error = f"it could not be started: {why or error}"
         finally:
             with self._lock:
                 self._control = None
@@ -137,21 +151,33 @@ class AgentProcess:
             self._on_end(self)
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        imports = self._imports()
         arguments = {
             "bindings": self._bindings,
             "control": theirs.fileno(),
             "regions": self._regions,
+            "imports": imports,
+            "reads": self.reads,
         }
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", agent_program.__file__, json.dumps(arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=self._environment,
-            cwd="/",
-            close_fds=True,
-            pass_fds=[theirs.fileno(), *(descriptor for descriptor, _ in self._regions)],
-        )
+        passed = [fd for _, _, fd in imports if fd >= 0]
+        try:
+            # All users can read a process's arguments, and handles open a GPU's memory.
+            with open(os.memfd_create("mx-agent"), "w+b") as said:
+                said.write(json.dumps(arguments).encode())
+                said.seek(0)
+                return subprocess.Popen(
+                    [sys.executable, "-I", "-S", agent_program.__file__],
+                    stdin=said,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=self._environment,
+                    cwd="/",
+                    close_fds=True,
+                    pass_fds=[theirs.fileno(), *(fd for fd, _ in self._regions), *passed],
+                )
+        finally:
+            for descriptor in passed:
+                os.close(descriptor)
 
     def _converse(self, ours: socket.socket) -> None:
         if not self._hear_answer(ours):

@@ -8,18 +8,21 @@ process that has had the metadata, or guesses at it, can read the exposed region
 that agent's process lives, and can end it. So it ends when a grant is withdrawn from a connected
 reader with no other there, some time after the last reader has left, and with the exposure; what
 honest readers read is void the moment that the grant or the generation is.
+
+A GPU's memory may be read by RDMA, too: through an agent that has it itself, for one reader, with
+whose connection it ends (`mx_transports.ucx.direct`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mx import config
-from mx.errors import LocalError, NotAllowedError
+from mx.errors import LocalError, MxError, NotAllowedError
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
@@ -31,6 +34,7 @@ from mx_transports.ucx import nixl
 from mx_transports.ucx.agent_process import AgentProcess
 from mx_transports.ucx.wire import (
     BEGIN,
+    DIRECT,
     END,
     FAILED,
     INFO,
@@ -42,10 +46,12 @@ from mx_transports.ucx.wire import (
     AgentInfo,
     AgentRegion,
     devices_at,
+    goes_direct,
 )
 
 if TYPE_CHECKING:
     from mx_transports.toolkit.slots import SlotSteps, StagingSlots
+    from mx_transports.ucx.direct import DirectAgents
 
 #: How long an agent outlives its last reader, so that the next one does not wait for another.
 LINGER_S = 30.0
@@ -77,6 +83,8 @@ class UcxExposure(SocketExposure):
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"ucx exposes at most {MAX_REGIONS} regions, not {len(regions)}")
         self._slots: StagingSlots | None = None
+        self._direct: DirectAgents | None = None
+        self._setting = options.setting
         self._bindings = bindings
         self._place = options.place
         self._agents: dict[str, AgentProcess] = {}
@@ -86,9 +94,11 @@ class UcxExposure(SocketExposure):
         with contextlib.ExitStack() as undo:
             if any(devices_of(region.view) for region in regions):
                 from mx_transports.toolkit.slots import StagingSlots
+                from mx_transports.ucx.direct import DirectAgents
 
                 self._slots = slots = StagingSlots(regions, options)
                 undo.callback(slots.close)
+                self._direct = DirectAgents(regions, bindings, self._keep_thread)
                 self._mapped = [(slots.memfd, slots.nbytes)]
                 self._regions = [(region.index, len(region.view)) for region in regions]
             else:
@@ -112,11 +122,15 @@ class UcxExposure(SocketExposure):
             agents = list(self._agents.values())
         for agent in agents:
             agent.stop()
+        if self._direct is not None:
+            self._direct.close()
 
     # --- mx_transports.toolkit.exposure
 
     def released(self) -> None:
         self._regions.clear()
+        if self._direct is not None:
+            self._direct.release()
         if self._slots is not None:
             self._slots.close()
 
@@ -129,10 +143,7 @@ class UcxExposure(SocketExposure):
             _tell(stream, FAILED, b"it has no agent: the last ones have died, or can't be started")
             return
         try:
-            while not agent.settled.wait(STARTING_EVERY_S):
-                _tell(stream, STARTING)
-            if agent.ended:
-                _tell(stream, FAILED, f"its agent: {agent.error or 'ended'}".encode())
+            if not _started(stream, agent):
                 return
             _tell(stream, READY, self._info(agent, host).encode())
             self._answer_reads(stream, grant, agent)
@@ -160,7 +171,7 @@ class UcxExposure(SocketExposure):
             agent = AgentProcess(
                 self._bindings,
                 self._mapped,
-                _environment(devices_at(self._place, host)),
+                nixl.agent_environment(devices_at(self._place, host)),
                 LINGER_S,
                 self._agent_ended,
             )
@@ -186,13 +197,41 @@ class UcxExposure(SocketExposure):
             for index, nbytes in self._regions
         }
         slot_bytes = self._slots.slot_bytes if self._slots is not None else 0
-        return AgentInfo(agent.metadata, regions, devices_at(self._place, host), slot_bytes)
+        devices = devices_at(self._place, host)
+        direct = self._direct is not None and goes_direct(self._setting, devices)
+        return AgentInfo(agent.metadata, regions, devices, slot_bytes, direct)
+
+    def _start_direct(self, stream: SocketStream) -> AgentProcess | None:
+        """Give the reader an agent that has the GPU's memory, or the reason why there is none."""
+        devices = devices_at(self._place, stream.local_host)
+        with contextlib.ExitStack() as undo:
+            try:
+                if self._direct is None or not goes_direct(self._setting, devices):
+                    raise LocalError("its GPU's memory is not read directly")
+                agent = self._direct.start(devices)
+                undo.callback(agent.stop)
+                if not _started(stream, agent):
+                    return None
+                places = self._direct.places(agent)
+            except MxError as error:
+                _tell(stream, FAILED, error.message.encode())
+                return None
+            info = AgentInfo(agent.metadata, {}, devices, places=places)
+            agent.count_reads(+1)  # its reader is not long without any
+            _tell(stream, READY, info.encode())
+            undo.pop_all()
+        return agent
+
+    def _keep_thread(self, thread: threading.Thread) -> None:
+        with self.lock:
+            self.keep(thread)
 
     # --- reads
 
     def _answer_reads(self, stream: SocketStream, grant: GrantState, agent: AgentProcess) -> None:
         request = memoryview(bytearray(REQUEST.size))
         running: set[int] = set()
+        direct: AgentProcess | None = None
         turns = self._turns(grant)
         try:
             while True:
@@ -207,11 +246,18 @@ class UcxExposure(SocketExposure):
                 if pieces > (MAX_PIECES if turns is not None and kind == BEGIN else 0):
                     return  # Not one of ours; what follows can't be made sense of.
                 table = memoryview(stream.receive(pieces * PIECE.size))
+                if kind == DIRECT and not running:
+                    if direct is None:
+                        direct = self._start_direct(stream)
+                    else:
+                        direct.stop()
+                        direct = None
+                    continue
                 if kind == BEGIN and number not in running and len(running) < MAX_RUNNING:
                     running.add(number)
                     agent.count_reads(+1)
                     self.count_reads(grant, +1)
-                    if turns is not None:
+                    if turns is not None and pieces:
                         turns.begin(number, generation, table)
                         continue
                 elif kind == END and number in running:
@@ -226,6 +272,8 @@ class UcxExposure(SocketExposure):
         finally:
             agent.count_reads(-len(running))
             self.count_reads(grant, -len(running))
+            if direct is not None:
+                direct.stop()
             if turns is not None:
                 turns.close()
 
@@ -247,15 +295,13 @@ def _sealed(region: ExposedRegion) -> tuple[int, int]:
     return len(region.view), region.memfd
 
 
-def _environment(devices: Sequence[str]) -> dict[str, str]:
-    """Return all that an agent's process gets of an environment: UCX's settings."""
-    ours = {f"UCX_{name}": value for name, value in nixl.UCX_SETTINGS.items()}
-    if devices:
-        ours["UCX_NET_DEVICES"] = ",".join(devices)
-    # A GPU's driver has no part in host memory.
-    ours["CUDA_VISIBLE_DEVICES"] = ""
-    theirs = config.inherited("UCX_", "NIXL_", "LD_LIBRARY_PATH")
-    return {**nixl.LIBRARY_SETTINGS, **ours, **theirs}
+def _started(stream: SocketStream, agent: AgentProcess) -> bool:
+    """Wait until an agent is ready. Return False, and tell the reader why, if it never will be."""
+    while not agent.settled.wait(STARTING_EVERY_S):
+        _tell(stream, STARTING)
+    if agent.ended:
+        _tell(stream, FAILED, f"its agent: {agent.error or 'ended'}".encode())
+    return not agent.ended
 
 
 def _tell(stream: SocketStream, kind: int, data: bytes = b"") -> None:

@@ -61,6 +61,13 @@ UCX_SETTINGS = {
     "PROTOS": "?e*",
 }
 
+#: Beside those, of agents in processes of their own that have memory of a GPU: with UCX's modules
+#: for CUDA; without `cuda_ipc`, which exports memory again that is another process's; and with no
+#: cache of what is device memory, which sees all of it only where CUDA's runtime is loaded, too.
+GPU_SETTINGS = {"MODULES": "all", "TLS": "^sm,cuda_ipc", "MEMTYPE_CACHE": "n"}
+#: What agents in processes of their own inherit.
+INHERITED = ["UCX_", "NIXL_", "LD_LIBRARY_PATH"]
+
 #: Between two looks at everything else: one of UCX's own turns is done in about 50 us.
 POLL_S = 1e-3
 
@@ -121,6 +128,22 @@ def engine_config(device: str) -> str:
     most ("" for all there are)."""
     settings = UCX_SETTINGS | ({"NET_DEVICES": device} if device else {})
     return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def agent_environment(devices: Sequence[str], gpu: str = "") -> dict[str, str]:
+    """Return all that an agent's process gets of an environment: settings of UCX and CUDA.
+
+    Args:
+        devices: UCX's names of the devices to use; empty for all there are.
+        gpu: The UUID of the GPU whose memory the agent has, "" for none: then the GPUs' driver has
+            no part in it.
+    """
+    settings = UCX_SETTINGS | ({"NET_DEVICES": ",".join(devices)} if devices else {})
+    ours = {
+        f"UCX_{name}": value for name, value in (settings | (GPU_SETTINGS if gpu else {})).items()
+    }
+    ours["CUDA_VISIBLE_DEVICES"] = gpu
+    return {**LIBRARY_SETTINGS, **ours, **config.inherited(*INHERITED)}
 
 
 def memlock_hint() -> str:

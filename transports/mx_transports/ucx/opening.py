@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
+from functools import partial
+
 from mx.errors import NotAllowedError, PeerProtocolError, PeerRefusedError
 from mx.transport import Grant
 from mx_transports.toolkit import dial, framing
@@ -19,12 +22,19 @@ from mx_transports.ucx.wire import (
     AgentInfo,
     decode_info,
     devices_at,
+    goes_direct,
     reader_device,
 )
 
 
-def open_session(grant: Grant) -> UcxSession:
-    """Connect to an exposure. Raises as `UcxTransport.open`."""
+def open_session(grant: Grant, undirected: MutableSequence[str]) -> UcxSession:
+    """Connect to an exposure. Raises as `UcxTransport.open`.
+
+    Args:
+        grant: The grant.
+        undirected: The peers whose GPU's memory is not read directly, since that has failed. A
+            session in which it fails adds its own.
+    """
     ticket = framing.decode_ticket(grant.ticket, grant.peer)
     addresses = dial.addresses(ticket, grant)
     beyond = [host for host, _ in addresses if not is_loopback(host)]
@@ -47,6 +57,16 @@ def open_session(grant: Grant) -> UcxSession:
         if needed != device:
             agent.close()
             agent = nixl.TargetAgent(grant.peer, needed)
+        direct = None
+        wanted = info.direct and grant.device != "cpu" and grant.peer not in undirected
+        if wanted and goes_direct(grant.setting, (needed,)):
+            from mx_transports.ucx import direct_session
+
+            failed = partial(undirected.append, grant.peer)
+            direct = direct_session.open_direct(grant, stream, info, needed, _receive_info, failed)
+        if direct is not None:
+            agent.close()
+            return direct_session.DirectSession(grant, stream, *direct, failed)
         agent.connect(info.metadata)
     except BaseException as error:
         stream.close()

@@ -21,7 +21,7 @@ from mx.units import MIB
 from mx_transports.toolkit import dial, framing
 from mx_transports.toolkit.pieces import MAX_SPANS, encode_request
 from mx_transports.toolkit.session import StreamSession
-from mx_transports.toolkit.slicing import Slice, host_steps
+from mx_transports.toolkit.slicing import Slice, steps
 from mx_transports.toolkit.stream import SocketStream
 from mx_transports.ucx.nixl import AddressRange, Pin, TargetAgent
 from mx_transports.ucx.wire import BEGIN, END, REQUEST, RESPONSE, AgentInfo
@@ -142,21 +142,21 @@ log = logging.getLogger("mx.transports.ucx")
 
 
 #: Contiguous parts of a read, and the payload bytes when they and all before them are in place.
-_Step = tuple[list[Slice[memoryview]], int]
+_Step = tuple[list[Slice[Any]], int]
 
 
 class _Reading(ReportedRead):
     """A read, and what is left of it: its `steps`, and the number of `flights` under way."""
 
-    def __init__(self, read: Read, step_nbytes: int) -> None:
+    def __init__(self, read: Read, step_nbytes: int, as_view: Callable[[Span], Any]) -> None:
         super().__init__(read)
-        self.steps: Iterator[_Step] = host_steps(read, step_nbytes)
+        self.steps: Iterator[_Step] = steps(read, step_nbytes, as_view)
         self.flights = 0
         self.begun_all = False
         self.refused = framing.OK
 
 
-class _Flight:
+class Flight:
     """What was begun with the source: a read, or a step of it that comes through a slot.
 
     `landings` are (handle, payload bytes when it is done); `address` is where the bytes are, unless
@@ -180,6 +180,9 @@ class _Flight:
 class UcxSession(StreamSession):
     """Destinations are registered once, if the session was given an arena, else read by read."""
 
+    #: Returns the view that a read has for a destination; raises LocalError.
+    as_view: Callable[[Span], Any] = staticmethod(host_view)
+
     def __init__(
         self, grant: Grant, stream: SocketStream, agent: TargetAgent, info: AgentInfo
     ) -> None:
@@ -193,7 +196,7 @@ class UcxSession(StreamSession):
         self._reading: _Reading | None = None  # which is begun step by step
         self._arena: Pin | None = None
         self._arena_registered = False
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._number = 0
         self._received = bytearray()
         self._answers = memoryview(bytearray(64 * RESPONSE.size))
@@ -218,7 +221,7 @@ class UcxSession(StreamSession):
         failure: SourceError = PeerLostError(f"{self.peer}: abandoned", peer=self.peer)
         try:
             while self._take_reads():
-                self._turn()
+                self.turn()
         except OSError as error:
             failure = dial.translate(error, self.peer, self.peer)
             raise failure from error
@@ -294,7 +297,7 @@ class UcxSession(StreamSession):
                 if idle:
                     self._moved_s = time.monotonic()
                 step_nbytes = min(STEP_BYTES, self._slot_bytes or STEP_BYTES)
-                self._reading = _Reading(read, step_nbytes)
+                self._reading = _Reading(read, step_nbytes, self.as_view)
             self._begin(self._reading)
         return True
 
@@ -311,10 +314,10 @@ class UcxSession(StreamSession):
             self._reading = None
         self._number = (self._number + 1) & framing.MAX_U32
         reading.flights += 1
-        self._flights.append(_Flight(self._number, reading, steps))
+        self._flights.append(Flight(self._number, reading, steps))
         self._send(BEGIN, self._number, pieces)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """One look at everything that may have moved."""
         if self.closed:
             raise PeerLostError("closed", peer=self.peer)
@@ -366,7 +369,7 @@ class UcxSession(StreamSession):
             self._answered(flight, status, address)
         return True
 
-    def _answered(self, flight: _Flight, status: int, address: int) -> None:
+    def _answered(self, flight: Flight, status: int, address: int) -> None:
         reading = flight.reading
         reading.refused = reading.refused or status
         if not flight.begun and status == framing.OK:
@@ -403,14 +406,19 @@ class UcxSession(StreamSession):
                     flight.posted_all = True
                     break
                 parts, landed = step
-                local = [self._local(flight, part) for part in parts]
-                remote = self._remote(flight, parts)
-                flight.landings.append((self._agent.post(local, remote), landed))
+                handle = self._agent.post(*self.ranges(flight, parts))
+                flight.landings.append((handle, landed))
                 under_way += 1
                 posted = True
         return posted
 
-    def _remote(self, flight: _Flight, parts: Sequence[Slice[memoryview]]) -> list[AddressRange]:
+    def ranges(
+        self, flight: Flight, parts: Sequence[Slice[Any]]
+    ) -> tuple[list[AddressRange], list[AddressRange]]:
+        """Return where parts end here, and where they begin at the source's agent."""
+        return [self._local(flight, part) for part in parts], self._remote(flight, parts)
+
+    def _remote(self, flight: Flight, parts: Sequence[Slice[memoryview]]) -> list[AddressRange]:
         if not self._slot_bytes:
             return [
                 AddressRange(self._regions[part.region].address + part.offset, len(part.view))
@@ -419,7 +427,7 @@ class UcxSession(StreamSession):
         lengths = [len(part.view) for part in parts]
         return list(map(AddressRange, accumulate(lengths, initial=flight.address), lengths))
 
-    def _local(self, flight: _Flight, part: Slice[memoryview]) -> AddressRange:
+    def _local(self, flight: Flight, part: Slice[memoryview]) -> AddressRange:
         pin = Pin(part.view)
         flight.pins.append(pin)
         arena = self._arena
@@ -437,7 +445,7 @@ class UcxSession(StreamSession):
         flight.registered.append(self._agent.register(pin.range))
         return pin.range
 
-    def _unregister(self, flight: _Flight) -> None:
+    def _unregister(self, flight: Flight) -> None:
         for descs in flight.registered:
             self._agent.deregister(descs)
         flight.registered.clear()

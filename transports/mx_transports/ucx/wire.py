@@ -10,14 +10,20 @@ Where the source's memory is a GPU's, `slot_bytes` in INFO is not 0, and no regi
 Then BEGIN names pieces (`mx_transports.toolkit.pieces`) of at most so many bytes together, and the
 answer says where in the agent's memory they are, one after the other; END gives that place back.
 An answer WAITING comes before, once or more, where many small pieces take long to copy.
+
+Where INFO says `direct`, a reader may ask (DIRECT) for an agent of its own that has the GPU's
+memory itself; INFO frames answer, with the places that the regions lie in there. BEGIN names no
+pieces then. A second DIRECT, which has no answer, gives the agent back: a read that was tried with
+it failed.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.core.topology import Nic, Place
@@ -32,10 +38,10 @@ MAGIC = b"mxucx\0\0\2"
 INFO = struct.Struct("!BI")
 STARTING, READY, FAILED = 0, 1, 2
 MAX_INFO_BYTES = 1 << 20
-#: BEGIN or END, a number of the reader's own, the generation that it planned on, and the number of
-#: pieces that follow.
+#: BEGIN, END or DIRECT, a number of the reader's own, the generation that it planned on, and the
+#: number of pieces that follow.
 REQUEST = struct.Struct("!BIQI")
-BEGIN, END = 1, 2
+BEGIN, END, DIRECT = 1, 2, 3
 #: The number, a status of `framing`, and where the bytes are if BEGIN has named pieces.
 RESPONSE = struct.Struct("!IIQ")
 #: Smaller slots would make a read a matter of messages.
@@ -50,15 +56,27 @@ class AgentRegion:
     nbytes: int
 
 
+class GpuPlace(NamedTuple):
+    """`nbytes` from `offset` of a region are at `address` in the agent's process."""
+
+    region: int
+    offset: int
+    address: int
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class AgentInfo:
     """An agent as its readers see it. `devices` are UCX's names of what it listens on; `slot_bytes`
-    is 0 if the agent has the regions themselves."""
+    is 0 if the agent has the regions themselves. `direct`: another one that has the GPU's memory
+    may be asked for, which has `places`, in order."""
 
     metadata: bytes
     regions: dict[int, AgentRegion]
     devices: tuple[str, ...]
     slot_bytes: int = 0
+    direct: bool = False
+    places: tuple[GpuPlace, ...] = ()
 
     def encode(self) -> bytes:
         document = {
@@ -66,6 +84,8 @@ class AgentInfo:
             "regions": [[index, r.address, r.nbytes] for index, r in self.regions.items()],
             "devices": self.devices,
             "slot_bytes": self.slot_bytes,
+            "direct": self.direct,
+            "places": self.places,
         }
         return json.dumps(document).encode()
 
@@ -76,21 +96,40 @@ def decode_info(data: bytes, peer: str) -> AgentInfo:
         check_json(data, most_nbytes=MAX_TICKET_PARSED_BYTES)
         document = json.loads(data)
         regions = {}
-        for index, address, nbytes in document["regions"]:
-            if not all(type(n) is int and n >= 0 for n in (index, address, nbytes)):
-                raise ValueError("not a number")
-            if address + nbytes > 1 << 64:
-                raise ValueError("beyond all memory")
+        listed = document["regions"]
+        # Sources of earlier releases have no places.
+        places = [GpuPlace(*fields) for fields in document.get("places", ())]
+        numbers = [*listed, *places]
+        if not all(type(n) is int and n >= 0 for fields in numbers for n in fields):
+            raise ValueError("not a number")
+        if any(fields[-2] + fields[-1] > 1 << 64 for fields in numbers):
+            raise ValueError("beyond all memory")
+        for index, address, nbytes in listed:
             regions[index] = AgentRegion(address, nbytes)
         devices = tuple(str(name) for name in document["devices"])
         slot_bytes = document["slot_bytes"]
         if type(slot_bytes) is not int or 0 != slot_bytes < MIN_SLOT_BYTES:
             raise ValueError("too small a slot")
-        return AgentInfo(bytes.fromhex(document["metadata"]), regions, devices, slot_bytes)
+        metadata, direct = bytes.fromhex(document["metadata"]), document.get("direct") is True
+        return AgentInfo(metadata, regions, devices, slot_bytes, direct, tuple(sorted(places)))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerProtocolError(
             f"{peer}: its description of its UCX agent can't be read", peer=peer
         ) from error
+
+
+def goes_direct(setting: Callable[[str], Any], devices: Sequence[str]) -> bool:
+    """Return True if an agent that uses these devices may have a GPU's memory itself.
+
+    Args:
+        setting: Returns the value of a setting by its name.
+        devices: UCX's names of them.
+    """
+    try:
+        wanted = setting("gpudirect")
+    except KeyError:
+        wanted = "auto"
+    return wanted == "always" or (wanted == "auto" and any(":" in name for name in devices))
 
 
 def nic_of(place: Place, host: str) -> Nic | None:

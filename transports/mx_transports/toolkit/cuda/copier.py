@@ -11,20 +11,22 @@ import contextlib
 import ctypes
 import select
 import threading
+from collections.abc import Callable
 from itertools import chain
 
 from mx.cuda.device import CudaEvent, CudaStream, Device, PinnedMemory
-from mx.errors import LocalError, PeerRefusedError
+from mx.cuda.vmm import HOST
+from mx.errors import LocalError
 from mx.transport import DeviceView, Span
 from mx.units import MIB
 from mx_transports.toolkit import kernel
+from mx_transports.toolkit.cuda.hosts import HostSide
 from mx_transports.toolkit.cuda.remote import RemoteMemory
 from mx_transports.toolkit.cuda.wire import RegionKind, RemoteRegion
 from mx_transports.toolkit.slicing import Slice
 
-#: Of steps that go straight from GPU to GPU. At half of an H200's 4.8 TB/s (its datasheet) this
-#: takes 28 us, no more than what a step costs in Python: it can't be smaller.
-DIRECT_STEP_BYTES = 64 * MIB
+#: Of steps that go straight from GPU to GPU: all of a trip.
+DIRECT_STEP_BYTES = 256 * MIB
 #: Of steps through pinned memory: its cost against what a step costs in Python. About 80 us of a
 #: PCIe 5 x16 link.
 STAGED_STEP_BYTES = 4 * MIB
@@ -54,28 +56,48 @@ class _Stage:
 
 class Copier:
     """One thread's streams and stages. `target` is the GPU that destinations are on; None: the
-    host. `home` is the GPU whose context is current where `start` and `finish` are called.
+    host. `home` is the GPU whose context is current where `start` and `finish` are called. `host`
+    knows what of the host's memory is reached in place; all else goes through stages of
+    `step_nbytes`.
 
     `start` is called with `lock` held; a thread that holds it, and has seen `ended`, knows that
     nothing is queued any more. Raises CudaError throughout.
     """
 
     def __init__(
-        self, remote: RemoteMemory, target: Device | None, home: Device, step_nbytes: int
+        self,
+        remote: RemoteMemory,
+        host: HostSide,
+        target: Device | None,
+        home: Device,
+        step_nbytes: int,
     ) -> None:
         self.home = home
         self.lock = threading.Lock()
         self.ended = False
         self.poll = select.poll()
         self._remote = remote
+        self._host = host
         self._target = target
         self._step_nbytes = step_nbytes
         self._streams: dict[int, CudaStream] = {}
         self._stages = [_Stage() for _ in range(STAGES)]
         remote.register(self.poll)
 
-    def start(self, number: int, parts: list[Slice[Span]]) -> None:
-        """Queue step `number`'s copies; `number - STAGES` has been finished."""
+    def start(
+        self,
+        number: int,
+        parts: list[Slice[Span]],
+        behind: Callable[[int], None] | None = None,
+    ) -> None:
+        """Queue step `number`'s copies; `number - STAGES` has been finished.
+
+        Args:
+            number: The step's.
+            parts: What it copies.
+            behind: Called with the handle of `home`'s stream once they are queued, and those of
+                the read's earlier steps; what it queues belongs to the step.
+        """
         stage = self._stages[number % STAGES]
         at = 0
         for part in parts:
@@ -84,6 +106,10 @@ class Copier:
                 at = self._from_device(stage, at, region, part)
             else:
                 at = self._from_host(stage, at, region, part)
+        if behind is not None:
+            stream = self._stream(self.home)
+            stage.touch(stream)
+            behind(stream.handle)
         for stream in stage.streams:
             self._record(stage, stream)
 
@@ -140,14 +166,25 @@ class Copier:
         maps = self._remote.maps
         done = 0
         for run, source, nbytes in chain.from_iterable(
-            maps.pieces(*place) for place in self._parts(region, part)
+            maps.pieces(*place)
+            for place in self._remote.places(region, part.offset, len(part.view))
         ):
             span = part.view[done : done + nbytes]
             done += nbytes
             if isinstance(span, DeviceView) and run.device is self._target:
-                stream = self._stream(self._target)
+                stream, driver = self._stream(self._target), self._target.driver
+                copy = driver.copy if run.uuid == HOST else driver.copy_dtod
                 with self._on(self._target):
-                    self._target.driver.copy_dtod(span.address, source, nbytes, stream.handle)
+                    copy(span.address, source, nbytes, stream.handle)
+                stage.touch(stream)
+                continue
+            there = None if isinstance(span, DeviceView) else self._host.destination(span)
+            if there is not None:
+                stream = self._stream(run.device)
+                with self._on(run.device):
+                    for address, part_nbytes in there:
+                        run.device.driver.copy_dtoh(address, source, part_nbytes, stream.handle)
+                        source += part_nbytes
                 stage.touch(stream)
                 continue
             middle, device = self._memory(stage, run.device) + at, run.device
@@ -162,17 +199,16 @@ class Copier:
             at += nbytes
         return at
 
-    def _parts(self, region: RemoteRegion, part: Slice[Span]) -> list[tuple[int, int]]:
-        try:
-            return list(region.parts(part.offset, len(part.view)))
-        except ValueError as error:
-            peer = self._remote.peer
-            raise PeerRefusedError(f"{peer} by {self._remote.path}: {error}", peer=peer) from error
-
     def _from_host(self, stage: _Stage, at: int, region: RemoteRegion, part: Slice[Span]) -> int:
         span, nbytes = part.view, len(part.view)
         if not isinstance(span, DeviceView) or self._target is None:
             raise LocalError(f"{self._remote.path} needs a GPU's memory at one side at least")
+        there = self._host.source(part)
+        if there is not None:
+            for address, part_nbytes in there:
+                self._onwards(stage, address, span[:part_nbytes], None)
+                span = span[part_nbytes:]
+            return at
         middle = self._memory(stage, self._target) + at
         view = stage.view[at : at + nbytes]
         if region.where is RegionKind.MEMFD:
@@ -186,7 +222,7 @@ class Copier:
     def _onwards(
         self, stage: _Stage, middle: int, span: DeviceView, after: CudaEvent | None
     ) -> None:
-        """Queue a copy from the stage's memory to the target, once `after` has happened."""
+        """Queue a copy from pinned memory to the target, once `after` has happened."""
         device = self._target
         assert device is not None
         stream = self._stream(device)

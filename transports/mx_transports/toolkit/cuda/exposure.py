@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from mx.contexts import Undo
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, relaxed
 from mx.cuda.errors import GONE_CODES, CudaError
+from mx.cuda.vmm import HOST, DriverHostMemory, driver_host_memory
 from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView
 from mx.views import located_spans
@@ -35,20 +38,26 @@ class Exports:
     addresses. That of cuMemAlloc lives as long as the spans' owners, which the caller keeps.
     """
 
-    def __init__(self, spans: Sequence[DeviceView]) -> None:
-        """Raises LocalError, CudaError or ConfigError where memory can't be exported."""
-        self.driver = cuda.load() if spans else None
+    def __init__(
+        self, spans: Sequence[DeviceView], host: Mapping[int, DriverHostMemory] | None = None
+    ) -> None:
+        """`host` is memory that the driver made, by address, to be exported too. Raises LocalError,
+        CudaError or ConfigError where memory can't be exported."""
+        self.driver = cuda.load() if spans or host else None
         self._devices: dict[str, Device] = {}
         self._handles: dict[int, int] = {}  # by base
         self._found: dict[int, Allocation] = {}
-        try:
+        with Undo(self.close):
             reached: dict[str, int] = {}  # the end of the last allocation, by device
             for span in sorted(spans, key=lambda span: span.address):
                 at = max(span.address, reached.get(span.device, 0))
                 reached[span.device] = self._cover(span.device, at, span.address + len(span))
-        except BaseException:
-            self.close()
-            raise
+            for made in (host or {}).values():
+                assert self.driver is not None
+                with relaxed(self.driver):
+                    self._handles[made.address] = self.driver.vmm_retain(made.address)
+                found = Allocation(Export.FD, HOST, made.address, made.nbytes)
+                self._found[made.address] = found
         self.allocations = sorted(self._found.values(), key=lambda found: found.base)
 
     def _cover(self, key: str, at: int, end: int) -> int:
@@ -86,7 +95,7 @@ class Exports:
 
     @property
     def uuids(self) -> list[str]:
-        return sorted({device.uuid for device in self._devices.values()})
+        return sorted({found.uuid for found in self.allocations})
 
     def descriptor(self, allocation: Allocation) -> int:
         """Return a new descriptor of an allocation that is exported by one. The caller closes
@@ -123,14 +132,16 @@ class GpuExposure(LocalExposure):
         self._on_lost = options.on_lost
         # Kept for the memory's sake: their owners free it.
         self._offered = list(regions)
-        self._regions = [_described(region) for region in regions]
+        host = {each.index: memory for each in regions if (memory := _driver_made(each))}
+        self._regions = [_described(region, region.index in host) for region in regions]
         self._exports = Exports(
             [
                 span
                 for region in regions
                 for span in located_spans(region.view)
                 if isinstance(span, DeviceView)
-            ]
+            ],
+            {memory.address: memory for memory in host.values()},
         )
         try:
             super().__init__(name=f"mx-{name}-source", magic=magic, options=options)
@@ -156,7 +167,7 @@ class GpuExposure(LocalExposure):
     # --- one reader's connection
 
     def serve(self, stream: SocketStream, grant: GrantState) -> None:
-        self._greet(stream, grant)
+        hands = self._greet(stream, grant)
         busy, held, said = False, False, memoryview(bytearray(1))
         let_go_by = 0.0
         try:
@@ -171,36 +182,28 @@ class GpuExposure(LocalExposure):
                     if time.monotonic() >= let_go_by:
                         return
                     continue
+                if said == wire.WANTED:
+                    self._hand_over(stream, hands, refuse=grant.revoked and not held)
+                    continue
                 # Who holds the memory beyond its session may be reading it at any time.
                 held = held or said == wire.HELD
                 if busy != (held or said == wire.BUSY):
                     busy = not busy
                     self.count_reads(grant, 1 if busy else -1)
         finally:
+            if hands is not None:
+                hands.close()
             if busy:
                 self.count_reads(grant, -1)
 
-    def _greet(self, stream: SocketStream, grant: GrantState) -> None:
+    def _greet(self, stream: SocketStream, grant: GrantState) -> SocketStream | None:
+        """Describe the memory to a reader. Return the socket for descriptors, if there are any."""
         allocations = self._exports.allocations
         if not self.send_control(
             stream, grant, wire.GREETING.pack(len(allocations), len(self._regions))
         ):
-            return
-        for first in range(0, len(allocations), BATCH):
-            batch = allocations[first : first + BATCH]
-            descriptors: list[int] = []
-            try:
-                for found in batch:
-                    if found.export is Export.FD:
-                        descriptors.append(self._exports.descriptor(found))
-                stream.send_descriptors(b"".join(found.pack() for found in batch), descriptors)
-            except CudaError as error:
-                if error.code in GONE_CODES:
-                    self._on_lost(error)
-                raise ConnectionAbortedError(str(error)) from error
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+            return None
+        stream.send_all([b"".join(found.pack() for found in allocations)])
         for first in range(0, len(self._regions), BATCH):
             regions = self._regions[first : first + BATCH]
             stream.send_descriptors(
@@ -209,10 +212,52 @@ class GpuExposure(LocalExposure):
             )
         places = [region.places.pack() for region in self._regions if region.places is not None]
         stream.send_all([columns for columns in places if columns])
+        if not any(found.export is Export.FD for found in allocations):
+            stream.send_all([wire.HANDED])
+            return None
+        ours, theirs = socket.socketpair()
+        hands = SocketStream(ours, self.stall_timeout_s)
+        with theirs, Undo(hands.close):
+            stream.send_descriptors(wire.HANDED, [theirs.fileno()])
+        return hands
+
+    def _hand_over(self, stream: SocketStream, hands: SocketStream | None, *, refuse: bool) -> None:
+        """Send a reader the descriptors that it wants; `refuse`: none of them.
+
+        Raises:
+            OSError: It asks for what there is not, or the connection has ended.
+        """
+        count = stream.receive(1)[0]
+        numbers = wire.NUMBER.iter_unpack(stream.receive(wire.NUMBER.size * count))
+        descriptors: list[int] = []
+        try:
+            for (number,) in () if refuse else numbers:
+                found = self._exports.allocations[number]
+                descriptors.append(self._exports.descriptor(found))
+            if hands is not None:
+                hands.send_descriptors(wire.HANDED, descriptors)
+        except LookupError as error:
+            raise ConnectionAbortedError("a reader wants what there is not") from error
+        except CudaError as error:
+            if error.code in GONE_CODES:
+                self._on_lost(error)
+            raise ConnectionAbortedError(str(error)) from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
-def _described(region: ExposedRegion) -> RemoteRegion:
+def _driver_made(region: ExposedRegion) -> DriverHostMemory | None:
+    """Return the memory of a region in the host that the driver made; None for other memory."""
+    if not isinstance(region.view, memoryview) or not region.view:
+        return None
+    return driver_host_memory(region.address)
+
+
+def _described(region: ExposedRegion, driver_made: bool) -> RemoteRegion:
     nbytes = len(region.view)
+    if driver_made:
+        return RemoteRegion(region.index, region.address, nbytes, RegionKind.DEVICE)
     if isinstance(region.view, ScatteredView):
         places = ScatterTable.of(region.view)
         return RemoteRegion(region.index, 0, nbytes, RegionKind.SCATTERED, places=places)

@@ -10,9 +10,10 @@ from mx.core.topology import Gpu, GpuPeer, Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, find_ordinal
 from mx.cuda.errors import CudaError
+from mx.cuda.vmm import HOST
 from mx.errors import ConfigError, PathError
 from mx.transport import Grant, Unavailable, Viable
-from mx_transports.toolkit.cuda.maps import Maps
+from mx_transports.toolkit.cuda.hosts import DEFAULT_OPTIONS, HostOptions
 from mx_transports.toolkit.cuda.remote import GpuTicket, RemoteMemory, translated
 from mx_transports.toolkit.cuda.session import GpuSession
 from mx_transports.toolkit.reach import same_user
@@ -47,10 +48,14 @@ def links(here: Place, there: Place) -> list[tuple[Gpu, GpuPeer]]:
 
 class Devices:
     """The GPUs of one session, each opened once. Opening makes a context, which takes some hundred
-    MB of the GPU's memory: only what copies needs one."""
+    MB of the GPU's memory: only what copies needs one.
+
+    Both the session and the source's memory use them, and each calls `close` at its end: attached
+    memory may be opened after the session's."""
 
     def __init__(self, path: str, peer: str) -> None:
         self.path, self.peer = path, peer
+        self._users = [None, None]
         with translated(path, peer):
             self.driver = cuda.load()
         self._opened: dict[str, Device] = {}
@@ -93,6 +98,11 @@ class Devices:
         return list(self._opened.values())
 
     def close(self) -> None:
+        """Close them all, at the second call."""
+        with contextlib.suppress(IndexError):
+            self._users.pop()  # atomic, and so needs no lock that a finalizer could wait for
+        if self._users:
+            return
         for device in self.all():
             with contextlib.suppress(CudaError):
                 device.close()
@@ -104,7 +114,12 @@ Choose = Callable[[Devices, Device | None, str], Device]
 
 
 def open_session(
-    path: str, magic: bytes, grant: Grant, choose: Choose, step_nbytes: Callable[[bool], int]
+    path: str,
+    magic: bytes,
+    grant: Grant,
+    choose: Choose,
+    step_nbytes: Callable[[bool], int],
+    host_options: HostOptions = DEFAULT_OPTIONS,
 ) -> GpuSession:
     """Open a session of a GPU transport.
 
@@ -115,6 +130,7 @@ def open_session(
         choose: Which device maps and copies a GPU's memory.
         step_nbytes: Returns the size of a step in bytes, given whether all bytes go straight to the
             target.
+        host_options: How host memory is reached in place.
 
     Raises:
         SourceError: The source can't be reached, or its memory can't be mapped.
@@ -122,19 +138,28 @@ def open_session(
     ticket = GpuTicket(grant.ticket, grant.peer)
     devices = Devices(path, grant.peer)
     mappers: dict[str, Device] = {}
-    remote = RemoteMemory(path, magic, grant, ticket, Maps(grant.peer, mappers.__getitem__))
+    remote = RemoteMemory(path, magic, grant, ticket, mappers.__getitem__, devices.close)
     try:
         target = None if grant.place.device == CPU else devices.open(grant.place.device)
-        mappers.update((uuid, choose(devices, target, uuid)) for uuid in sorted(ticket.gpus))
+        for uuid in sorted(ticket.gpus):
+            if uuid != HOST:
+                mappers[uuid] = choose(devices, target, uuid)
+            elif target is not None:
+                mappers[HOST] = target
+            else:
+                raise PathError(
+                    f"{grant.peer} by {path}: its memory is mapped by GPUs only", peer=grant.peer
+                )
         if not devices.all():
             raise PathError(f"{grant.peer} by {path}: neither side is on a GPU", peer=grant.peer)
-        # Once for all allocations: most are mapped by this GPU.
         with translated(path, grant.peer), (target or devices.all()[0]).current():
             remote.connect()
             remote.map()
         direct = bool(mappers) and all(device is target for device in mappers.values())
         with translated(path, grant.peer):
-            return GpuSession(grant, remote, target, devices.all(), step_nbytes(direct))
+            size = step_nbytes(direct)
+            home = target or devices.all()[0]
+            return GpuSession(grant, remote, target, home, devices.close, size, host_options)
     except BaseException:
         remote.drop()
         devices.close()

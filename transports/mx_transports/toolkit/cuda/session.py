@@ -13,36 +13,55 @@ import select
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from mx.cuda.device import Device
 from mx.cuda.errors import CudaError
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError, PeerLostError, SourceError
-from mx.transport import DeviceView, Grant, Read, ScatteredView, Span, spans_of
+from mx.transport import DeviceHashing, DeviceView, Grant, Read, ScatteredView, Span, spans_of
+from mx.units import MIB
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.copier import STAGES, Copier
+from mx_transports.toolkit.cuda.hosts import HostOptions, HostSide
+from mx_transports.toolkit.cuda.places import ScatterTable
 from mx_transports.toolkit.cuda.remote import RemoteMemory, path_error, translated
+from mx_transports.toolkit.cuda.wire import RemoteRegion
 from mx_transports.toolkit.session import ThreadedSession
 from mx_transports.toolkit.slicing import Slice, steps
+
+#: With more bytes under way a thread takes no further read.
+FULL_BYTES = 64 * MIB
+#: Threads that fill slots from host memory, at least: on a machine with an H200 two move 9 to 12
+#: GB/s of the 54 of its link, and eight 22.
+SLOT_THREADS = 4
 
 
 class _TakenRead:
     """A read that a thread has taken and not completed."""
 
-    def __init__(self, read: Read, step_nbytes: int) -> None:
+    def __init__(self, read: Read) -> None:
         self.read = read
+        sink = read.sink
+        #: What the GPU hashes of it is queued by this.
+        self.queued = sink.queued if isinstance(sink, DeviceHashing) else None
+
+    def cut(self, step_nbytes: int) -> None:
+        """Begin to cut the read into steps."""
+        self.step_nbytes = step_nbytes
         self.steps: Iterator[tuple[list[Slice[Span]], int]] = steps(
-            read, step_nbytes, lambda span: span
+            self.read, step_nbytes, lambda span: span
         )
 
 
 class _StartedStep(NamedTuple):
-    """A step that was started: its number, and how many bytes of its read it completes."""
+    """A step that was started: its number, how many bytes of its read are in place with it, and how
+    many it copies itself."""
 
     number: int
     job: _TakenRead
     landed: int
+    nbytes: int
 
 
 class _ThreadReads:
@@ -55,6 +74,11 @@ class _ThreadReads:
         self.current: _TakenRead | None = None
         self.started = 0
 
+    @property
+    def full(self) -> bool:
+        """True with so much under way that another thread is to take the next read."""
+        return sum(flight.nbytes for flight in self.flights) > FULL_BYTES
+
 
 class Attachment:
     """Keeps attached memory mapped, and the source's memory in place, until the last view ends."""
@@ -65,28 +89,65 @@ class Attachment:
         self._finalizer.atexit = False
 
 
+class _MappedSpans(Sequence[DeviceView]):
+    """The places of a region. Each is opened when it is looked at, unless it is open, and a slice
+    at once; that raises SourceError. They are made for an `owner`, if any, and keep it."""
+
+    def __init__(
+        self, remote: RemoteMemory, places: ScatterTable, key: str, owner: Attachment | None
+    ) -> None:
+        self.lengths = places.lengths
+        self._remote, self._addresses = remote, places.addresses
+        self._key, self._owner = key, owner
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, slice):
+            return self[at : at + 1 or None][0]
+        places = list(zip(self._addresses[at], self.lengths[at], strict=True))
+        self._remote.open(places)
+        found = [next(self._remote.maps.pieces(*place)) for place in places]
+        return [DeviceView(self._key, here, nbytes, self._owner) for _, here, nbytes in found]
+
+    def toreadonly(self) -> _MappedSpans:
+        """Return them: that they are not written to is up to who has them."""
+        return self
+
+
 class GpuSession(ThreadedSession):
-    """`link` is connected and mapped, and the session's from here on, as are `devices`, of which
-    there is at least one."""
+    """`remote` is connected and mapped, and the session's from here on. `home` is the target, or
+    the GPU that copies into the host; `close_devices` is called at the end. A read of which all
+    bytes in the host are reached in place is cut into steps as `host_options` says, any other one
+    into those of `step_nbytes`."""
 
     def __init__(
         self,
         grant: Grant,
         remote: RemoteMemory,
         target: Device | None,
-        devices: Sequence[Device],
+        home: Device,
+        close_devices: Callable[[], None],
         step_nbytes: int,
+        host_options: HostOptions,
     ) -> None:
+        to_host = target is None
+        self._host = host = HostSide(home, remote.regions, grant.peer, host_options, to_host)
         workers = max(1, grant.streams)
+        if host.through_slots and workers > 1:  # more than one was not forbidden
+            workers = max(workers, SLOT_THREADS)
         super().__init__(f"mx-{remote.path}", grant, workers)
         self.depth = STAGES * workers
+        #: See `mx.transport.Session`.
+        self.reads_trips = not host.through_slots
         self._remote = remote
-        self._target = target
-        self._devices = devices
+        self._target, self._home = target, home
+        self._close_devices = close_devices
         self._step_nbytes = step_nbytes
+        self._in_place_step_nbytes = host_options.step_nbytes
         self.sizes = {index: region.nbytes for index, region in remote.regions.items()}
-        home = target or devices[0]
-        self._copiers = [Copier(remote, target, home, step_nbytes) for _ in range(workers)]
+        self._copiers = [Copier(remote, host, target, home, step_nbytes) for _ in range(workers)]
         self._busy = 0
         self._detached: MxError | None = None
         #: Held while the source's memory is used by a thread that carries no reads.
@@ -98,6 +159,17 @@ class GpuSession(ThreadedSession):
         )
         self.start()
 
+    @property
+    def detail(self) -> str:
+        """Why bytes in the host went through slots; "" if they did not have to."""
+        return self._host.reason
+
+    def adopt(self, arena: Span) -> None:
+        self._host.adopt(arena)
+
+    def adopt_places(self, arena: ScatteredView) -> None:
+        self._host.adopt(arena)
+
     def attach(self, region: int) -> DeviceView | ScatteredView:
         """Return the region on this session's GPU, in place. Raises NotAllowedError where it is on
         another one, in the host, or a place of it not in one piece here."""
@@ -107,7 +179,12 @@ class GpuSession(ThreadedSession):
         with self._remote_lock:
             if self._detached is not None:
                 raise _again(self._detached)
-            begins, places = self._places_of(region)
+            found = self._in_one_piece(region)
+            if self._target is None or found is None:
+                raise NotAllowedError(
+                    f"{self.peer}: region {region} is not in one piece on this GPU: it can be "
+                    "copied, not attached"
+                )
             self._remote.maps.lend()
             self._remote.hold()
         owner = Attachment(self._remote)
@@ -117,30 +194,33 @@ class GpuSession(ThreadedSession):
         poll = select.poll()
         self._remote.register(poll)
         self._remote.check(poll)
-        assert self._target is not None
-        key = self._target.key
-        views = [DeviceView(key, address, nbytes, owner) for address, nbytes in places]
-        if begins is None:
-            return views[0]
-        return ScatteredView.over(begins, views, self.sizes[region])
+        places = found.places or ScatterTable([0], [found.address], [found.nbytes])
+        spans = _MappedSpans(self._remote, places, self._target.key, owner)
+        if found.places is None:
+            return next(iter(spans))
+        return ScatteredView.over(places.begins, spans, self.sizes[region])
 
-    def _places_of(self, region: int) -> tuple[Sequence[int] | None, list[tuple[int, int]]]:
-        """Return the addresses here and the lengths of a region's places, and where each begins in
-        the region; None for those of a region that is in one place."""
+    def source_view(self, region: int) -> ScatteredView | None:
+        with self._remote_lock:
+            found = self._in_one_piece(region)
+            if self._target is not None or self._detached is not None or found is None:
+                return None
+        places = found.places or ScatterTable([0], [found.address], [found.nbytes])
+        spans = _MappedSpans(self._remote, places, self._home.key, None)
+        return ScatteredView.over(places.begins, spans, self.sizes[region])
+
+    def _in_one_piece(self, region: int) -> RemoteRegion | None:
+        """Return a region of which each place is in one piece on the GPU that copies; None for any
+        other one."""
         found = self._remote.regions.get(region)
-        if self._target is not None and found is not None and found.on_gpu:
-            places, maps = found.places, self._remote.maps
-            begins = None if places is None else places.begins
-            there: Iterable[tuple[int, int]] = ((found.address, found.nbytes),)
-            if places is not None:
-                there = zip(places.addresses, places.lengths, strict=True)
-            pieces = [list(maps.pieces(address, nbytes)) for address, nbytes in there]
-            if all(len(one) == 1 and one[0][0].uuid == self._target.uuid for one in pieces):
-                return begins, [one[0][1:] for one in pieces]
-        raise NotAllowedError(
-            f"{self.peer}: region {region} is not in one piece on this GPU: it can be copied, "
-            "not attached"
-        )
+        if found is None or not found.on_gpu:
+            return None
+        there: Iterable[tuple[int, int]] = ((found.address, found.nbytes),)
+        if found.places is not None:
+            there = zip(found.places.addresses, found.places.lengths, strict=True)
+        pieces = [list(self._remote.maps.pieces(*place)) for place in there]
+        here = all(len(one) == 1 and one[0][0].uuid == self._home.uuid for one in pieces)
+        return found if here else None
 
     # --- the end
 
@@ -160,9 +240,8 @@ class GpuSession(ThreadedSession):
         os.eventfd_read(self._closing)
         for worker in self._workers:
             worker.join()
-        for device in self._devices:
-            with contextlib.suppress(CudaError):
-                device.close()
+        self._host.close()
+        self._close_devices()
         os.close(self._closing)
 
     def _detach(self) -> None:
@@ -213,14 +292,17 @@ class GpuSession(ThreadedSession):
         read = self.take(wait=wait)
         if read is None:
             return False
-        work.current = _TakenRead(read, self._step_nbytes)
-        work.jobs.append(work.current)
+        job = work.current = _TakenRead(read)
+        work.jobs.append(job)
+        # It stays so for all of the read.
+        in_place = self._host.ready(read)
+        job.cut(self._in_place_step_nbytes if in_place else self._step_nbytes)
         return True
 
     def _start_steps(self, copier: Copier, work: _ThreadReads, busy: bool) -> bool:
         """Start as many steps as there are stages. Return whether the thread is busy now."""
         while len(work.flights) < STAGES:
-            if work.current is None and not self._next(work, wait=False):
+            if work.current is None and (work.full or not self._next(work, wait=False)):
                 break
             busy = self._set_busy(busy, True)
             job = work.current
@@ -241,24 +323,35 @@ class GpuSession(ThreadedSession):
 
     def _start_step(self, copier: Copier, job: _TakenRead, number: int) -> _StartedStep:
         parts, landed = next(job.steps, ([], 0))
-        if landed <= self._step_nbytes:  # the first one
+        nbytes = sum(len(part.view) for part in parts)
+        if landed <= job.step_nbytes:  # the first one
             self.check_bounds(job.read)
             self._check_target(job.read)
+            self._open(copier, self._remote.places_of(job.read))
         with copier.lock:
             self._check_open(copier)
             self._remote.check_grant()
             try:
-                copier.start(number, parts)
+                copier.start(number, parts, job.queued if landed == job.read.nbytes else None)
             except CudaError as error:
                 copier.discard(number)
                 raise path_error(error, self._remote.path, self.peer) from error
             except MxError:
                 copier.discard(number)
                 raise
-        return _StartedStep(number, job, landed)
+        return _StartedStep(number, job, landed, nbytes)
+
+    def _open(self, copier: Copier, places: Iterable[tuple[int, int]]) -> None:
+        """Have what a read touches mapped. Not with the lock, for which the session's end waits."""
+        try:
+            self._remote.open(places)
+        except PeerLostError:
+            with copier.lock:
+                self._check_open(copier)  # raises why the memory was let go, if it was
+            raise
 
     def _land(self, copier: Copier, work: _ThreadReads) -> None:
-        number, job, landed = work.flights.popleft()
+        number, job, landed, _ = work.flights.popleft()
         try:
             try:
                 copier.finish(number)

@@ -1,19 +1,20 @@
 """The messages of a source of the GPU transports to an admitted reader, all of fixed size.
 
 After the HELLO: the content's label and GREETING, with one descriptor, the grant's control page;
-then each allocation (with a descriptor where it is exported as one), then each region (with a
-descriptor where it is a sealed memfd), then the places of each region that is scattered. The
-connection then stays open. The reader sends on it when
-it is busy, when idle, and that it holds the memory beyond its session; the source sends when the
-grant has ended, and then waits for the reader to unmap the memory: the reader signals this by
-closing the connection.
+then each allocation, then each region (with a descriptor where it is a sealed memfd), then the
+places of each region that is scattered, then one byte, with a socket where allocations are exported
+as descriptors. The connection then stays open. The reader sends on it when it is busy, when idle,
+that it holds the memory beyond its session, and of which allocations it wants descriptors: these
+come through the socket, all of a request with one byte, or none where the grant has ended. The
+source sends when the grant has ended, and then waits for the reader to unmap the memory: the reader
+signals this by closing the connection.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mx.cuda.driver import IPC_HANDLE_BYTES
@@ -26,16 +27,25 @@ ALLOCATION = struct.Struct(f"!B40sQQ{IPC_HANDLE_BYTES}s")
 #: Index, address at the source (of a scattered region: the number of its places), nbytes, where.
 REGION = struct.Struct("!IQQB")
 MAX_ENTRIES = 1 << 16
+#: The number of an allocation of which a descriptor is wanted.
+NUMBER = struct.Struct("!I")
 
-BUSY, IDLE, HELD = b"B", b"I", b"H"
+BUSY, IDLE, HELD, WANTED = b"B", b"I", b"H", b"W"
 ENDED = b"E"
+#: Comes with a socket, and with descriptors.
+HANDED = b"D"
+
+
+def wanted(numbers: Sequence[int]) -> bytes:
+    """Return the request for descriptors of the allocations with these numbers, 255 at most."""
+    return WANTED + bytes([len(numbers)]) + b"".join(map(NUMBER.pack, numbers))
 
 
 class Export(enum.IntEnum):
     """How an allocation is exported to another process."""
 
     IPC = 1  # cuMemAlloc's, by a legacy handle
-    FD = 2  # virtual memory management's, by a descriptor
+    FD = 2  # virtual memory management's, by a descriptor, of which a reader says when it wants it
 
 
 class RegionKind(enum.IntEnum):

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mx.cli import options, outcome, topo_tables
+from mx.cli import options, outcome
+from mx.config import Settings
+from mx.operations import topo_tables
 
 if TYPE_CHECKING:
     from mx.api.survey import SourceReach, TopologyReport
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 @options.takes_settings
 def topo(
-    context: typer.Context,
+    settings: Settings,
     model: Annotated[
         str, options.model_argument("Also the paths from the sources of this one.")
     ] = "",
@@ -46,7 +48,6 @@ def topo(
 
     - `mx topo --json | jq '.place.nics[].addresses'`
     """
-    settings = options.settings_of(context)
     from mx import api
 
     report = api.topology(
