@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -351,7 +352,10 @@ def test_the_commands(run: Run, weights: Path, tmp_path: Path, coordinator: str)
 
 @pytest.mark.parametrize("kinds", [["states", "snapshots"], ["states"]])
 def test_a_lender_key_signs_what_its_owner_has_certified(
-    settings: config.Settings, tmp_path: Path, kinds: list[str]
+    settings: config.Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: list[str],
 ) -> None:
     owner = namekey.load(settings)
     file = tmp_path / "user" / "lender.key"
@@ -368,11 +372,8 @@ def test_a_lender_key_signs_what_its_owner_has_certified(
     for reader in (settings, lender):
         assert not thawed(tmp_path / "s", settings=reader)[1].defined_by
     # One that has expired meanwhile counts no more.
-    stale = namekey.LenderKey.issue(owner, ["m"], kinds, int(time.time()) + 1)
-    file.write_bytes(stale)
-    mx.freeze(state(1), tmp_path / "t", model="m", variant="odd", settings=lender)
-    time.sleep(1.2)
-    assert thawed(tmp_path / "t", settings=settings)[1].defined_by == "snapshot"
+    monkeypatch.setattr("mx.lenderkey.time", SimpleNamespace(time=lambda: until_s + 1.0))
+    assert thawed(tmp_path / "s", settings=settings)[1].defined_by == "snapshot"
 
 
 def test_it_is_a_step_before_the_disk(
