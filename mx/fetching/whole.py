@@ -144,7 +144,8 @@ class FromStore(Attempt):
         self, checkpoint: Checkpoint, layout_version: int | None
     ) -> LoadedCheckpoint[Memory | SubsetMemory] | None:
         """Read the checkpoint together with the other ranks on this host; None: there are none."""
-        options, ranks = self._options, self._options.local_ranks
+        options = self._options
+        ranks = options.local_ranks if options.selection else None  # others need digests
         load_shared = packs.optional("mx.snapshots.shared_reading:load_shared") if ranks else None
         if load_shared is None or self._history.ranks_met:
             return None
