@@ -25,6 +25,7 @@ from mx.contexts import Undo
 from mx.core.digest import document_digest
 from mx.core.grid import ChunkGrid
 from mx.core.holdings import members
+from mx.core.json_bounds import check_json
 from mx.core.local_ranks import LocalRanks
 from mx.core.paths import Path
 from mx.core.topology import Place
@@ -205,7 +206,8 @@ class GpuRanks:
         for rank in list(self._others):
             why: object = "no path leads from its GPU"
             try:
-                theirs = json.loads(given.get(rank, "{}"))
+                check_json((text := given.get(rank, "{}")).encode())
+                theirs = json.loads(text)
                 for path in paths.get(rank, ()):
                     if path.transport in theirs and self._others[rank].connection is None:
                         self._open(rank, path, bytes.fromhex(theirs[path.transport]), here)

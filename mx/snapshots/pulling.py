@@ -53,10 +53,7 @@ async def from_digests(
         edition: What it fills.
         listed: What the coordinator has answered; None if it was not asked.
     """
-    options = context.options
-    found = await described(options, listed)
-    if found is None and options.local_ranks and not options.selection:
-        log.warning("each rank reads all of the model: no digests beside it say what its blocks are")
+    found = await described(context.options, listed)
     return None if found is None else FromDigests(context, edition, found)
 
 

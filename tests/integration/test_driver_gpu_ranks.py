@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.driver.logs import copied, kept, parsed
 from tests.support.driver.programs import each_major, each_major_at_leisure, finish
 
 pytestmark = [pytest.mark.integration]
+_LONG = pytest.mark.long
 
 LAYERS, RANKS = 6, 2
 #: cuFile as with nvidia-fs.
@@ -35,6 +37,15 @@ how = {"into": into}
 def compare(pull):
     for name, values in want.items():
         assert (into[name].get() == values).all(), name
+"""
+#: What is not read in windows.
+_READ = """
+from mx.storage.disk_file import DiskBytes
+exactly = DiskBytes.read_exactly
+def counts(self, view, position, nbytes):
+    windows.append(nbytes)
+    exactly(self, view, position, nbytes)
+DiskBytes.read_exactly = counts
 """
 _STRONG = 'how["verify"] = "strong"'
 #: One rank's pull; prints what it says, how many bytes came from the disk, and how many parts the
@@ -152,7 +163,7 @@ class Ranks:
         """Return the bytes that came from the disk, and from each other rank."""
         found: dict[str, int] = {}
         for path in self.said[rank]["paths"]:
-            source = path["source"] if "rank" in path["source"] else "disk"
+            source = path["source"] if path["source"].startswith("rank ") else "disk"
             found[source] = found.get(source, 0) + path["bytes"]
         return found
 
@@ -183,6 +194,7 @@ def test_each_byte_is_read_once_and_by_no_processor(
     found.given_back()
 
 
+@_LONG
 @each_major_at_leisure
 @pytest.mark.parametrize(
     ("settings", "path"),
@@ -205,7 +217,14 @@ def test_by_the_paths_that_there_are(
 
 
 @each_major_at_leisure
-@pytest.mark.parametrize("everywhere", ["", _INTO, _STRONG], ids=["new", "into", "strong"])
+@pytest.mark.parametrize(
+    "everywhere",
+    [
+        pytest.param(_INTO, id="into"),
+        pytest.param("", marks=_LONG, id="new"),
+        pytest.param(_STRONG, marks=_LONG, id="strong"),
+    ],
+)
 def test_without_a_pin_the_digests_beside_the_weights_say_what_they_are(
     major: int, folder: tuple[Path, str], everywhere: str
 ) -> None:
@@ -214,6 +233,23 @@ def test_without_a_pin_the_digests_beside_the_weights_say_what_they_are(
     for said in found.said:
         assert said["pin"] == folder[1] and said["defined_by"] == "disk"
     assert sum(each["read"] for each in found.said) <= 1.05 * nbytes
+
+
+@_LONG
+@each_major_at_leisure
+@pytest.mark.parametrize("pinned", [True, False])
+def test_without_digests_each_block_passes_through_the_host_once(
+    major: int, folder: tuple[Path, str], pinned: bool
+) -> None:
+    shutil.rmtree(folder[0] / "digests")
+    found = Ranks(major, folder, pinned=pinned, everywhere=_READ)
+    nbytes = found.said[0]["bytes"]
+    assert nbytes <= sum(each["read"] for each in found.said) <= 1.05 * nbytes
+    for rank, said in enumerate(found.said):
+        assert said["pin"] == folder[1] and said["verified"] == "rank"
+        assert [path["transport"] for path in said["paths"]] == ["disk", "rank"]
+        assert sum(found.brought(rank).values()) == nbytes
+    found.given_back()
 
 
 # --- one of them
@@ -237,9 +273,13 @@ def shows(self, chunk):
         each.close()
 GpuRanks.chunk_verified, GpuRanks._expose = shows, exposes
 """
-_SHOWS_NOTHING = """
+#: It says nothing that is understood.
+_NO_TICKET = """
 from mx.snapshots.gpu_ranks import GpuRanks
-GpuRanks._connect = lambda self: None
+trade = GpuRanks._trade
+def trades(self, said):
+    return trade(self, dict.fromkeys(said, "[" * 1000))
+GpuRanks._trade = trades
 """
 #: It gives bytes that it did not read, from the fourth chunk on.
 _LIES = """
@@ -277,15 +317,16 @@ os.preadv = fails
 
 
 @each_major_at_leisure
-@pytest.mark.parametrize("settings", [{}, _DIRECT], ids=["slots", "gds"])
 @pytest.mark.parametrize(
-    "does",
+    ("does", "settings"),
     [
-        pytest.param(_KILLED, id="killed"),
-        pytest.param(_REFUSES, id="refuses"),
-        pytest.param(_SHOWS_NOTHING, id="shows nothing"),
-        pytest.param(_SILENT, id="silent"),
-        pytest.param(_LIES, id="lies"),
+        pytest.param(_KILLED, _DIRECT, id="killed"),
+        pytest.param(_LIES, {}, id="lies"),
+        pytest.param(_KILLED, {}, marks=_LONG, id="killed-slots"),
+        pytest.param(_LIES, _DIRECT, marks=_LONG, id="lies-gds"),
+        pytest.param(_REFUSES, _DIRECT, marks=_LONG, id="refuses"),
+        pytest.param(_NO_TICKET, {}, marks=_LONG, id="says nonsense"),
+        pytest.param(_SILENT, _DIRECT, marks=_LONG, id="silent"),
     ],
 )
 def test_what_one_does_not_bring_the_others_read(
@@ -303,6 +344,7 @@ def test_what_one_does_not_bring_the_others_read(
     assert found.ended[1].returncode == {_KILLED: -9, _SILENT: 3}.get(does, 0)
 
 
+@_LONG
 @each_major_at_leisure
 def test_a_rank_whose_disk_fails_leaves_its_share_to_the_other(
     major: int, folder: tuple[Path, str]
@@ -313,6 +355,7 @@ def test_a_rank_whose_disk_fails_leaves_its_share_to_the_other(
     found.given_back()
 
 
+@_LONG
 @each_major_at_leisure
 def test_when_cufile_lies_to_each_slots_go_on(major: int, folder: tuple[Path, str]) -> None:
     found = Ranks(major, folder, **_DIRECT, FAIL="cuFileRead:5:2")
@@ -322,6 +365,7 @@ def test_when_cufile_lies_to_each_slots_go_on(major: int, folder: tuple[Path, st
     assert sum(each["read"] for each in found.said) <= 1.2 * found.said[0]["bytes"]
 
 
+@_LONG
 @each_major_at_leisure
 @pytest.mark.parametrize("settings", [{}, _DIRECT], ids=["slots", "gds"])
 def test_a_file_that_has_changed_is_refused_by_all(

@@ -9,7 +9,9 @@ from mx.snapshots.gpu_ranks import shares_of
 from tests.support.transfer_machine import grid_of
 
 
-@given(st.lists(st.integers(1, 11), min_size=1, max_size=40), st.sets(st.integers(0, 9), min_size=1))
+@given(
+    st.lists(st.integers(1, 11), min_size=1, max_size=40), st.sets(st.integers(0, 9), min_size=1)
+)
 def test_each_chunk_has_one_rank_that_reads_it_and_none_has_much_more(
     blocks: list[int], ranks: set[int]
 ) -> None:
