@@ -3,7 +3,7 @@ chunks from the store, and takes the others from the memory of ranks that have t
 between their GPUs. Its own GPU hashes all that comes, so that no rank takes another's word.
 
 Each shows the others in shared memory which chunks it has verified. What a rank does not bring that
-has ended, is silent, or lies, each of the others reads from the store.
+has ended, is silent, or lies, the others may read from the store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import select
 import struct
 import threading
 import time
@@ -99,11 +98,12 @@ class _Other:
 
     def gone(self, silent_s: float) -> str:
         """Return why nothing is to be expected from it any more; "" if something is."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                self.has_ended = not self.fellow.sock.recv(1)
-            except ConnectionResetError:
-                self.has_ended = True
+        try:
+            self.has_ended = not self.fellow.sock.recv(1)  # it says nothing any more
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self.has_ended = True
         now_s = time.monotonic()
         if self.has_ended:
             return "it has ended"
@@ -167,7 +167,7 @@ class GpuRanks:
             self._me,
             document_digest(b"GPUs" + transfer.manifest.ref.content),
             grid,
-            WantedBlocks(grid, {}),  # through the host
+            WantedBlocks(grid, {}),  # by its slots
             self._context.closed.is_set,
             table_nbytes=shown_nbytes,
         )
@@ -196,8 +196,7 @@ class GpuRanks:
         here = self._context.place.result()
         said = self._trade(dict.fromkeys(self._others, MessageToJson(place_to_wire(here))))
         paths = {rank: self._paths(here, place) for rank, place in said.items()}
-        names = {path.transport for each in paths.values() for path in each}
-        exposures = self._expose(here, names)
+        exposures = self._expose(here, {path.transport for each in paths.values() for path in each})
         tickets = {
             rank: {name: each.grant(_named(rank)).hex() for name, each in exposures.items()}
             for rank in self._others
@@ -224,9 +223,10 @@ class GpuRanks:
                 self._others[rank].fellow.sock.send(text.encode())
         for rank in said:
             sock = self._others[rank].fellow.sock
+            sock.settimeout(max(0.0, until_s - time.monotonic()))
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                select.select([sock], (), (), max(0.0, until_s - time.monotonic()))
                 found[rank] = sock.recv(_MESSAGE_BYTES).decode()
+            sock.setblocking(False)
         return found
 
     def _paths(self, here: Place, said: str) -> list[Path]:

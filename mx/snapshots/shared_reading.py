@@ -125,7 +125,8 @@ def load_shared(
         manifest = manifest_of_digests(checkpoint, layout, filled, companions)
         memory.forget()  # all of it is there
     pages = Pages.whole(manifest, filled.pages)
-    loaded = LoadedCheckpoint[Memory | SubsetMemory](manifest, pages, b"", memory)
+    loaded: LoadedCheckpoint[Memory | SubsetMemory]
+    loaded = LoadedCheckpoint(manifest, pages, b"", memory)
     return SharedCheckpoint(loaded, reading.read_nbytes, reading.given_nbytes)
 
 

@@ -338,9 +338,12 @@ def test_what_one_does_not_bring_the_others_read(
         said, brought = found.said[rank], found.brought(rank)
         assert said["verified"] == "digest" and sum(brought.values()) == said["bytes"]
         assert brought[f"rank {2 - rank}"] > said["bytes"] // 4
-        assert brought["disk"] > said["bytes"] // 3 + MIB
+        assert brought["disk"] >= 0.3 * said["bytes"]
         assert bool(said["retries"]) >= (does == _LIES)
         assert "rank 1 is not read from" in found.ended[rank].stderr
+    # Each may take from the other what that has read in place of the one.
+    read = sum(found.brought(rank)["disk"] for rank in (0, 2))
+    assert read > 2 * found.said[0]["bytes"] // 3 + MIB
     assert found.ended[1].returncode == {_KILLED: -9, _SILENT: 3}.get(does, 0)
 
 
