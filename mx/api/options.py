@@ -264,17 +264,13 @@ def _check_ranks(options: PullOptions) -> None:
     from mx.core.local_ranks import LocalRanks
 
     check_type("local_ranks", options.local_ranks, LocalRanks, "it is mx.LocalRanks(rank, size)")
-    if options.selection is None:
+    if (options.selection is None) == (options.device == "cpu"):
         raise ConfigError(
-            "`local_ranks` share parts of a model: give `only` or `slices`",
-            hint="pulls of whole models on one host share memory, or what they read, by themselves",
+            "`local_ranks` share parts of a model in host memory, or all of it in GPUs",
+            hint="give `only` or `slices`, or a `device`; pulls of whole models into host memory "
+            "share that, or what they read, by themselves",
         )
-    if options.device != "cpu":
-        raise ConfigError(
-            "`local_ranks` share host memory, and `into` is in a GPU's",
-            hint="leave out `local_ranks`",
-        )
-    if options.strong:
+    if options.strong and options.selection:
         raise ConfigError(
             "`local_ranks` take each other's word, and `verify=strong` takes none",
             hint="leave out one of them",

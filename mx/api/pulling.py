@@ -83,7 +83,10 @@ def pull(model: str, **arguments: Unpack[PullArguments]) -> Pull:
             them, and hand each other what they have verified: each block is moved to the host
             once. The share of one that ends, or does not answer for `stall_timeout_s`, is read by
             the others. They are processes of one user, and trust each other: not with
-            `verify="strong"`.
+            `verify="strong"`. With a `device` instead, or `into` in a GPU's memory, they share
+            what they read of a whole model from a store: with digests beside its weights each
+            reads a share to its GPU, verifies what it takes from the others' GPUs, and gives its
+            own until they have it: what is changed before `wait` returns they read themselves.
         wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
             what has arrived; None takes the time in the settings.
         streams: How many connections to open to each source, or "auto": as many as make the pull

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 ATTACH, HOST, PEERS = "attach", "host", "peers"
 
 
-class _NoLease:
+class NoLease:
     """A store's content is checked by its digests alone."""
 
     coordinated = False
@@ -311,7 +311,7 @@ class Chain:
             make: Callable[..., StoreSession] = self.session or StoreSession
             session = await uncut(in_thread(make, model, checkpoint.threads, idle))
             source = StoreSource(f"{store.step} {store.place}", store.place)
-            connection = Connection(StorePath(source, store.step), _NoLease(), session)
+            connection = Connection(StorePath(source, store.step), NoLease(), session)
             connection.opened_at_s = loop.time()
             log.reading_began(loop.time())
             number = transfer.add_connection(connection)

@@ -210,7 +210,7 @@ class Job:
         was asked for, else all of it from the first store that holds it."""
         options = self.options
         listed = self._history.named if options.bound else None
-        if options.pin or listed or options.selection:
+        if options.pin or listed or options.selection or options.local_ranks:
             from_digests = packs.optional("mx.snapshots.pulling:from_digests")
             attempt = from_digests and await from_digests(self._context, self.edition, listed)
             if attempt is not None:

@@ -146,7 +146,7 @@ class FromStore(Attempt):
         """Read the checkpoint together with the other ranks on this host; None: there are none."""
         options, ranks = self._options, self._options.local_ranks
         load_shared = packs.optional("mx.snapshots.shared_reading:load_shared") if ranks else None
-        if load_shared is None or self._history.ranks_met:
+        if load_shared is None or self._history.ranks_met or options.strong:
             return None
         self._history.ranks_met = True
         self._log.phase = "waiting for ranks"

@@ -98,6 +98,8 @@ class DiskSession(StagedSession):
             CudaError: The driver fails: so much memory can't be pinned.
         """
         self.detail = detail
+        #: Returns True while something else may bring what is not to be read here.
+        self.awaits: Callable[[], bool] = lambda: False
         self._model, self._on_idle = model, on_idle
         self._windows = windows or Windows(model.files)
         opened = Device.open(load(), device)
@@ -124,7 +126,7 @@ class DiskSession(StagedSession):
     @property
     def idle(self) -> bool:
         """True while nothing is being read, nor is to be."""
-        return not self._jobs and self._inner.idle
+        return not self._jobs and self._inner.idle and not self.awaits()
 
     @property
     def closed(self) -> bool:

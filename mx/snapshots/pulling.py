@@ -66,7 +66,7 @@ async def described(options: PullOptions, listed: ManifestRef | None) -> Describ
     """
     known = bool(options.pin or listed)
     # Without either, a model of which all is read shows layers at once, and what it is in the end.
-    if not (known or options.selection):
+    if not (known or options.selection or options.local_ranks):
         return None
     expected = options.pin or (listed.identity.hex() if listed else "")
     for store in options.stores:
@@ -169,6 +169,13 @@ class FromDigests(TransferAttempt):
 
                 gpudirect = options.transport_context.setting("gpudirect")
                 chain.session = functools.partial(disk_session, options.device, gpudirect)
+                if options.local_ranks is not None and not self._history.ranks_met:
+                    from mx.snapshots.gpu_ranks import GpuRanks
+
+                    self._history.ranks_met = True
+                    ranks = GpuRanks(self._context, transfer, options.local_ranks)
+                    self._closing.push_async_callback(in_thread, ranks.close)
+                    chain.session = functools.partial(ranks.session, chain.session)
             await chain.complete(manifest, transfer.pages, transfer, edition.log, self._log)
             if edition.log.failure is not None:
                 raise edition.log.failure

@@ -24,6 +24,7 @@ from mx.core.holdings import members
 from mx.core.layout_rules import RULES
 from mx.core.local_ranks import UNIT_BLOCKS, LocalRanks, Shares, bits, index_nbytes
 from mx.core.pages import Pages
+from mx.core.selection import Selection
 from mx.core.striping import Part
 from mx.core.types import Layout
 from mx.core.wanted import ASIDE_BYTES, BlockRange, WantedBlocks, append
@@ -48,7 +49,7 @@ class SharedCheckpoint(NamedTuple):
     """A checkpoint of which this rank has read a part: the bytes that it has read, and that each
     other rank has handed over."""
 
-    loaded: LoadedCheckpoint[SubsetMemory]
+    loaded: LoadedCheckpoint[Memory | SubsetMemory]
     read_nbytes: int
     given_nbytes: dict[int, int]
 
@@ -91,12 +92,15 @@ def load_shared(
     grid = ChunkGrid(layout.layers, RULES[layout.version].chunk_nbytes(layout.payload_nbytes))
     arena = arena_of(layout)
     with Undo(arena.release):
-        assert isinstance(arena, SubsetMemory)  # of what a pull wants that shares
+        if isinstance(arena, SubsetMemory):
+            memory = arena
+        else:  # a GPU's, to which blocks go one by one
+            memory = SubsetMemory(Selection().of(layout), arena)
         exchange = meet(
             ranks,
             document_digest(repr((layout.version, layout.tensors, _versions(checkpoint))).encode()),
             grid,
-            arena.subset.wanted(grid),
+            memory.subset.wanted(grid),
             cancelled,
             table_nbytes=DIGEST_BYTES * grid.first_of_layer[-1],
         )
@@ -112,15 +116,17 @@ def load_shared(
             )
             return SharedCheckpoint(found, layout.payload_nbytes, {})
         with closing(exchange), closing(StoredModel(checkpoint, layout, where)) as model:
-            reading = _SharedReading(grid, ranks.rank, exchange, model, arena, progress, cancelled)
+            reading = _SharedReading(grid, ranks.rank, exchange, model, memory, progress, cancelled)
             exchange.begin(reading, reading.shares, silent_s)
             digests = reading.run(checkpoint.threads, stages)
             model.check_unchanged()  # since before any rank read it
         filled = _filled(layout, grid, digests)
         companions = hashing(checkpoint.threads, cancelled)
         manifest = manifest_of_digests(checkpoint, layout, filled, companions)
+        memory.forget()  # all of it is there
     pages = Pages.whole(manifest, filled.pages)
-    loaded = LoadedCheckpoint(manifest, pages, b"", arena)
+    loaded: LoadedCheckpoint[Memory | SubsetMemory]
+    loaded = LoadedCheckpoint(manifest, pages, b"", memory)
     return SharedCheckpoint(loaded, reading.read_nbytes, reading.given_nbytes)
 
 
