@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING, Any
 from mx.packs import Pack
 
 if TYPE_CHECKING:
+    from mx.kv.fetch import KvFetch
     from mx.kv.layout import KvMemory
     from mx.kv.names import BlockNames, KvKey
     from mx.kv.pool import KvPool
+    from mx.kv.proof import secret_of
     from mx.kv.reader import KvReader
 
-__all__ = ["BlockNames", "KvKey", "KvMemory", "KvPool", "KvReader"]
+__all__ = ["BlockNames", "KvFetch", "KvKey", "KvMemory", "KvPool", "KvReader", "secret_of"]
 
 PACK = Pack(services=("mx.kv.service:service",))
 
 _PLACES = {
     "BlockNames": "mx.kv.names",
+    "KvFetch": "mx.kv.fetch",
     "KvKey": "mx.kv.names",
     "KvMemory": "mx.kv.layout",
     "KvPool": "mx.kv.pool",
     "KvReader": "mx.kv.reader",
+    "secret_of": "mx.kv.proof",
 }
 
 

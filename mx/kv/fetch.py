@@ -110,6 +110,7 @@ class KvFetch:
                 for layer in range(len(self._left))
                 for read in self._reads(memory, link, layer, taken)
             ]
+            assert link.session is not None  # this reader has memory
             try:
                 link.session.read(reads)
             except MxError as error:  # it is closed: no sink is called

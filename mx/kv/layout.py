@@ -165,6 +165,26 @@ class KvMemory:
         views = tuple(each.view() for each in found)
         return cls(views, tuple(rows), slots.pop(), first_head, own_heads)
 
+    @classmethod
+    def whole(
+        cls, memory: Any, part_nbytes: Sequence[int], first_head: int, heads: int
+    ) -> KvMemory:
+        """Return memory that is a pool of its own: in each slot the parts of all layers follow each
+        other.
+
+        Args:
+            memory: An array of bytes, the first dimension of which counts slots.
+            part_nbytes: The size of each layer's part.
+            first_head: The first of the model's KV heads in it.
+            heads: How many of them.
+        """
+        view, begin, rows = array_of("the KV pool", memory).view(), 0, []
+        stride = sum(part_nbytes)
+        for nbytes in part_nbytes:
+            rows.append(Rows(0, begin, stride, (0,), nbytes))
+            begin += nbytes
+        return cls((view,), tuple(rows), len(view) // stride, first_head, heads)
+
     def regions(self) -> list[ExposedRegion]:
         """Return what transports expose."""
         found = []

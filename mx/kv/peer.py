@@ -56,7 +56,8 @@ class KvReading:
         name: The model's name.
         key: The key of that name, or a lender key for KV.
         form: The form of the blocks, as `KvKey.encode` returns it.
-        memory: Where blocks are read into.
+        heads: Which of the model's KV heads are read.
+        memory: Where blocks are read into; None: they are only found.
         options: How pools are reached; of a pull.
         transports: The transports by name.
         on_change: Called on the loop when a pool's index has changed, or a pool is lost.
@@ -65,7 +66,8 @@ class KvReading:
     name: str
     key: NameKey
     form: bytes
-    memory: KvMemory
+    heads: range
+    memory: KvMemory | None
     options: PullOptions
     transports: Mapping[str, Transport]
     on_change: Callable[[], None]
@@ -73,10 +75,10 @@ class KvReading:
 
 @dataclass(frozen=True, eq=False)
 class KvLink:
-    """A connection that works: the session, and which heads the pool has. `rows` are the pool's,
-    `own_rows` where these heads are in the reader's memory."""
+    """A connection that works: the session, if blocks are to be read, and which heads the pool has.
+    `rows` are the pool's, `own_rows` where these heads are in the reader's memory."""
 
-    session: Session
+    session: Session | None
     mirror: KvMirror
     rows: tuple[Rows, ...]
     own_rows: tuple[Rows, ...]
@@ -263,11 +265,12 @@ class KvPeer:
         finally:
             with self._lock:
                 self._live = None
-            live.session.close()
             await end_tasks(renewing)
-            timeout_s = 2 * self._reading.options.stall_timeout_s
-            if not await in_thread(live.session.join, timeout_s):
-                log.warning("a session of KV blocks has not ended: %r", live.session)
+            if live.session is not None:
+                live.session.close()
+                timeout_s = 2 * self._reading.options.stall_timeout_s
+                if not await in_thread(live.session.join, timeout_s):
+                    log.warning("a session of KV blocks has not ended: %r", live.session)
             self._reading.on_change()
 
     async def _renew(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
@@ -289,24 +292,27 @@ class KvPeer:
                 f"of this process {reading.form!r}",
                 hint="run the same release of the engine with the same settings on both",
             )
+        heads = range(granted.first_head, granted.first_head + granted.heads)
+        if not reading.heads.start <= heads.start < heads.stop <= reading.heads.stop:
+            raise ConfigError(f"the KV pool at {self.endpoint} has other heads")
         rows = tuple(
             Rows(each.region, each.begin, each.stride, tuple(each.offsets), each.run_nbytes)
             for each in granted.layers
         )
-        if not len(rows) == len(reading.memory.rows) <= MOST_LAYERS:
-            raise PeerProtocolError(f"the KV pool at {self.endpoint} has other layers")
-        for each in rows:
-            each.check(granted.region_nbytes, granted.slots)
-        own = reading.memory
-        first = granted.first_head - own.first_head
-        mine = tuple(each.heads(first, granted.heads, own.heads) for each in own.rows)
-        if any(a.nbytes != b.nbytes for a, b in zip(mine, rows, strict=True)):
-            raise PeerProtocolError(f"the KV pool at {self.endpoint} has parts of another size")
-        digest_nbytes = ID_BYTES * len(rows)
+        digest_nbytes, own = ID_BYTES * len(rows), reading.memory
         most = min(MOST_BLOCKS, _INDEX_BYTES // (digest_nbytes + 256))
         mirror = KvMirror(granted.slots, digest_nbytes, most)
+        if own is None:
+            return KvLink(None, mirror, rows, (), heads, "index only")
+        if not len(rows) == len(own.rows) <= MOST_LAYERS:
+            raise PeerProtocolError(f"the KV pool at {self.endpoint} has other layers")
+        first = heads.start - own.first_head
+        mine = tuple(each.heads(first, len(heads), own.heads) for each in own.rows)
+        for one, other in zip(mine, rows, strict=True):
+            other.check(granted.region_nbytes, granted.slots)
+            if one.nbytes != other.nbytes:
+                raise PeerProtocolError(f"the KV pool at {self.endpoint} has parts of another size")
         name, session = await in_thread(self._session, granted)
-        heads = range(granted.first_head, granted.first_head + granted.heads)
         return KvLink(session, mirror, rows, mine, heads, name)
 
     def _session(self, granted: pb.KvGranted) -> tuple[str, Session]:

@@ -201,6 +201,12 @@ class KvPool(OwnContext):
             self._freed.notify_all()
             self._tell()
 
+    def clear(self) -> None:
+        """Offer nothing that is offered now."""
+        with self._lock:
+            offered = list(self._offers.offered)
+        self.withdraw(offered)
+
     def slot_of(self, block: bytes) -> int | None:
         """Return where a block is that is offered, and note that it is of use; None if it is
         not."""

@@ -12,7 +12,7 @@ from mx.api.arguments import PullArguments
 from mx.api.common import client_of, transports
 from mx.api.options import pull_options
 from mx.contexts import OwnContext
-from mx.errors import ClosedError, MxError
+from mx.errors import ClosedError, ConfigError, MxError
 from mx.kv import proof
 from mx.kv.fetch import KvFetch, Taken
 from mx.kv.layout import KvMemory
@@ -48,11 +48,10 @@ class KvReader(OwnContext):
         cls,
         name: str,
         form: KvKey,
-        memory: KvMemory,
+        memory: KvMemory | None,
         *,
         peers: Collection[str] = (),
         coordinator: str | None = None,
-        without: Collection[str] = (),
         transport: str | None = None,
         settings: config.Settings | None = None,
     ) -> KvReader:
@@ -61,11 +60,11 @@ class KvReader(OwnContext):
         Args:
             name: The model's name.
             form: The form of the blocks.
-            memory: Where blocks are read into: it must stay until the reader is closed.
+            memory: Where blocks are read into: it must stay until the reader is closed. None for
+                one that only finds blocks, all heads of which are somewhere.
             peers: HOST:PORT of pools, or of sources of their processes.
             coordinator: HOST:PORT; the sources of the model that it lists are asked for their KV
                 blocks. None: no coordinator is asked.
-            without: Addresses that are not asked, such as those of this process.
             transport: The only transport to use.
             settings: As for `mx.pull`.
 
@@ -80,12 +79,15 @@ class KvReader(OwnContext):
 
         async def make(loop: runtime.LoopThread) -> KvReader:
             reader = cls(loop)
+            heads = range(form.heads)
+            if memory is not None:
+                heads = range(memory.first_head, memory.first_head + memory.heads)
             reader._reading = KvReading(
-                name, key, form.encode(), memory, options, transports(), reader._tell
+                name, key, form.encode(), heads, memory, options, transports(), reader._tell
             )
             reader._add(peers)
             if coordinator is not None:
-                listing = reader._list(settings, coordinator, frozenset(without))
+                listing = reader._list(settings, coordinator)
                 reader._listing = asyncio.create_task(listing, name="mx-kv-sources")
             return reader
 
@@ -127,6 +129,8 @@ class KvReader(OwnContext):
         """
         self._require_open()
         memory = self._reading.memory
+        if memory is None:
+            raise ConfigError("this KV reader only finds blocks", hint="open it with a `memory`")
         layers, taken, missing = len(memory.rows), list[Taken](), list[bytes]()
         load: dict[KvPeer, int] = {}
         for block, slot in wanted:
@@ -167,8 +171,7 @@ class KvReader(OwnContext):
             raise ClosedError("the KV reader is closed")
 
     def _has(self, block: bytes) -> bool:
-        own = self._reading.memory
-        wanted = set(range(own.first_head, own.first_head + own.heads))
+        wanted = set(self._reading.heads)
         for peer in list(self._peers.values()):
             if peer.has(block):
                 wanted.difference_update(peer.heads())
@@ -179,8 +182,7 @@ class KvReader(OwnContext):
     def _begin(self, block: bytes, slot: int, layers: int, load: dict[KvPeer, int]) -> list[Taken]:
         """Begin to read one block from pools that together have all heads, those first that read
         least; return [] if there are none."""
-        own = self._reading.memory
-        wanted = set(range(own.first_head, own.first_head + own.heads))
+        wanted = set(self._reading.heads)
         taken: list[Taken] = []
         for peer in sorted(list(self._peers.values()), key=lambda each: load.get(each, 0)):
             begun = peer.begin(block) if wanted else None
@@ -210,16 +212,14 @@ class KvReader(OwnContext):
             if endpoint not in self._peers and len(self._peers) < MOST_PEERS and not self._closed:
                 self._peers = self._peers | {endpoint: KvPeer(endpoint, self._reading, self._loop)}
 
-    async def _list(
-        self, settings: config.Settings, coordinator: str, without: frozenset[str]
-    ) -> None:
+    async def _list(self, settings: config.Settings, coordinator: str) -> None:
         """Read from all sources of the model that the coordinator lists, as they come and go."""
         listed: set[str] = set()
         while True:
             try:
                 async with client_of(settings, coordinator) as client:
                     found = await client.list_sources(self._reading.name)
-                now = {each.record.endpoint for each in found} - without
+                now = {each.record.endpoint for each in found}
             except MxError as error:
                 log.debug("which sources have KV blocks is not known: %s", error)
             else:

@@ -89,6 +89,20 @@ def _watched_of(worker: Any) -> _WatchedModel | None:
     return next((each for each in _watched if each.vllm_config is config), None)
 
 
+def weights_of(vllm_config: Any) -> tuple[str, str | None]:
+    """Return the name of the model that this process's worker has loaded by `mx-peer`, and the
+    identity of its weights as they are now, in hexadecimal: "" while they change; None where they
+    were not loaded so, or nothing watches them."""
+    watched = next((each for each in _watched if each.vllm_config is vllm_config), None)
+    if watched is None:
+        return "", None
+    loading = watched.loading
+    if loading.lender is None:
+        return loading.name, loading.identity or None
+    source = loading.lender.source
+    return loading.name, "" if source is None else source.identity_hex
+
+
 def status(worker: Any) -> dict[str, object]:
     """Return what a worker loaded and lends: `llm.collective_rpc("mx_peer_status")`.
 
