@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from mx.errors import MxError
 from mx.kv.layout import KvMemory, Rows, digest_of
@@ -16,7 +17,7 @@ from mx.kv.peer import KvLink, KvPeer
 from mx.transport import Piece, Read, View
 
 #: About how many bytes are read as a unit: enough for a trip, and few enough that the connections
-#: of a session share a layer.
+#: of a session share the layers.
 _READ_BYTES = 2 << 20
 
 
@@ -51,30 +52,38 @@ def _copies(theirs: Rows, own: Rows) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-class _Parts:
-    """The sink of one read: parts of one layer of several blocks, one after the other."""
+class _Part(NamedTuple):
+    """One layer of a block in a read, of which it is the part up to `end_nbytes`; `runs` are where
+    it lands."""
 
-    def __init__(
-        self, fetch: KvFetch, layer: int, parts: Sequence[tuple[Taken, Sequence[View], int]]
-    ) -> None:
-        self._fetch, self._layer, self._parts = fetch, layer, parts
+    taken: Taken
+    layer: int
+    runs: Sequence[View]
+    end_nbytes: int
+
+
+class _Parts:
+    """The sink of one read: parts, one after the other."""
+
+    def __init__(self, fetch: KvFetch, parts: Sequence[_Part]) -> None:
+        self._fetch, self._parts = fetch, parts
         self._done = 0
 
     def landed(self, nbytes: int) -> None:
-        while self._done < len(self._parts) and self._parts[self._done][2] <= nbytes:
-            taken, runs, _ = self._parts[self._done]
-            at = self._layer * ID_BYTES
-            right = digest_of(runs) == taken.offer.digests[at : at + ID_BYTES]
+        while self._done < len(self._parts) and self._parts[self._done].end_nbytes <= nbytes:
+            taken, layer, runs, _ = self._parts[self._done]
+            wanted = taken.offer.digests[layer * ID_BYTES : (layer + 1) * ID_BYTES]
+            right = digest_of(runs) == wanted
             self._done += 1
-            self._fetch.ended(taken, self._layer, right=right, wrong=not right)
+            self._fetch.ended(taken, layer, right=right, wrong=not right)
 
     def done(self) -> None:
-        self.landed(self._parts[-1][2])
+        self.landed(self._parts[-1].end_nbytes)
 
     def failed(self, error: MxError) -> None:
         self._fetch.errors.append(str(error))
-        for taken, _, _ in self._parts[self._done :]:
-            self._fetch.ended(taken, self._layer, right=False)
+        for part in self._parts[self._done :]:
+            self._fetch.ended(part.taken, part.layer, right=False)
         self._done = len(self._parts)
 
 
@@ -105,11 +114,7 @@ class KvFetch:
         for each in self._taken:
             by_link.setdefault(each.link, []).append(each)
         for link, taken in by_link.items():
-            reads = [
-                read
-                for layer in range(len(self._left))
-                for read in self._reads(memory, link, layer, taken)
-            ]
+            reads = list(self._reads(memory, link, taken))
             assert link.session is not None  # this reader has memory
             try:
                 link.session.read(reads)
@@ -117,28 +122,27 @@ class KvFetch:
                 for read in reads:
                     read.sink.failed(error)
 
-    def _reads(
-        self, memory: KvMemory, link: KvLink, layer: int, taken: Sequence[Taken]
-    ) -> Iterator[Read]:
-        theirs, own = link.rows[layer], link.own_rows[layer]
-        copies, view = _copies(theirs, own), memory.views[own.region]
+    def _reads(self, memory: KvMemory, link: KvLink, taken: Sequence[Taken]) -> Iterator[Read]:
+        """Yield reads of all parts, those of the first layer first."""
         pieces: list[Piece] = []
-        parts: list[tuple[Taken, Sequence[View], int]] = []
+        parts: list[_Part] = []
         nbytes = 0
-        for each in taken:
-            there, here = each.offer.slot * theirs.stride, each.slot * own.stride
-            runs = [view[here + to : here + to + size] for _, to, size in copies]
-            pieces += (
-                Piece(theirs.region, there + begin, run)
-                for (begin, _, _), run in zip(copies, runs, strict=True)
-            )
-            nbytes += theirs.nbytes
-            parts.append((each, runs, nbytes))
-            if nbytes >= _READ_BYTES:
-                yield Read(f"KV layer {layer}", pieces, _Parts(self, layer, parts))
-                pieces, parts, nbytes = [], [], 0
+        for layer, (theirs, own) in enumerate(zip(link.rows, link.own_rows, strict=True)):
+            copies, view = _copies(theirs, own), memory.views[own.region]
+            for each in taken:
+                there, here = each.offer.slot * theirs.stride, each.slot * own.stride
+                runs = [view[here + to : here + to + size] for _, to, size in copies]
+                pieces += (
+                    Piece(theirs.region, there + begin, run)
+                    for (begin, _, _), run in zip(copies, runs, strict=True)
+                )
+                nbytes += theirs.nbytes
+                parts.append(_Part(each, layer, runs, nbytes))
+                if nbytes >= _READ_BYTES:
+                    yield Read(f"KV layer {layer}", pieces, _Parts(self, parts))
+                    pieces, parts, nbytes = [], [], 0
         if parts:
-            yield Read(f"KV layer {layer}", pieces, _Parts(self, layer, parts))
+            yield Read("KV blocks", pieces, _Parts(self, parts))
 
     def ended(self, taken: Taken, layer: int, *, right: bool, wrong: bool = False) -> None:
         """Note that a part has ended; on a transport's thread.
