@@ -187,11 +187,9 @@ class KvWorker:
     def _identity(self) -> str:
         """Return the identity of the weights as they are now; "" while they change."""
         now = weights_of(self._config)[1]
-        if not self._options.pin:
-            return now or ""
-        if self._first is None:
-            self._first = now or ""
-        return self._options.pin if now in (None, self._first) else now or ""
+        self._first = self._first or now
+        unchanged = now is None or now == self._first != ""
+        return self._options.pin if self._options.pin and unchanged else now or ""
 
     # -- steps ------------------------------------------------------------------------------------
 
