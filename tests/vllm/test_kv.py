@@ -105,9 +105,10 @@ def test_one_prefills_and_another_decodes(
         before = engine.do("kv")["loaded"]
         first = maker.do("complete", prompt, 1, do_remote_decode=True)
         assert first["transfer"]["do_remote_prefill"]
-        # At once: it waits for what is on its way.
+        # At once: it waits for what is on its way. (Of such a request vLLM says how much the other
+        # one had cached.)
         made = engine.do("complete", prompt, **first["transfer"])
-        assert made["cached"] == 4 * _BLOCK and made["tokens"][0] == first["tokens"][0]
+        assert made["tokens"][0] == first["tokens"][0]
         counts = engine.do("kv")
         assert counts["loaded"] == before + 4 and "offered" not in counts
 
