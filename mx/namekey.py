@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _CONTEXT = "mx 2026 name key version 1: the seed of a name's key pair"
 _OWNER = "mx 2026 name key version 1: the seed of the owner's key pair"
+_KV = "mx 2026 name key version 1: what the names of KV blocks are keyed with"
 
 
 class NameKey:
@@ -73,6 +74,11 @@ class NameKey:
     def signs_for(self, key: ModelKey) -> bool:
         """Return True if a source of this model registers with the key."""
         return True
+
+    def kv_secret(self, name: str) -> bytes:
+        """Return what the names of a model's KV blocks are keyed with; b"" if this is not for
+        them."""
+        return blake3(self._material + name.encode(), derive_key_context=_KV).digest()
 
     @property
     def owner(self) -> bytes:
@@ -125,14 +131,20 @@ class NameKey:
 class LenderKey(NameKey):
     """A key that owners of names have certified: it lends what its certificates say."""
 
-    def __init__(self, seed: bytes, certificates: Mapping[str, tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self,
+        seed: bytes,
+        certificates: Mapping[str, tuple[bytes, bytes]],
+        kv_secrets: Mapping[str, bytes] | None = None,
+    ) -> None:
         """
         Args:
             seed: The secret half of its key pair, 32 bytes.
             certificates: By name, the owner's commitment and the certificate.
+            kv_secrets: By name, the owner's `kv_secret`, if it is for them.
         """
         super().__init__(seed)
-        self._certificates = certificates
+        self._certificates, self._kv_secrets = certificates, kv_secrets or {}
 
     def _pair(self, name: str, context: str = "") -> Ed25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -151,6 +163,10 @@ class LenderKey(NameKey):
         """Return True for a state of an engine's of one of its names: the rest it serves as every
         process may."""
         return key.name in self._certificates and "=" in key.variant
+
+    def kv_secret(self, name: str) -> bytes:
+        """Return the owner's, if the key is for KV blocks."""
+        return self._kv_secrets.get(name, b"")
 
     def vouch(self, *_: object, **__: object) -> bytes:
         """Return b"": its holder does not speak for the owner."""
@@ -186,7 +202,9 @@ class LenderKey(NameKey):
             ]
             for name in names
         }
-        return json.dumps({"seed": seed.hex(), "certificates": certificates}).encode()
+        secrets = {name: owner.kv_secret(name).hex() for name in names if "kv" in kinds}
+        made = {"seed": seed.hex(), "certificates": certificates, "kv_secrets": secrets}
+        return json.dumps(made).encode()
 
     @classmethod
     def read(cls, path: Path) -> LenderKey:
@@ -203,7 +221,8 @@ class LenderKey(NameKey):
             }
             if len(seed := bytes.fromhex(found["seed"])) != keyfile.KEY_BYTES:
                 raise ValueError
-            return cls(seed, certificates)
+            secrets = found.get("kv_secrets", {})
+            return cls(seed, certificates, {str(n): bytes.fromhex(s) for n, s in secrets.items()})
         except OSError as error:
             why = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -42,6 +42,7 @@ GROUP = "mx.packs"
 BUILT_IN = {
     "artifacts": "mx.artifacts:PACK",
     "fleet": "mx.fleet:PACK",
+    "kv": "mx.kv:PACK",
     "operations": "mx.operations:PACK",
     "redis": "mx.redis_state:PACK",
     "snapshots": "mx.snapshots:PACK",
@@ -78,6 +79,9 @@ class Pack:
     #: manager, each with the names of its settings. Commands that serve are in it while they do;
     #: one that ends by itself refuses the flags of these.
     contexts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: Functions that return a `mx.wire.server.Service` which every process that serves answers,
+    #: beside `Peer`. They get the process's `mx.source.server.SourceServer`.
+    services: Sequence[str] = ()
     #: By the name of a transport of another distribution than mx, a function that returns what that
     #: transport says of this process in its `Place`: bytes, at most MAX_FACT_BYTES, or b"". It gets
     #: what returns the value of a setting by its name. It is called once for each pull and source,

@@ -119,7 +119,7 @@ class Keeper:
     async def hold(
         self, wanted: WantedModel, progress: list[tuple[int, int]]
     ) -> CachedModelAddress:
-        """See `mx.wire.cache.CacheServicer`."""
+        """See `mx.fleet.cache_service.CacheServicer`."""
         if wanted.only_if_held:
             return self._offered(wanted)
         found = await self._find(wanted)
@@ -268,7 +268,7 @@ class Keeper:
     # -- what is held -----------------------------------------------------------------------------
 
     async def status(self) -> CacheStatus:
-        """See `mx.wire.cache.CacheServicer`."""
+        """See `mx.fleet.cache_service.CacheServicer`."""
         in_use = await self._in_use()
         now_s, models = time.monotonic(), []
         for each in self._table.held:

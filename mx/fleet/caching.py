@@ -14,10 +14,11 @@ from mx.contexts import Undo
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
 from mx.fleet.cache_keeper import Keeper, require_free_port
+from mx.fleet.cache_service import CacheServicer
 from mx.memory.budget import available_nbytes
 from mx.storage.locks import Lock
 from mx.wire.address import is_local, tls_of
-from mx.wire.cache import SILENT_S, CacheClient, CacheServicer, CacheStatus
+from mx.wire.cache import SILENT_S, CacheClient, CacheStatus
 from mx.wire.client import CoordinatorClient
 from mx.wire.private import cache_socket, make_folder, socket_in_use
 from mx.wire.server import Listening, Service, listen

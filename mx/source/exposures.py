@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from mx.errors import LocalError, MxError, NotAllowedError, UnsuitedError
-from mx.source.model import SourceModel
-from mx.transport import ExposeOptions, Exposure, Transport, Unavailable
+from mx.transport import ExposedRegion, ExposeOptions, Exposure, Transport, Unavailable
 
 log = logging.getLogger(__name__)
 
 
+class Held(Protocol):
+    """What is exposed: a `mx.source.model.SourceModel`, or other memory that changes (`live`)."""
+
+    generation: int
+    device: str
+    growing: bool
+
+    @property
+    def live(self) -> bool: ...
+
+    def regions(self) -> list[ExposedRegion]: ...
+
+
 def expose(
-    held: SourceModel, transports: Mapping[str, Transport], options: ExposeOptions
+    held: Held, transports: Mapping[str, Transport], options: ExposeOptions
 ) -> dict[str, Exposure]:
     """Expose a model at its generation. Blocks.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mx import discovery, trace
+from mx import discovery, packs, trace
 from mx.core.budget import Limits
 from mx.core.grants import Principal
 from mx.core.limits import Bounds
@@ -105,7 +105,7 @@ class SourceServer:
 
     def __init__(self, options: SourceOptions, transports: Mapping[str, Transport]) -> None:
         self.options = options
-        self._transports = {**transports, **options.transport_context.broken}
+        self.transports = {**transports, **options.transport_context.broken}
         self._limits = SourceLimits(options.bounds, report_s=options.reader_lease_s / 4)
         self._doubts = Doubts(self._is_right)
         self._grants = Grants(options.reader_lease_s, self._limits)
@@ -234,6 +234,7 @@ class SourceServer:
                     lambda context, _: servicer.on_call(context),
                     servicer.on_refused,
                 ),
+                *(service(self) for service in packs.each("services")),
             ],
             tls=self.options.tls,
             insecure=self.options.insecure,
@@ -308,22 +309,32 @@ class SourceServer:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._lost, held, str(error))
 
-        options = ExposeOptions(
-            hosts=self._expose_place.addresses,
-            tls=self.options.data_tls,
-            stall_timeout_s=self.options.stall_timeout_s,
-            place=discovery.at_device(self._expose_place, held.device),
-            trusted_fabric=self.options.trusted_fabric,
-            limiter=self._limits.limiter,
-            ports=self.options.data_ports,
-            at_peer=self._at_host,
+        options = replace(
+            self.expose_options(held.device),
             content=held.content,
             background=held.live,
             block_digests=held.shortcuts or None,
             on_lost=on_lost,
+        )
+        return await in_thread(expose, held, self.transports, options)
+
+    def expose_options(self, device: str) -> ExposeOptions:
+        """Return how this process exposes memory on a device, after `start`."""
+        return ExposeOptions(
+            hosts=self._expose_place.addresses,
+            tls=self.options.data_tls,
+            stall_timeout_s=self.options.stall_timeout_s,
+            place=discovery.at_device(self._expose_place, device),
+            trusted_fabric=self.options.trusted_fabric,
+            limiter=self._limits.limiter,
+            ports=self.options.data_ports,
+            at_peer=self._at_host,
             setting=self.options.transport_context.setting,
         )
-        return await in_thread(expose, held, self._transports, options)
+
+    def place(self, device: str) -> Place:
+        """Return the place that readers of memory on a device see, after `start`."""
+        return discovery.at_device(self._place, device)
 
     async def _is_right(self, served: ExposedModel, chunk: int) -> bool:
         return await self.retirement.is_right(served, chunk)
@@ -527,8 +538,7 @@ class SourceServer:
         """Return the record of a model that was served; once withdrawn it has no transports."""
         served = self._servicer.models.get(held.source_id)
         transports = () if served is None or served.newer else served.transports
-        # What NVML says is known since the model was exposed.
-        place = discovery.at_device(self._place, held.device)
+        place = self.place(held.device)  # what NVML says is known since the model was exposed
         record = held.record(self.endpoint, place, transports, self._servicer.state)
         return replace(record, requests_port=0 if held.is_companion else self.requests_port)
 

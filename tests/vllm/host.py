@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any
 from unittest import mock
@@ -315,6 +316,69 @@ class Host:
             [token, sorted((int(key), each.logprob.hex()) for key, each in logprobs.items())]
             for token, logprobs in zip(made.token_ids, made.logprobs, strict=True)
         ]
+
+    def complete(
+        self, prompt: list[int], tokens: int = 8, salt: str = "", **transfer: Any
+    ) -> dict[str, Any]:
+        """Return how a prompt goes on: tokens with the logprob of each, as hexadecimal, how many of
+        the prompt's tokens were not computed, and what the KV connector passes on.
+
+        Args:
+            prompt: Its tokens.
+            tokens: How many more.
+            salt: The request's cache salt; "" for none.
+            transfer: What the KV connector gets with the request.
+        """
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=1,
+            detokenize=False,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
+        asked: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        (made,) = self.llm.generate([asked], parameters, use_tqdm=False)
+        logprobs = [
+            next(each.logprob.hex() for key, each in found.items() if key == token)
+            for token, found in zip(
+                made.outputs[0].token_ids, made.outputs[0].logprobs, strict=True
+            )
+        ]
+        return {
+            "tokens": list(made.outputs[0].token_ids),
+            "logprobs": logprobs,
+            "cached": made.num_cached_tokens,
+            "transfer": made.kv_transfer_params,
+        }
+
+    def forget(self) -> bool:
+        """Have the engine and its connector forget what is cached."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def kv(self) -> dict[str, Any]:
+        """Return what the KV connector has counted, once what it has stored is offered; and its
+        pool's counts."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        pool, counts = connector._half._pool, dict(connector.counts)
+        until_s = time.monotonic() + 30
+        while pool is not None and connector._half._hashing.qsize() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        more = {} if pool is None else {**pool.counts(), "wrong": pool.wrong}
+        return (
+            counts | more | {"peers": connector._half._reader and connector._half._reader.peers()}
+        )
+
+    def spoil(self) -> None:
+        """Change a byte of each block that the KV connector offers."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for kept in get_kv_transfer_group()._half._store:
+            kept[:, 0, 0, 0] += 1
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of each worker."""

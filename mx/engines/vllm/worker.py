@@ -89,6 +89,20 @@ def _watched_of(worker: Any) -> _WatchedModel | None:
     return next((each for each in _watched if each.vllm_config is config), None)
 
 
+def weights_of(vllm_config: Any) -> tuple[str, str | None]:
+    """Return the name of the model that this process's worker has loaded by `mx-peer`, and the
+    identity of its weights as they are now, in hexadecimal: "" while they change; None where they
+    were not loaded so, or nothing watches them."""
+    watched = next((each for each in _watched if each.vllm_config is vllm_config), None)
+    if watched is None:
+        return "", None
+    loading = watched.loading
+    if loading.lender is None:
+        return loading.name, loading.identity or None
+    source = loading.lender.source
+    return loading.name, "" if source is None else source.identity_hex
+
+
 def status(worker: Any) -> dict[str, object]:
     """Return what a worker loaded and lends: `llm.collective_rpc("mx_peer_status")`.
 
@@ -98,14 +112,21 @@ def status(worker: Any) -> dict[str, object]:
     Returns:
         `model`, `loads` (how often from which state, or by the ordinary loader), `refused` (how
         often another key, or none, was refused), `lending` (the state of lending), `revision`,
-        `identity`, `source` (who served what was taken), and `why` if nothing is lent.
+        `identity`, `source` (who served what was taken), and `why` if nothing is lent. With
+        `MxConnector`, `kv`: how many KV blocks were loaded, failed, stored, not stored.
     """
     watched = _watched_of(worker)
-    if watched is None:
-        return {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
-    if watched.loading.lender is not None:
-        watched.loading.lender.look(devices=True)  # on the worker's thread, which may use devices
-    return watched.loading.status()
+    found: dict[str, object] = {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
+    if watched is not None:
+        if watched.loading.lender is not None:
+            watched.loading.lender.look(devices=True)  # on the worker's thread: it may use devices
+        found = watched.loading.status()
+    from vllm.distributed import kv_transfer
+
+    if kv_transfer.has_kv_transfer_group():
+        counts = getattr(kv_transfer.get_kv_transfer_group(), "counts", None)
+        found |= {} if counts is None else {"kv": dict(counts)}
+    return found
 
 
 def freeze(worker: Any, folder: str) -> dict[str, object]:

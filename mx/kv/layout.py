@@ -1,0 +1,216 @@
+"""Where KV blocks are in a process's memory: for each layer a region, a stride, and runs of bytes.
+
+An engine allocates one tensor for each layer, of which one dimension counts blocks, and mostly one
+counts heads. The bytes of a block's part in one layer are those of its runs, in order. Between a
+rank with all heads and one with some of them a run has the bytes of these heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from mx.buffers import address_of
+from mx.core.digest import DIGEST_BYTES
+from mx.errors import ConfigError, LocalError, PeerProtocolError
+from mx.memory.arrays import Array, array_of
+from mx.transport import ExposedRegion
+from mx.views import Span, View
+
+#: The most layers of a pool, and the most runs of one layer's part.
+MOST_LAYERS, MOST_RUNS = 4096, 4096
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where one layer's parts are: those of slot s in `run_nbytes` bytes at each of
+    `begin + s * stride + offset`, in a region."""
+
+    region: int
+    begin: int
+    stride: int
+    offsets: tuple[int, ...]
+    run_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one part."""
+        return len(self.offsets) * self.run_nbytes
+
+    def runs(self, slot: int) -> Iterator[tuple[int, int]]:
+        """Yield (offset in the region, bytes) of a slot's part."""
+        base = self.begin + slot * self.stride
+        for offset in self.offsets:
+            yield base + offset, self.run_nbytes
+
+    def heads(self, first: int, count: int, of: int) -> Rows:
+        """Return where some heads of these rows are, which have `of` heads in each run."""
+        head_nbytes, left = divmod(self.run_nbytes, of)
+        if left or not 0 <= first < first + count <= of:
+            raise ConfigError(f"a part of {of} heads has no heads {first} to {first + count}")
+        shift = first * head_nbytes
+        offsets = tuple(offset + shift for offset in self.offsets)
+        return Rows(self.region, self.begin, self.stride, offsets, count * head_nbytes)
+
+    def joined(self) -> Rows:
+        """Return the same rows with runs that follow each other as one, where all do."""
+        step, count = self.run_nbytes, len(self.offsets)
+        for size in range(count, 1, -1):
+            if count % size:
+                continue
+            groups = [self.offsets[at : at + size] for at in range(0, count, size)]
+            if all(b - a == step for group in groups for a, b in itertools.pairwise(group)):
+                firsts = tuple(group[0] for group in groups)
+                return Rows(self.region, self.begin, self.stride, firsts, size * step)
+        return self
+
+    def check(self, region_nbytes: Sequence[int], slots: int) -> None:
+        """Raise PeerProtocolError if a slot is not in the region."""
+        if self.region >= len(region_nbytes) or not 0 < len(self.offsets) <= MOST_RUNS:
+            raise PeerProtocolError("a layer of its KV pool has no place")
+        last = self.begin + (slots - 1) * self.stride + max(self.offsets) + self.run_nbytes
+        if min(slots, self.run_nbytes) < 1 or last > region_nbytes[self.region]:
+            raise PeerProtocolError("a layer of its KV pool is larger than its memory")
+
+
+def rows_of(array: Array, region: int, blocks: int, heads: int | None) -> tuple[Rows, int]:
+    """Return where the blocks of one layer are in a tensor, and how many there are.
+
+    A part's bytes are in the order of the tensor's dimensions as they lie in memory.
+
+    Args:
+        array: The tensor.
+        region: The region that begins with its first element.
+        blocks: The dimension that counts blocks.
+        heads: The one that counts heads, None for none.
+
+    Raises:
+        ConfigError: What is within a head is not contiguous.
+    """
+    size, dims = array.item_nbytes, []
+    for at in range(len(array.shape)):
+        if at != blocks and array.shape[at] > 1:
+            dims.append((array.stride[at] * size, array.shape[at], at == heads))
+    dims.sort(key=lambda each: -each[0])
+    run_nbytes, inner = size, True
+    outer: list[tuple[int, int]] = []
+    for stride, count, is_heads in reversed(dims):
+        if inner and stride == run_nbytes:
+            run_nbytes *= count
+            inner = not (is_heads and heads is not None)
+        else:
+            inner = False
+            if is_heads:
+                raise ConfigError("the elements of one KV head are not contiguous")
+            outer.append((stride, count))
+    outer.reverse()
+    steps = (range(0, stride * count, stride) for stride, count in outer)
+    offsets = tuple(sum(each) for each in itertools.product(*steps))
+    return Rows(region, 0, array.stride[blocks] * size, offsets, run_nbytes), array.shape[blocks]
+
+
+@dataclass(frozen=True)
+class KvMemory:
+    """The memory of a process's KV blocks.
+
+    Attributes:
+        views: The memory of each layer's tensor.
+        rows: Where each layer's parts are.
+        slots: How many blocks there are.
+        first_head: Which of the model's KV heads come first in it.
+        heads: How many of them it holds.
+    """
+
+    views: tuple[Span, ...]
+    rows: tuple[Rows, ...]
+    slots: int
+    first_head: int
+    heads: int
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Any],
+        blocks: int,
+        heads: int | None,
+        first_head: int = 0,
+    ) -> KvMemory:
+        """Return the memory of an engine's KV tensors, which it keeps alive.
+
+        Args:
+            tensors: One for each layer, in order; of torch, or as `mx.serve` takes them.
+            blocks: The dimension that counts blocks.
+            heads: The dimension that counts KV heads; None where all ranks have all of them.
+            first_head: The first of the model's KV heads in it.
+
+        Raises:
+            ConfigError: A tensor is not understood, or they do not have the same number of blocks.
+        """
+        import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
+
+        found, rows, slots = [], [], set()
+        for at, tensor in enumerate(tensors):
+            array = array_of(f"the KV cache of layer {at}", tensor)
+            own, count = rows_of(array, at, blocks, heads)
+            found.append(array)
+            rows.append(own)
+            slots.add(count)
+        if not found or len(found) > MOST_LAYERS or len(slots) != 1:
+            raise ConfigError("the layers of a KV cache do not have the same number of blocks")
+        own_heads = 1 if heads is None else found[0].shape[heads]
+        views = tuple(each.view() for each in found)
+        return cls(views, tuple(rows), slots.pop(), first_head, own_heads)
+
+    @classmethod
+    def whole(
+        cls, memory: Any, part_nbytes: Sequence[int], first_head: int, heads: int
+    ) -> KvMemory:
+        """Return memory that is a pool of its own: in each slot the parts of all layers follow each
+        other.
+
+        Args:
+            memory: An array of bytes, the first dimension of which counts slots.
+            part_nbytes: The size of each layer's part.
+            first_head: The first of the model's KV heads in it.
+            heads: How many of them.
+        """
+        view, begin, rows = array_of("the KV pool", memory).view(), 0, []
+        stride = sum(part_nbytes)
+        for nbytes in part_nbytes:
+            rows.append(Rows(0, begin, stride, (0,), nbytes))
+            begin += nbytes
+        return cls((view,), tuple(rows), len(view) // stride, first_head, heads)
+
+    def regions(self) -> list[ExposedRegion]:
+        """Return what transports expose."""
+        found = []
+        for at, view in enumerate(self.views):
+            if isinstance(view, memoryview):
+                found.append(ExposedRegion(at, view.toreadonly(), address_of(view)))
+            else:
+                found.append(ExposedRegion(at, view, view.address, view.device))
+        return found
+
+    def parts(self, slot: int, rows: Sequence[Rows]) -> Iterator[list[View]]:
+        """Yield the memory of each layer's part of a block, by its runs."""
+        for each in rows:
+            view = self.views[each.region]
+            yield [view[begin : begin + nbytes] for begin, nbytes in each.runs(slot)]
+
+    def digests(self, slot: int) -> bytes:
+        """Return the blake3 digests of a block's parts, one after the other."""
+        return b"".join(map(digest_of, self.parts(slot, self.rows)))
+
+
+def digest_of(runs: Sequence[View]) -> bytes:
+    """Return the blake3 digest of bytes in the memory of this host, run after run."""
+    hasher = blake3()
+    for run in runs:
+        if not isinstance(run, memoryview):
+            raise LocalError("KV blocks in a GPU's memory are not hashed here")
+        hasher.update(run)
+    return hasher.digest(DIGEST_BYTES)

@@ -1,0 +1,374 @@
+"""One reader's connection to one KV pool: its lease, its index, and the session that reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mx.core.paths import Path
+from mx.errors import (
+    ConfigError,
+    MxError,
+    NotAllowedError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerTimeoutError,
+)
+from mx.fetching.options import PullOptions
+from mx.fetching.paths import path_or_reason, target_place
+from mx.kv import proof
+from mx.kv.layout import MOST_LAYERS, KvMemory, Rows
+from mx.kv.mirror import MOST_BLOCKS, KvMirror
+from mx.kv.names import ID_BYTES
+from mx.kv.offers import Change, Offer
+from mx.log import event
+from mx.namekey import NameKey
+from mx.runtime import LoopThread
+from mx.tasks import end_tasks, in_thread, set_by
+from mx.transport import Grant, Session, Transport, Unavailable
+from mx.wire.address import resolve
+from mx.wire.channel import Remote, Role, cut, dial, translating
+from mx.wire.place import place_from_wire, place_to_wire
+from mx.wire.rpc import Stub
+from mx.wire.v1 import kv_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+#: The first and the longest time between two attempts to reach a pool.
+AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
+#: A pool that has given so many wrong blocks is asked no more.
+MOST_WRONG = 3
+#: The most memory of one pool's index.
+_INDEX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class KvReading:
+    """What all connections of a reader share.
+
+    Attributes:
+        name: The model's name.
+        key: The key of that name, or a lender key for KV.
+        form: The form of the blocks, as `KvKey.encode` returns it.
+        heads: Which of the model's KV heads are read.
+        memory: Where blocks are read into; None: they are only found.
+        options: How pools are reached; of a pull.
+        transports: The transports by name.
+        on_change: Called on the loop when a pool's index has changed, or a pool is lost.
+    """
+
+    name: str
+    key: NameKey
+    form: bytes
+    heads: range
+    memory: KvMemory | None
+    options: PullOptions
+    transports: Mapping[str, Transport]
+    on_change: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class KvLink:
+    """A connection that works: the session, if blocks are to be read, and which heads the pool has.
+    `rows` are the pool's, `own_rows` where these heads are in the reader's memory."""
+
+    session: Session | None
+    mirror: KvMirror
+    rows: tuple[Rows, ...]
+    own_rows: tuple[Rows, ...]
+    heads: range
+    transport: str
+
+
+class KvPeer:
+    """The pool at one address, connected again whenever it is lost. Its index and reads are
+    thread-safe, the rest is on the loop."""
+
+    def __init__(self, endpoint: str, reading: KvReading, loop: LoopThread) -> None:
+        """
+        Args:
+            endpoint: HOST:PORT of the pool, or of a source of its process.
+            reading: What it is read for.
+            loop: The loop.
+        """
+        self.endpoint = endpoint
+        self._reading, self._loop = reading, loop
+        self._lock = threading.Lock()  # of all below
+        self._live: KvLink | None = None
+        self._wrong: list[bytes] = []
+        self.wrong = 0
+        self.why = "it was not reached yet"
+        self._hurry = asyncio.Event()
+        self._task = asyncio.create_task(self._keep(), name="mx-kv-peer")
+
+    @property
+    def is_live(self) -> bool:
+        """True while the pool can be read."""
+        return self._live is not None
+
+    @property
+    def transport(self) -> str:
+        """The transport that reads it; "" for none."""
+        live = self._live
+        return live.transport if live is not None else ""
+
+    def heads(self) -> range:
+        """Return which heads the pool has; none while it can't be read."""
+        live = self._live
+        return live.heads if live is not None else range(0)
+
+    def has(self, block: bytes) -> bool:
+        """Return True if the pool offers a block."""
+        with self._lock:
+            return self._live is not None and block in self._live.mirror.offers
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def begin(self, block: bytes) -> tuple[KvLink, Offer] | None:
+        """Begin to read a block: return where it is until `end`, None if it is not offered."""
+        with self._lock:
+            if self._live is None:
+                return None
+            offer = self._live.mirror.begin(block)
+            return (self._live, offer) if offer is not None else None
+
+    def end(self, live: KvLink, block: bytes, offer: Offer, *, wrong: bool = False) -> None:
+        """Note that a block was read; on any thread.
+
+        Args:
+            live: What `begin` returned.
+            block: The block.
+            offer: What `begin` returned.
+            wrong: Its bytes were not those of its digests.
+        """
+        with self._lock:
+            mirror = live.mirror
+            was = mirror.confirmed
+            if wrong and mirror.offers_still(block, offer):
+                self.wrong += 1
+                self._wrong.append(block)
+            mirror.end(offer.slot)
+            hurry = mirror.confirmed != was or wrong
+        if hurry:
+            with contextlib.suppress(RuntimeError, MxError):  # the loop has ended, or a child
+                self._loop.call_soon(self._hurry.set)
+
+    # -- the connection; on the loop --------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End the connection; reads fail."""
+        await end_tasks(self._task)
+
+    async def _keep(self) -> None:
+        again_s = AGAIN_S
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self._connected()
+            except (ConfigError, NotAllowedError, PeerProtocolError) as error:
+                self._lost(error)
+                again_s = MOST_AGAIN_S
+            except MxError as error:
+                self._lost(error)
+                again_s = min(2 * again_s, MOST_AGAIN_S)
+            if self.wrong >= MOST_WRONG:
+                event(log, "kv.distrusted", level=logging.WARNING, peer=self.endpoint)
+                self.why = "it gave wrong blocks"
+                return
+            if time.monotonic() - began_s > MOST_AGAIN_S:
+                again_s = AGAIN_S
+            await asyncio.sleep(again_s)
+
+    def _lost(self, error: MxError) -> None:
+        if str(error) != self.why:
+            self.why = str(error)
+            event(log, "kv.lost", peer=self.endpoint, text=self.why)
+        self._reading.on_change()
+
+    async def _connected(self) -> None:
+        """Connect, and follow the pool until it is lost. Raises MxError."""
+        options, remote = self._reading.options, Remote(Role.SOURCE, self.endpoint)
+        channel = dial(self.endpoint, tls=options.tls, insecure=options.insecure)
+        call: Any = None
+        try:
+            with translating(remote):
+                stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Kv"], remote)
+                call = stub.Open()
+                async with asyncio.timeout(options.connect_timeout_s + 2.0):
+                    granted = await self._greet(call)
+                await self._follow(call, granted)
+        except TimeoutError as error:
+            text = f"the KV pool at {self.endpoint} does not answer"
+            raise PeerTimeoutError(text, peer=self.endpoint) from error
+        finally:
+            if call is not None:
+                cut(call)
+            await channel.close(None)
+
+    async def _greet(self, call: Any) -> pb.KvGranted:
+        """Show who this is, check who it is, and return what is granted."""
+        reading, own = self._reading, proof.nonce()
+        place = await in_thread(target_place, reading.options)
+        hello = pb.KvHello(
+            name=reading.name,
+            nonce=own,
+            transports=sorted(reading.transports),
+            place=place_to_wire(place),
+        )
+        await call.write(pb.KvRequest(hello=hello))
+        challenge = (await self._next(call, "challenge")).challenge
+        nonces = own, challenge.nonce
+        proof.check(challenge.proof, reading.key, reading.name, proof.POOL, nonces)
+        shown = proof.prove(reading.key, reading.name, proof.READER, nonces)
+        await call.write(pb.KvRequest(proof=shown))
+        granted = await self._next(call, "granted")
+        return granted.granted  # type: ignore[no-any-return]
+
+    async def _next(self, call: Any, wanted: str = "") -> Any:
+        found = await anext(call, None)
+        if found is None:
+            raise PeerLostError(f"the KV pool at {self.endpoint} ended", peer=self.endpoint)
+        if wanted and found.WhichOneof("event") != wanted:
+            raise PeerProtocolError(
+                f"the KV pool at {self.endpoint} did not send a {wanted}", peer=self.endpoint
+            )
+        return found
+
+    async def _follow(self, call: Any, granted: pb.KvGranted) -> None:
+        """Open a session, mirror the index, and renew the lease, until one of them ends."""
+        live = await self._opened(granted)
+        lease_s = min(max(granted.lease_s, 0.2), 60.0)
+        self.why = ""
+        with self._lock:
+            self._live = live
+        event(log, "kv.connected", peer=self.endpoint, transport=live.transport)
+        renewing = asyncio.create_task(self._renew(call, live.mirror, lease_s), name="mx-kv-renew")
+        try:
+            while True:
+                async with asyncio.timeout(2 * lease_s):  # each renewal is answered
+                    found = await self._next(call)
+                if renewing.done():
+                    renewing.result()
+                if found.WhichOneof("event") == "changes":
+                    with self._lock:
+                        live.mirror.hear(_changes(found.changes, live.mirror), found.changes.number)
+                    self._hurry.set()
+                    self._reading.on_change()
+                if self.wrong >= MOST_WRONG:
+                    raise PeerProtocolError(f"{self.endpoint} gave wrong KV blocks")
+        finally:
+            with self._lock:
+                self._live = None
+            await end_tasks(renewing)
+            if live.session is not None:
+                live.session.close()
+                timeout_s = 2 * self._reading.options.stall_timeout_s
+                if not await in_thread(live.session.join, timeout_s):
+                    log.warning("a session of KV blocks has not ended: %r", live.session)
+            self._reading.on_change()
+
+    async def _renew(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
+        while True:
+            with self._lock:
+                wrong, self._wrong = self._wrong, []
+                confirmed = mirror.confirmed
+            renewal = pb.KvRenewal(confirmed=confirmed, wrong=wrong)
+            await call.write(pb.KvRequest(renewal=renewal))
+            await set_by(self._hurry, time.monotonic() + lease_s / 4)
+            self._hurry.clear()
+
+    async def _opened(self, granted: pb.KvGranted) -> KvLink:
+        """Return what reads the pool. Raises MxError: it is another one, or can't be reached."""
+        reading = self._reading
+        if granted.key != reading.form:
+            raise ConfigError(
+                f"the KV blocks at {self.endpoint} have another form: {granted.key!r}, and those "
+                f"of this process {reading.form!r}",
+                hint="run the same release of the engine with the same settings on both",
+            )
+        heads = range(granted.first_head, granted.first_head + granted.heads)
+        if not reading.heads.start <= heads.start < heads.stop <= reading.heads.stop:
+            raise ConfigError(f"the KV pool at {self.endpoint} has other heads")
+        rows = tuple(
+            Rows(each.region, each.begin, each.stride, tuple(each.offsets), each.run_nbytes)
+            for each in granted.layers
+        )
+        digest_nbytes, own = ID_BYTES * len(rows), reading.memory
+        most = min(MOST_BLOCKS, _INDEX_BYTES // (digest_nbytes + 256))
+        mirror = KvMirror(granted.slots, digest_nbytes, most)
+        if own is None:
+            return KvLink(None, mirror, rows, (), heads, "index only")
+        if not len(rows) == len(own.rows) <= MOST_LAYERS:
+            raise PeerProtocolError(f"the KV pool at {self.endpoint} has other layers")
+        first = heads.start - own.first_head
+        mine = tuple(each.heads(first, len(heads), own.heads) for each in own.rows)
+        for one, other in zip(mine, rows, strict=True):
+            other.check(granted.region_nbytes, granted.slots)
+            if one.nbytes != other.nbytes:
+                raise PeerProtocolError(f"the KV pool at {self.endpoint} has parts of another size")
+        name, session = await in_thread(self._session, granted)
+        return KvLink(session, mirror, rows, mine, heads, name)
+
+    def _session(self, granted: pb.KvGranted) -> tuple[str, Session]:
+        """Open a session by the best transport that works. Blocks."""
+        reading, options = self._reading, self._reading.options
+        here, there = target_place(options), place_from_wire(granted.place)
+        tickets = {each.transport: each.ticket for each in granted.tickets}
+        paths: list[tuple[float, str, Path]] = []
+        reasons = []
+        for name in sorted(tickets.keys() & reading.transports.keys()):
+            if options.transport not in (None, name):
+                continue
+            transport = reading.transports[name]
+            path = path_or_reason(transport, here, there, trusted_fabric=options.trusted_fabric)
+            viable = transport.probe() if isinstance(path, Path) else None
+            if isinstance(viable, Unavailable):
+                path = viable.reason
+            if isinstance(path, Path) and not path.staged:
+                paths.append((path.gb_per_s, name, path))
+            else:
+                reasons.append(f"{name}: {path}")
+        grant = Grant(
+            grant_id=granted.grant_id,
+            ticket=b"",
+            generation=1,
+            region_nbytes=tuple(granted.region_nbytes),
+            peer=self.endpoint,
+            tls=options.data_tls,
+            stall_timeout_s=options.stall_timeout_s,
+            place=here,
+            trusted_fabric=options.trusted_fabric,
+            peer_addresses=resolve(self.endpoint),
+            setting=options.transport_context.setting,
+        )
+        for _, name, _ in sorted(paths, reverse=True):
+            try:
+                ticket = replace(grant, ticket=tickets[name])
+                return name, reading.transports[name].open(ticket)
+            except MxError as error:
+                reasons.append(f"{name}: {error}")
+        raise PeerLostError(
+            f"no path leads to the KV pool at {self.endpoint}: " + "; ".join(reasons),
+            peer=self.endpoint,
+        )
+
+
+def _changes(message: pb.KvChanges, mirror: KvMirror) -> list[Change]:
+    """Return the changes in a message. Raises PeerProtocolError."""
+    blocks, digests, size = message.blocks, message.digests, mirror.digest_nbytes
+    offered = sum(1 for slot in message.slots if slot)
+    if len(blocks) != ID_BYTES * len(message.slots) or len(digests) != size * offered:
+        raise PeerProtocolError("a KV pool sent an index that does not fit together")
+    found, at = [], 0
+    for index, slot in enumerate(message.slots):
+        block = blocks[index * ID_BYTES : (index + 1) * ID_BYTES]
+        offer = Offer(slot - 1, digests[at : at + size]) if slot else None
+        at += size if slot else 0
+        found.append(Change(block, offer))
+    return found

@@ -1,0 +1,444 @@
+"""Offers an engine's KV blocks where they are: readers that hold the name's key read its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mx import config, namekey, runtime
+from mx.api.common import transports as all_transports
+from mx.api.serving import source_options
+from mx.contexts import OwnContext
+from mx.errors import ClosedError, LocalError, PeerBusyError, PeerProtocolError
+from mx.kv import proof, service
+from mx.kv.layout import KvMemory, Rows
+from mx.kv.names import ID_BYTES, KvKey
+from mx.kv.offers import KvOffers, Offer
+from mx.log import event
+from mx.source.exposures import expose, withdraw
+from mx.source.requests import FIRST_MESSAGE_S
+from mx.source.server import SourceServer
+from mx.tasks import end_tasks, in_thread
+from mx.transport import Authenticating, ExposedRegion, Exposure
+from mx.wire.address import address_of_peer, join_address, split_address
+from mx.wire.place import place_to_wire
+from mx.wire.v1 import kv_pb2 as pb
+from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
+
+#: How long a reader's lease lasts after each renewal.
+LEASE_S = 2.0
+#: How long a slot waits for a reader that renews and does not confirm that its block is withdrawn:
+#: it reads that over a slow link, or lies.
+PATIENCE_S = 10.0
+#: The most readers of one pool, and of one principal.
+MOST_READERS, MOST_OF_ONE = 256, 64
+#: The most bytes of one message about the index.
+_MESSAGE_BYTES = 256 << 10
+
+
+class _Stream:
+    """One reader's stream; on the loop. `told` is set when there is something to tell it."""
+
+    def __init__(self, principal: str) -> None:
+        self.grant_id = secrets.token_hex(16)
+        self.principal = principal
+        self.told = asyncio.Event()
+        self.told.set()
+        self.task = asyncio.current_task()
+        #: Since when a slot waits for it; None: none does.
+        self.waited_for_s: float | None = None
+
+
+class KvPool(OwnContext):
+    """The KV blocks of one process under one model's name. Made by `open`; close it.
+
+    Methods are thread-safe. The memory is the engine's: it writes a slot only while no block is
+    offered in it and it has been `taken`.
+    """
+
+    generation = 1
+    growing = False
+    live = True
+
+    def __init__(
+        self, name: str, key: namekey.NameKey, form: KvKey, memory: KvMemory, loop: Any
+    ) -> None:
+        """Use `open`."""
+        self.name, self.form, self.memory = name, form, memory
+        device = getattr(memory.views[0], "device", "cpu")
+        self.device = str(device)
+        self._key, self._loop = key, loop
+        self._lock = threading.Lock()  # of all below
+        self._offers: KvOffers[_Stream] = KvOffers(free=list(range(memory.slots))[::-1])
+        self._freed = threading.Condition(self._lock)
+        self._closed = False
+        self.wrong = 0  # blocks that readers found to be other bytes than their digests say
+        # On the loop.
+        self._server: SourceServer | None = None
+        self._exposures: dict[str, Exposure] = {}
+        self._streams: set[_Stream] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        form: KvKey,
+        memory: KvMemory,
+        *,
+        listen: str = "",
+        settings: config.Settings | None = None,
+    ) -> KvPool:
+        """Register the memory of KV blocks, and let holders of the name's key read what is offered.
+
+        Args:
+            name: The model's name.
+            form: The form of the blocks.
+            memory: Where they are. It must stay until the pool is closed.
+            listen: HOST:PORT for readers that know the pool's address; "" for any port of the host
+                in the settings. Readers find it at the address of each source of this process, too.
+            settings: As for `mx.serve`.
+
+        Raises:
+            ConfigError: The key is not for KV blocks, or the process has a pool of that name.
+            LocalError: The address can't be listened on, or no transport serves the memory.
+        """
+        settings = settings or config.load()
+        key = namekey.load(settings)
+        proof.secret_of(key, name)
+        host, _ = split_address(settings.listen)
+        options = source_options(settings, settings.coordinator, live=True)
+        options = replace(options, listen=listen or join_address(host, 0), advertise="")
+
+        async def make(loop: runtime.LoopThread) -> KvPool:
+            pool = cls(name, key, form, memory, loop)
+            try:
+                await pool._start(SourceServer(options, all_transports()))
+            except BaseException:
+                await runtime.uncut(pool._stop())
+                raise
+            return pool
+
+        made = runtime.made(make)
+        runtime.opened(made)
+        return made
+
+    @property
+    def endpoint(self) -> str:
+        """The HOST:PORT of the pool itself."""
+        return self._server.endpoint if self._server is not None else ""
+
+    def regions(self) -> list[ExposedRegion]:
+        """Return the memory that is exposed."""
+        return self.memory.regions()
+
+    # -- the engine's side ------------------------------------------------------------------------
+
+    def take(self, count: int, wait_s: float = 0.0) -> list[int]:
+        """Return slots that may be written, up to so many. Where too few are free, blocks that were
+        not of use for longest are withdrawn.
+
+        Args:
+            count: How many.
+            wait_s: How long to wait for readers to let go of what is withdrawn.
+        """
+        until_s = time.monotonic() + wait_s
+        with self._freed:
+            lacking = count - len(self._offers.free) - self._offers.leaving
+            for block in self._offers.oldest(lacking):
+                self._offers.withdraw(block)
+            if lacking > 0:
+                self._tell()
+            while len(self._offers.free) < count and not self._closed:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or not self._freed.wait(left_s):
+                    break
+            taken = self._offers.free[-count:] if count else []
+            del self._offers.free[len(self._offers.free) - len(taken) :]
+            return taken[::-1]
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Return slots that were taken and in which no block is offered."""
+        with self._freed:
+            self._offers.free += slots
+            self._freed.notify_all()
+
+    def publish(self, block: bytes, slot: int, digests: bytes | None = None) -> None:
+        """Offer a block, which is in a slot that was taken: its bytes do not change until it is
+        withdrawn.
+
+        Args:
+            block: Its name.
+            slot: The slot.
+            digests: The blake3 digests of its layers' parts; None: they are computed here.
+
+        Raises:
+            ClosedError: The pool is closed.
+        """
+        if len(block) != ID_BYTES:
+            raise ValueError(f"the name of a KV block has {ID_BYTES} bytes")
+        offer = Offer(slot, digests or self.memory.digests(slot))
+        with self._freed:
+            if self._closed:
+                raise ClosedError("the KV pool is closed")
+            if not self._offers.publish(block, offer):
+                self._freed.notify_all()  # it is offered already: the slot is free
+            self._tell()
+
+    def withdraw(self, blocks: Sequence[bytes]) -> None:
+        """Offer blocks no more. Their slots may be taken once no reader reads them."""
+        with self._freed:
+            for block in blocks:
+                self._offers.withdraw(block)
+            self._freed.notify_all()
+            self._tell()
+
+    def clear(self) -> None:
+        """Offer nothing that is offered now."""
+        with self._lock:
+            offered = list(self._offers.offered)
+        self.withdraw(offered)
+
+    def slot_of(self, block: bytes) -> int | None:
+        """Return where a block is that is offered, and note that it is of use; None if it is
+        not."""
+        with self._lock:
+            self._offers.used(block)
+            offer = self._offers.offered.get(block)
+            return offer.slot if offer is not None else None
+
+    def counts(self) -> dict[str, int]:
+        """Return how many slots are offered, free and leaving, and how many readers there are."""
+        with self._lock:
+            offers = self._offers
+            found = {"offered": len(offers.offered), "free": len(offers.free)}
+            return found | {"leaving": offers.leaving, "readers": len(self._streams)}
+
+    def close(self) -> None:
+        """Stop offering. The memory is read no more once this returns. Idempotent."""
+        with self._freed:
+            closed, self._closed = self._closed, True
+            self._freed.notify_all()
+        if not closed:
+            runtime.closed(self)
+            try:
+                self._loop.run(self._stop())
+            finally:
+                runtime.release(self._loop)
+
+    def forked(self) -> None:
+        """Count as closed in a forked child."""
+        self._closed = True
+
+    # -- readers; on the loop ---------------------------------------------------------------------
+
+    async def _start(self, server: SourceServer) -> None:
+        if self.name in service.pools:
+            raise LocalError(
+                f"this process has a KV pool of {self.name} already",
+                hint="close that first, or offer the blocks in it",
+            )
+        self._server = server
+        await server.start()
+        options = replace(server.expose_options(self.device), background=True)
+        self._exposures = await in_thread(expose, self, server.transports, options)
+        service.pools[self.name] = self
+        self._watching = asyncio.create_task(self._watch(), name="mx-kv-readers")
+
+    async def _stop(self) -> None:
+        if service.pools.get(self.name) is self:
+            del service.pools[self.name]
+        await end_tasks(self._watching)
+        for stream in list(self._streams):
+            if stream.task is not None:
+                stream.task.cancel()
+        if self._server is not None:
+            await self._server.close()
+        left = await in_thread(withdraw, list(self._exposures.values()), 2 * LEASE_S)
+        if left:
+            log.warning("%d readers still read the KV pool of %s", len(left), self.name)
+
+    def _tell(self) -> None:
+        """Have each reader told what there is to tell; under the lock, from any thread."""
+        told = [each.told for each in self._streams if self._offers.has_changes(each)]
+        if told:
+
+            def tell() -> None:
+                for each in told:
+                    each.set()
+
+            self._loop.call_soon(tell)
+
+    async def answer(
+        self, hello: pb.KvHello, requests: AsyncIterator[pb.KvRequest], context: Any, principal: str
+    ) -> None:
+        """Serve one reader until its stream ends.
+
+        Args:
+            hello: Its first message.
+            requests: The further ones.
+            context: The call's servicer context.
+            principal: Whom its certificate names; "" without one.
+
+        Raises:
+            NotAllowedError: It does not hold the name's key.
+            PeerBusyError: There are as many readers as may be.
+            PeerProtocolError: It does not keep to the protocol.
+        """
+        nonces = hello.nonce, proof.nonce()
+        own = proof.prove(self._key, self.name, proof.POOL, nonces)
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            await context.write(pb.KvEvent(challenge=pb.KvChallenge(nonce=nonces[1], proof=own)))
+            shown = await anext(requests, None)
+        if shown is None or shown.WhichOneof("request") != "proof":
+            raise PeerProtocolError("the second message of a KV stream must be a proof")
+        proof.check(shown.proof, self._key, self.name, proof.READER, nonces)
+        stream = _Stream(principal or address_of_peer(context.peer()))
+        self._admit(stream)
+        try:
+            await self._serve(hello, requests, context, stream, bool(principal))
+        finally:
+            self._end(stream)
+
+    def _admit(self, stream: _Stream) -> None:
+        same = sum(each.principal == stream.principal for each in self._streams)
+        if len(self._streams) >= MOST_READERS or same >= MOST_OF_ONE:
+            raise PeerBusyError("the KV pool has as many readers as it may", retry_after_s=LEASE_S)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the KV pool is closed")
+            self._streams.add(stream)
+            self._offers.join(stream)
+
+    def _end(self, stream: _Stream) -> None:
+        for exposure in self._exposures.values():
+            exposure.revoke(stream.grant_id)
+        with self._freed:
+            self._streams.discard(stream)
+            self._offers.leave(stream)
+            self._freed.notify_all()
+
+    async def _serve(
+        self,
+        hello: pb.KvHello,
+        requests: AsyncIterator[pb.KvRequest],
+        context: Any,
+        stream: _Stream,
+        certified: bool,
+    ) -> None:
+        wanted, tickets = set(hello.transports), []
+        for name, exposure in self._exposures.items():
+            if not wanted or name in wanted:
+                ticket = exposure.grant(stream.grant_id)
+                if certified and isinstance(exposure, Authenticating):
+                    exposure.bind(stream.grant_id, stream.principal)
+                tickets.append(peer_pb2.Ticket(transport=name, ticket=ticket))
+        assert self._server is not None
+        granted = pb.KvGranted(
+            grant_id=stream.grant_id,
+            lease_s=LEASE_S,
+            tickets=tickets,
+            region_nbytes=[each.nbytes for each in self.memory.views],
+            place=place_to_wire(self._server.place(self.device)),
+            key=self.form.encode(),
+            slots=self.memory.slots,
+            first_head=self.memory.first_head,
+            heads=self.memory.heads,
+            layers=map(_to_wire, self.memory.rows),
+        )
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            await context.write(pb.KvEvent(granted=granted))
+        event(log, "kv.reader", level=logging.DEBUG, model=self.name, peer=context.peer())
+        renewed = asyncio.Event()
+        writing = asyncio.create_task(self._write(context, stream, renewed), name="mx-kv-index")
+        try:
+            while True:
+                async with asyncio.timeout(2 * LEASE_S):
+                    request = await anext(requests, None)
+                if request is None:
+                    return
+                if request.WhichOneof("request") != "renewal":
+                    raise PeerProtocolError("a KV reader sent what has no place in its stream")
+                if writing.done():
+                    return
+                self._renew(stream, request.renewal)
+                renewed.set()
+                stream.told.set()
+        except TimeoutError:
+            event(log, "kv.expired", model=self.name, peer=context.peer())
+        finally:
+            await end_tasks(writing)
+
+    def _renew(self, stream: _Stream, renewal: pb.KvRenewal) -> None:
+        with self._freed:
+            if not self._offers.confirm(stream, renewal.confirmed):
+                raise PeerProtocolError("a KV reader confirmed what it was not told")
+            self._freed.notify_all()
+            found = [each for each in renewal.wrong if each in self._offers.offered]
+            self.wrong += len(found)
+            # Who made it may be another than who broke it: it is not offered again.
+            for block in found:
+                self._offers.withdraw(block)
+            if found:
+                self._tell()
+        for block in found:
+            event(log, "kv.wrong", level=logging.WARNING, model=self.name, block=block.hex()[:16])
+
+    async def _write(self, context: Any, stream: _Stream, renewed: asyncio.Event) -> None:
+        """Tell a reader of all changes, and that its renewals have come."""
+        layers = len(self.memory.rows)
+        most = max(1, _MESSAGE_BYTES // (ID_BYTES * (1 + layers)))
+        while True:
+            await stream.told.wait()
+            stream.told.clear()
+            if renewed.is_set():
+                renewed.clear()
+                await context.write(pb.KvEvent(renewed=pb.KvRenewed(lease_s=LEASE_S)))
+            more = True
+            while more:
+                with self._lock:
+                    changes, number = self._offers.changes(stream, most)
+                    more = self._offers.has_changes(stream)
+                if changes:
+                    message = pb.KvChanges(
+                        number=number,
+                        blocks=b"".join(each.block for each in changes),
+                        slots=[each.offer.slot + 1 if each.offer else 0 for each in changes],
+                        digests=b"".join(each.offer.digests for each in changes if each.offer),
+                    )
+                    await context.write(pb.KvEvent(changes=message))
+
+    async def _watch(self) -> None:
+        """Cut off readers for whom a slot has waited too long."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            now_s = time.monotonic()
+            with self._lock:
+                waiting = set(self._offers.waits_for())
+            for stream in list(self._streams):
+                if stream not in waiting:
+                    stream.waited_for_s = None
+                elif stream.waited_for_s is None:
+                    stream.waited_for_s = now_s
+                elif now_s - stream.waited_for_s > PATIENCE_S and stream.task is not None:
+                    event(log, "kv.cut", model=self.name, principal=stream.principal)
+                    self._end(stream)  # now: a call that is cancelled may take its time
+                    stream.task.cancel()
+
+
+def _to_wire(rows: Rows) -> pb.KvRows:
+    return pb.KvRows(
+        region=rows.region,
+        begin=rows.begin,
+        stride=rows.stride,
+        offsets=rows.offsets,
+        run_nbytes=rows.run_nbytes,
+    )

@@ -1,0 +1,87 @@
+"""How the two ends of a KV stream show each other that they hold the key of the model's name.
+
+Each signs both nonces with the name's key pair, or with that of a lender key whose certificate is
+for KV. Contents of KV blocks can't be checked without computing them, so nothing else makes them
+believable; and they are what users have asked, so no other may read them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from mx import lenderkey
+from mx.core.ownership import MAX_CERTIFICATE_BYTES
+from mx.errors import ConfigError, NotAllowedError
+from mx.namekey import NameKey
+from mx.publickey import is_signed
+from mx.wire.v1 import kv_pb2 as pb
+
+NONCE_BYTES = 16
+_DOMAIN = b"mx kv stream, version 1"
+#: The two ends.
+READER, POOL = b"reader", b"pool"
+
+
+def nonce() -> bytes:
+    """Return a new nonce."""
+    return os.urandom(NONCE_BYTES)
+
+
+def secret_of(key: NameKey, name: str) -> bytes:
+    """Return what the names of a model's KV blocks are keyed with, 32 bytes.
+
+    Raises:
+        ConfigError: The key is a lender key that is not for them.
+    """
+    secret = key.kv_secret(name)
+    if not secret:
+        raise ConfigError(
+            f"the lender key is not for the KV blocks of {name}",
+            hint="have the owner of the name make one with `mx keygen --lender --for kv`",
+        )
+    return secret
+
+
+def prove(key: NameKey, name: str, end: bytes, nonces: tuple[bytes, bytes]) -> pb.KvProof:
+    """Return what shows that this end holds a name's key.
+
+    Args:
+        key: The key.
+        name: The model's name.
+        end: READER or POOL.
+        nonces: The reader's, and the pool's.
+    """
+    text = _text(name, end, nonces)
+    return pb.KvProof(certificate=key.certificate(name), signature=key.sign(name, text))
+
+
+def check(
+    proof: pb.KvProof, key: NameKey, name: str, end: bytes, nonces: tuple[bytes, bytes]
+) -> None:
+    """Check what the other end shows; the arguments are as for `prove`.
+
+    Raises:
+        NotAllowedError: It does not hold the key of the name that this end's key owns, or a lender
+            key of that for KV.
+    """
+    public = commitment = key.commitment(name)
+    if len(nonces[0]) != NONCE_BYTES or len(proof.certificate) > MAX_CERTIFICATE_BYTES:
+        raise NotAllowedError("it does not prove as a holder of a name key does")
+    if proof.certificate:
+        certificate = lenderkey.read(name, commitment, proof.certificate)
+        if "kv" not in certificate.kinds:
+            raise NotAllowedError(
+                f"the lender key is not for the KV blocks of {name}",
+                hint="have the owner of the name make one with `mx keygen --lender --for kv`",
+            )
+        public = certificate.public
+    if not is_signed(public, proof.signature, _text(name, end, nonces)):
+        raise NotAllowedError(
+            f"the KV blocks of {name} are for holders of its name key alone",
+            hint="give both the same key (`name_key`), or one a lender key of the other's",
+        )
+
+
+def _text(name: str, end: bytes, nonces: tuple[bytes, bytes]) -> bytes:
+    parts = (_DOMAIN, end, name.encode(), *nonces)
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)

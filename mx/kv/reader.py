@@ -1,0 +1,239 @@
+"""Reads KV blocks of other processes into slots of this one's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Collection, Sequence
+
+from mx import config, namekey, runtime
+from mx.api.arguments import PullArguments
+from mx.api.common import client_of, transports
+from mx.api.options import pull_options
+from mx.contexts import OwnContext
+from mx.errors import ClosedError, ConfigError, MxError
+from mx.kv import proof
+from mx.kv.fetch import KvFetch, Taken
+from mx.kv.layout import KvMemory
+from mx.kv.names import KvKey
+from mx.kv.peer import KvPeer, KvReading
+from mx.tasks import end_tasks
+
+log = logging.getLogger(__name__)
+
+#: How often the coordinator is asked which sources of the model there are.
+LIST_S = 5.0
+#: The most pools that one reader reads.
+MOST_PEERS = 64
+
+
+class KvReader(OwnContext):
+    """Reads KV blocks of one model from the pools of other processes. Made by `open`; close it.
+
+    Methods are thread-safe.
+    """
+
+    def __init__(self, loop: runtime.LoopThread) -> None:
+        """Use `open`."""
+        self._loop = loop
+        self._changed = threading.Condition()  # of an index, for `wait_for`
+        self._peers: dict[str, KvPeer] = {}
+        self._closed = False
+        self._reading: KvReading
+        self._listing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        form: KvKey,
+        memory: KvMemory | None,
+        *,
+        peers: Collection[str] = (),
+        coordinator: str | None = None,
+        transport: str | None = None,
+        settings: config.Settings | None = None,
+    ) -> KvReader:
+        """Connect to the pools of a model's KV blocks.
+
+        Args:
+            name: The model's name.
+            form: The form of the blocks.
+            memory: Where blocks are read into: it must stay until the reader is closed. None for
+                one that only finds blocks, all heads of which are somewhere.
+            peers: HOST:PORT of pools, or of sources of their processes.
+            coordinator: HOST:PORT; the sources of the model that it lists are asked for their KV
+                blocks. None: no coordinator is asked.
+            transport: The only transport to use.
+            settings: As for `mx.pull`.
+
+        Raises:
+            ConfigError: The key is not for KV blocks of this name.
+        """
+        settings = settings or config.load()
+        key = namekey.load(settings)
+        proof.secret_of(key, name)
+        arguments = PullArguments(transport=transport)
+        options = pull_options(name, settings, arguments)
+
+        async def make(loop: runtime.LoopThread) -> KvReader:
+            reader = cls(loop)
+            heads = range(form.heads)
+            if memory is not None:
+                heads = range(memory.first_head, memory.first_head + memory.heads)
+            reader._reading = KvReading(
+                name, key, form.encode(), heads, memory, options, transports(), reader._tell
+            )
+            reader._add(peers)
+            if coordinator is not None:
+                listing = reader._list(settings, coordinator)
+                reader._listing = asyncio.create_task(listing, name="mx-kv-sources")
+            return reader
+
+        made = runtime.made(make)
+        runtime.opened(made)
+        return made
+
+    # -- the engine's side ------------------------------------------------------------------------
+
+    def add(self, endpoint: str) -> None:
+        """Read from the pool at HOST:PORT, too."""
+        self._require_open()
+        self._loop.call_soon(lambda: self._add([endpoint]))
+
+    def found(self, blocks: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first one on, can be read now."""
+        for at, block in enumerate(blocks):
+            if not self._has(block):
+                return at
+        return len(blocks)
+
+    def wait_for(self, blocks: Sequence[bytes], timeout_s: float) -> int:
+        """Return `found` once that is all of them, or the time has passed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self.found(blocks) == len(blocks), timeout_s
+            )
+        return self.found(blocks)
+
+    def fetch(self, wanted: Sequence[tuple[bytes, int]]) -> KvFetch:
+        """Begin to read blocks, layer by layer.
+
+        Args:
+            wanted: Names of blocks, each with the slot that it is read into. The slots must not be
+                used until the fetch is done.
+
+        Raises:
+            ClosedError: The reader is closed.
+        """
+        self._require_open()
+        memory = self._reading.memory
+        if memory is None:
+            raise ConfigError("this KV reader only finds blocks", hint="open it with a `memory`")
+        layers, taken, missing = len(memory.rows), list[Taken](), list[bytes]()
+        load: dict[KvPeer, int] = {}
+        for block, slot in wanted:
+            parts = self._begin(block, slot, layers, load)
+            if parts:
+                taken += parts
+            else:
+                missing.append(block)
+        fetch = KvFetch(taken, missing, layers)
+        fetch.begin(memory)
+        return fetch
+
+    def peers(self) -> dict[str, str]:
+        """Return how each pool is read: the transport by its address, or why it is not."""
+        found = list(self._peers.values())
+        return {each.endpoint: each.transport or each.why for each in found}
+
+    def close(self) -> None:
+        """Close it: what is on its way fails. Idempotent."""
+        with self._changed:
+            closed, self._closed = self._closed, True
+            self._changed.notify_all()
+        if not closed:
+            runtime.closed(self)
+            try:
+                self._loop.run(self._stop())
+            finally:
+                runtime.release(self._loop)
+
+    def forked(self) -> None:
+        """Count as closed in a forked child."""
+        self._closed = True
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the KV reader is closed")
+
+    def _has(self, block: bytes) -> bool:
+        wanted = set(self._reading.heads)
+        for peer in list(self._peers.values()):
+            if peer.has(block):
+                wanted.difference_update(peer.heads())
+                if not wanted:
+                    return True
+        return False
+
+    def _begin(self, block: bytes, slot: int, layers: int, load: dict[KvPeer, int]) -> list[Taken]:
+        """Begin to read one block from pools that together have all heads, those first that read
+        least; return [] if there are none."""
+        wanted = set(self._reading.heads)
+        taken: list[Taken] = []
+        for peer in sorted(list(self._peers.values()), key=lambda each: load.get(each, 0)):
+            begun = peer.begin(block) if wanted else None
+            if begun is None:
+                continue
+            link, offer = begun
+            if wanted.isdisjoint(link.heads):
+                peer.end(link, block, offer)
+                continue
+            wanted.difference_update(link.heads)
+            load[peer] = load.get(peer, 0) + len(link.heads)
+            taken.append(Taken(block, slot, peer, link, offer, layers))
+        if wanted:
+            for each in taken:
+                each.peer.end(each.link, block, each.offer)
+            return []
+        return taken
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _add(self, endpoints: Collection[str]) -> None:
+        for endpoint in endpoints:
+            if endpoint not in self._peers and len(self._peers) < MOST_PEERS and not self._closed:
+                self._peers = self._peers | {endpoint: KvPeer(endpoint, self._reading, self._loop)}
+
+    async def _list(self, settings: config.Settings, coordinator: str) -> None:
+        """Read from all sources of the model that the coordinator lists, as they come and go."""
+        listed: set[str] = set()
+        while True:
+            try:
+                async with client_of(settings, coordinator) as client:
+                    found = await client.list_sources(self._reading.name)
+                now = {each.record.endpoint for each in found}
+            except MxError as error:
+                log.debug("which sources have KV blocks is not known: %s", error)
+            else:
+                for endpoint in listed - now:
+                    gone, self._peers = (
+                        self._peers.get(endpoint),
+                        {each: peer for each, peer in self._peers.items() if each != endpoint},
+                    )
+                    if gone is not None:
+                        await gone.close()
+                self._add(now - listed)
+                listed = now
+            await asyncio.sleep(LIST_S)
+
+    async def _stop(self) -> None:
+        await end_tasks(self._listing)
+        await asyncio.gather(*(each.close() for each in self._peers.values()))
