@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from mx.errors import MxError
-from mx.kv.layout import KvMemory, Rows, digest_of
+from mx.kv.layout import KvMemory, digest_of
 from mx.kv.names import ID_BYTES
 from mx.kv.offers import Offer
 from mx.kv.peer import KvLink, KvPeer
@@ -31,24 +30,6 @@ class Taken:
     offer: Offer
     left: int
     wrong: bool = False
-
-
-@cache
-def _copies(theirs: Rows, own: Rows) -> tuple[tuple[int, int, int], ...]:
-    """Return (offset there, offset here, bytes) of a part's pieces, relative to its slots."""
-    found = []
-    sources, targets = iter(theirs.joined().runs(0)), iter(own.joined().runs(0))
-    source = target = (0, 0)
-    left = theirs.nbytes
-    while left:
-        source = source if source[1] else next(sources)
-        target = target if target[1] else next(targets)
-        nbytes = min(source[1], target[1])
-        found.append((source[0], target[0], nbytes))
-        source = source[0] + nbytes, source[1] - nbytes
-        target = target[0] + nbytes, target[1] - nbytes
-        left -= nbytes
-    return tuple(found)
 
 
 class _Parts:
@@ -120,7 +101,7 @@ class KvFetch:
         self, memory: KvMemory, link: KvLink, layer: int, taken: Sequence[Taken]
     ) -> Iterator[Read]:
         theirs, own = link.rows[layer], link.own_rows[layer]
-        copies, view = _copies(theirs, own), memory.views[own.region]
+        copies, view = link.copies[layer], memory.views[own.region]
         pieces: list[Piece] = []
         parts: list[tuple[Taken, Sequence[View], int]] = []
         nbytes = 0

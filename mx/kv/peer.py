@@ -23,7 +23,7 @@ from mx.errors import (
 from mx.fetching.options import PullOptions
 from mx.fetching.paths import path_or_reason, target_place
 from mx.kv import proof
-from mx.kv.layout import MOST_LAYERS, KvMemory, Rows
+from mx.kv.layout import MOST_LAYERS, KvMemory, Rows, copies
 from mx.kv.mirror import MOST_BLOCKS, KvMirror
 from mx.kv.names import ID_BYTES
 from mx.kv.offers import Change, Offer
@@ -74,12 +74,14 @@ class KvReading:
 @dataclass(frozen=True, eq=False)
 class KvLink:
     """A connection that works: the session, and which heads the pool has. `rows` are the pool's,
-    `own_rows` where these heads are in the reader's memory."""
+    `own_rows` where these heads are in the reader's memory, `copies` for each layer what is copied
+    between them."""
 
     session: Session
     mirror: KvMirror
     rows: tuple[Rows, ...]
     own_rows: tuple[Rows, ...]
+    copies: tuple[tuple[tuple[int, int, int], ...], ...]
     heads: range
     transport: str
 
@@ -305,9 +307,10 @@ class KvPeer:
         digest_nbytes = ID_BYTES * len(rows)
         most = min(MOST_BLOCKS, _INDEX_BYTES // (digest_nbytes + 256))
         mirror = KvMirror(granted.slots, digest_nbytes, most)
+        copied = await in_thread(lambda: tuple(map(copies, rows, mine)))  # may be many
         name, session = await in_thread(self._session, granted)
         heads = range(granted.first_head, granted.first_head + granted.heads)
-        return KvLink(session, mirror, rows, mine, heads, name)
+        return KvLink(session, mirror, rows, mine, copied, heads, name)
 
     def _session(self, granted: pb.KvGranted) -> tuple[str, Session]:
         """Open a session by the best transport that works. Blocks."""

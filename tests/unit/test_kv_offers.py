@@ -1,5 +1,5 @@
-"""A pool's offers and its readers' mirrors, with delays between them: no slot is free while a reader
-reads it, none is lost or doubled, and all know the same once all is quiet."""
+"""A pool's offers and its readers' mirrors, with delays between them: no slot is free while a
+reader reads it, none is lost or doubled, and all know the same once all is quiet."""
 
 from __future__ import annotations
 
