@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +176,8 @@ class KvMemory:
         Raises:
             ConfigError: A tensor is not understood, or they do not have the same number of blocks.
         """
-        import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
+        if "torch" in sys.modules:
+            import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
 
         found, rows, slots = [], [], set()
         for at, tensor in enumerate(tensors):
