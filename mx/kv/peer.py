@@ -30,7 +30,7 @@ from mx.kv.offers import Change, Offer
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import LoopThread
-from mx.tasks import end_tasks, in_thread, set_by
+from mx.tasks import end_tasks, in_thread, set_by, unexpected
 from mx.transport import Grant, Session, Transport, Unavailable
 from mx.wire.address import resolve
 from mx.wire.channel import Remote, Role, cut, dial, translating
@@ -174,8 +174,8 @@ class KvPeer:
             except (ConfigError, NotAllowedError, PeerProtocolError) as error:
                 self._lost(error)
                 again_s = MOST_AGAIN_S
-            except MxError as error:
-                self._lost(error)
+            except Exception as error:  # noqa: BLE001 - whatever a pool brings about, it is told
+                self._lost(unexpected(error))
                 again_s = min(2 * again_s, MOST_AGAIN_S)
             if self.wrong >= MOST_WRONG:
                 event(log, "kv.distrusted", level=logging.WARNING, peer=self.endpoint)
@@ -243,7 +243,7 @@ class KvPeer:
     async def _follow(self, call: Any, granted: pb.KvGranted) -> None:
         """Open a session, mirror the index, and renew the lease, until one of them ends."""
         live = await self._opened(granted)
-        lease_s = min(max(granted.lease_s, 0.2), 60.0)
+        lease_s = min(60.0, max(0.2, granted.lease_s))  # in this order also of no number
         self.why = ""
         with self._lock:
             self._live = live
@@ -287,8 +287,8 @@ class KvPeer:
         reading = self._reading
         if granted.key != reading.form:
             raise ConfigError(
-                f"the KV blocks at {self.endpoint} have another form: {granted.key!r}, and those "
-                f"of this process {reading.form!r}",
+                f"the KV blocks at {self.endpoint} have another form: {granted.key[:500]!r}, and "
+                f"those of this process {reading.form!r}",
                 hint="run the same release of the engine with the same settings on both",
             )
         rows = tuple(
