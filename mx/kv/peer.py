@@ -150,7 +150,8 @@ class KvPeer:
         with self._lock:
             mirror = live.mirror
             was = mirror.confirmed
-            if wrong and mirror.offers_still(block, offer):
+            # Of a lease that has ended the slot may hold something else by now.
+            if wrong and live is self._live and mirror.offers_still(block, offer):
                 self.wrong += 1
                 self._wrong.append(block)
             mirror.end(offer.slot)
@@ -246,7 +247,7 @@ class KvPeer:
         lease_s = min(60.0, max(0.2, granted.lease_s))  # in this order also of no number
         self.why = ""
         with self._lock:
-            self._live = live
+            self._live, self._wrong = live, []
         event(log, "kv.connected", peer=self.endpoint, transport=live.transport)
         renewing = asyncio.create_task(self._renew(call, live.mirror, lease_s), name="mx-kv-renew")
         try:
