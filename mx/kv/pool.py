@@ -376,7 +376,7 @@ class KvPool(OwnContext):
             if not self._offers.confirm(stream, renewal.confirmed):
                 raise PeerProtocolError("a KV reader confirmed what it was not told")
             self._freed.notify_all()
-            found = [each for each in renewal.wrong if each in self._offers.offered]
+            found = {each for each in renewal.wrong if each in self._offers.offered}
             self.wrong += len(found)
             # Who made it may be another than who broke it: it is not offered again.
             for block in found:
