@@ -22,7 +22,8 @@ from mx.kv.names import ID_BYTES, KvKey
 from mx.kv.offers import KvOffers, Offer
 from mx.log import event
 from mx.source.exposures import expose, withdraw
-from mx.source.requests import FIRST_MESSAGE_S
+from mx.source.requests import answer as write_first
+from mx.source.requests import first_message
 from mx.source.server import SourceServer
 from mx.tasks import end_tasks, in_thread
 from mx.transport import Authenticating, ExposedRegion, Exposure
@@ -289,9 +290,9 @@ class KvPool(OwnContext):
         """
         nonces = hello.nonce, proof.nonce()
         own = proof.prove(self._key, self.name, proof.POOL, nonces)
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            await context.write(pb.KvEvent(challenge=pb.KvChallenge(nonce=nonces[1], proof=own)))
-            shown = await anext(requests, None)
+        challenge = pb.KvChallenge(nonce=nonces[1], proof=own)
+        await write_first(context, pb.KvEvent(challenge=challenge))
+        shown = await first_message(requests)
         if shown is None or shown.WhichOneof("request") != "proof":
             raise PeerProtocolError("the second message of a KV stream must be a proof")
         proof.check(shown.proof, self._key, self.name, proof.READER, nonces)
@@ -348,8 +349,7 @@ class KvPool(OwnContext):
             heads=self.memory.heads,
             layers=map(_to_wire, self.memory.rows),
         )
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            await context.write(pb.KvEvent(granted=granted))
+        await write_first(context, pb.KvEvent(granted=granted))
         event(log, "kv.reader", level=logging.DEBUG, model=self.name, peer=context.peer())
         renewed = asyncio.Event()
         writing = asyncio.create_task(self._write(context, stream, renewed), name="mx-kv-index")
