@@ -153,12 +153,15 @@ class KvPool(OwnContext):
         """
         until_s = time.monotonic() + wait_s
         with self._freed:
-            lacking = count - len(self._offers.free) - self._offers.leaving
-            for block in self._offers.oldest(lacking):
-                self._offers.withdraw(block)
-            if lacking > 0:
-                self._tell()
-            while len(self._offers.free) < count and not self._closed:
+            while not self._closed:
+                # Others may have taken what left.
+                lacking = count - len(self._offers.free) - self._offers.leaving
+                for block in self._offers.oldest(lacking):
+                    self._offers.withdraw(block)
+                if lacking > 0:
+                    self._tell()
+                if len(self._offers.free) >= count:
+                    break
                 left_s = until_s - time.monotonic()
                 if left_s <= 0 or not self._freed.wait(left_s):
                     break
