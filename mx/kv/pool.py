@@ -239,16 +239,15 @@ class KvPool(OwnContext):
     # -- readers; on the loop ---------------------------------------------------------------------
 
     async def _start(self, server: SourceServer) -> None:
-        if self.name in service.pools:
-            raise LocalError(
-                f"this process has a KV pool of {self.name} already",
-                hint="close that first, or offer the blocks in it",
-            )
         self._server = server
         await server.start()
         options = replace(server.expose_options(self.device), background=True)
         self._exposures = await in_thread(expose, self, server.transports, options)
-        service.pools[self.name] = self
+        if service.pools.setdefault(self.name, self) is not self:
+            raise LocalError(
+                f"this process has a KV pool of {self.name} already",
+                hint="close that first, or offer the blocks in it",
+            )
         self._watching = asyncio.create_task(self._watch(), name="mx-kv-readers")
 
     async def _stop(self) -> None:
