@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from mx.kv.layout import KvMemory, digest_of
 from mx.kv.names import ID_BYTES
 from mx.kv.offers import Offer
 from mx.kv.peer import KvLink, KvPeer
+from mx.runtime import fork_error
 from mx.transport import Piece, Read, View
 
 #: About how many bytes are read as a unit: enough for a trip, and few enough that the connections
@@ -79,6 +81,7 @@ class KvFetch:
         self._taken = taken
         self._changed = threading.Condition()
         self._left = [len(taken)] * layers  # parts, by layer
+        self._process = os.getpid()
 
     def begin(self, memory: KvMemory) -> None:
         """Begin to read into this memory. Called once."""
@@ -143,7 +146,13 @@ class KvFetch:
                 self._changed.notify_all()
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Wait until nothing of one layer is on its way. Return False if the time passed first."""
+        """Wait until nothing of one layer is on its way. Return False if the time passed first.
+
+        Raises:
+            ForkError: This process is a forked child, where nothing comes.
+        """
+        if os.getpid() != self._process:
+            raise fork_error()
         with self._changed:
             return self._changed.wait_for(lambda: not self._left[layer], timeout_s)
 

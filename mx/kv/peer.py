@@ -107,6 +107,10 @@ class KvPeer:
         self._hurry = asyncio.Event()
         self._task = asyncio.create_task(self._keep(), name="mx-kv-peer")
 
+    def forked(self) -> None:
+        """Have nothing of the pool in a forked child."""
+        self._lock, self._live = threading.Lock(), None
+
     @property
     def is_live(self) -> bool:
         """True while the pool can be read."""

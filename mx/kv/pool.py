@@ -234,7 +234,8 @@ class KvPool(OwnContext):
 
     def forked(self) -> None:
         """Count as closed in a forked child."""
-        self._closed = True
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._closed, self._freed = True, threading.Condition(self._lock)
 
     # -- readers; on the loop ---------------------------------------------------------------------
 

@@ -158,7 +158,9 @@ class KvReader(OwnContext):
 
     def forked(self) -> None:
         """Count as closed in a forked child."""
-        self._closed = True
+        self._closed, self._changed = True, threading.Condition()  # the parent's may be held
+        for peer in self._peers.values():
+            peer.forked()
 
     # ---------------------------------------------------------------------------------------------
 
