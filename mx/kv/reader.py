@@ -232,8 +232,9 @@ class KvReader(OwnContext):
                     )
                     if gone is not None:
                         await gone.close()
-                self._add(now - listed)
-                listed = now
+                new = now - self._peers.keys()  # what was named stays when it is not listed
+                self._add(new)
+                listed = listed & now | new
             await asyncio.sleep(LIST_S)
 
     async def _stop(self) -> None:
