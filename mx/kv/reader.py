@@ -124,9 +124,12 @@ class KvReader(OwnContext):
 
         Raises:
             ClosedError: The reader is closed.
+            ValueError: There is no such slot.
         """
         self._require_open()
         memory = self._reading.memory
+        if not all(0 <= slot < memory.slots for _, slot in wanted):
+            raise ValueError(f"the reader's memory has slots 0 to {memory.slots - 1}")
         layers, taken, missing = len(memory.rows), list[Taken](), list[bytes]()
         load: dict[KvPeer, int] = {}
         for block, slot in wanted:
