@@ -310,7 +310,7 @@ class KvPeer:
         if any(a.nbytes != b.nbytes for a, b in zip(mine, rows, strict=True)):
             raise PeerProtocolError(f"the KV pool at {self.endpoint} has parts of another size")
         digest_nbytes = ID_BYTES * len(rows)
-        most = min(MOST_BLOCKS, _INDEX_BYTES // (digest_nbytes + 256))
+        most = min(MOST_BLOCKS, granted.slots, _INDEX_BYTES // (digest_nbytes + 256))
         mirror = KvMirror(granted.slots, digest_nbytes, most)
         copied = await in_thread(lambda: tuple(map(copies, rows, mine)))  # may be many
         name, session = await in_thread(self._session, granted)
