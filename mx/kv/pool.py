@@ -53,9 +53,16 @@ class _Stream:
         self.principal = principal
         self.told = asyncio.Event()
         self.told.set()
-        self.task = asyncio.current_task()
+        self.why = ""  # it is cut
+        self._task = asyncio.current_task()
         #: Since when a slot waits for it; None: none does.
         self.waited_for_s: float | None = None
+
+    def cut(self, why: str) -> None:
+        """End it with an error: of a call that is cancelled gRPC says nothing to its client."""
+        self.why = why
+        if self._task is not None:
+            self._task.cancel()
 
 
 class KvPool(OwnContext):
@@ -256,8 +263,7 @@ class KvPool(OwnContext):
             del service.pools[self.name]
         await end_tasks(self._watching)
         for stream in list(self._streams):
-            if stream.task is not None:
-                stream.task.cancel()
+            stream.cut("the KV pool is closed")
         if self._server is not None:
             await self._server.close()
         left = await in_thread(withdraw, list(self._exposures.values()), 2 * LEASE_S)
@@ -303,6 +309,10 @@ class KvPool(OwnContext):
         self._admit(stream)
         try:
             await self._serve(hello, requests, context, stream, bool(principal))
+        except asyncio.CancelledError:
+            if not stream.why:
+                raise
+            raise ClosedError(stream.why) from None
         finally:
             self._end(stream)
 
@@ -425,10 +435,10 @@ class KvPool(OwnContext):
                     stream.waited_for_s = None
                 elif stream.waited_for_s is None:
                     stream.waited_for_s = now_s
-                elif now_s - stream.waited_for_s > PATIENCE_S and stream.task is not None:
+                elif now_s - stream.waited_for_s > PATIENCE_S:
                     event(log, "kv.cut", model=self.name, principal=stream.principal)
                     self._end(stream)  # now: a call that is cancelled may take its time
-                    stream.task.cancel()
+                    stream.cut(f"slots of the KV pool wait for this reader for {PATIENCE_S:g} s")
 
 
 def _to_wire(rows: Rows) -> pb.KvRows:
