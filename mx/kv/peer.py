@@ -206,8 +206,8 @@ class KvPeer:
                 stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Kv"], remote)
                 call = stub.Open()
                 async with asyncio.timeout(options.connect_timeout_s + 2.0):
-                    granted = await self._greet(call)
-                await self._follow(call, granted)
+                    seal, granted = await self._greet(call)
+                await self._follow(call, seal, granted)
         except TimeoutError as error:
             text = f"the KV pool at {self.endpoint} does not answer"
             raise PeerTimeoutError(text, peer=self.endpoint) from error
@@ -216,7 +216,7 @@ class KvPeer:
                 cut(call)
             await channel.close(None)
 
-    async def _greet(self, call: Any) -> pb.KvGranted:
+    async def _greet(self, call: Any) -> tuple[proof.Seal, pb.KvGranted]:
         """Show who this is, check who it is, and return what is granted."""
         reading, own = self._reading, proof.nonce()
         place = await in_thread(target_place, reading.options)
@@ -227,25 +227,27 @@ class KvPeer:
             place=place_to_wire(place),
         )
         await call.write(pb.KvRequest(hello=hello))
-        challenge = (await self._next(call, "challenge")).challenge
+        challenge = (await self._next(call, None, "challenge")).challenge
         nonces = own, challenge.nonce
         proof.check(challenge.proof, reading.key, reading.name, proof.POOL, nonces)
         shown = proof.prove(reading.key, reading.name, proof.READER, nonces)
         await call.write(pb.KvRequest(proof=shown))
-        granted = await self._next(call, "granted")
-        return granted.granted  # type: ignore[no-any-return]
+        seal = proof.Seal(reading.key, reading.name, nonces)
+        return seal, (await self._next(call, seal, "granted")).granted
 
-    async def _next(self, call: Any, wanted: str = "") -> Any:
+    async def _next(self, call: Any, seal: proof.Seal | None, wanted: str = "") -> Any:
         found = await anext(call, None)
         if found is None:
             raise PeerLostError(f"the KV pool at {self.endpoint} ended", peer=self.endpoint)
+        if seal is not None:
+            found = pb.KvEvent.FromString(seal.open(found.sealed))
         if wanted and found.WhichOneof("event") != wanted:
             raise PeerProtocolError(
                 f"the KV pool at {self.endpoint} did not send a {wanted}", peer=self.endpoint
             )
         return found
 
-    async def _follow(self, call: Any, granted: pb.KvGranted) -> None:
+    async def _follow(self, call: Any, seal: proof.Seal, granted: pb.KvGranted) -> None:
         """Open a session, mirror the index, and renew the lease, until one of them ends."""
         live = await self._opened(granted)
         lease_s = min(60.0, max(0.2, granted.lease_s))  # in this order also of no number
@@ -257,7 +259,7 @@ class KvPeer:
         try:
             while True:
                 async with asyncio.timeout(2 * lease_s):  # each renewal is answered
-                    found = await self._next(call)
+                    found = await self._next(call, seal)
                 if renewing.done():
                     renewing.result()
                 if found.WhichOneof("event") == "changes":

@@ -48,7 +48,8 @@ _MESSAGE_BYTES = 256 << 10
 class _Stream:
     """One reader's stream; on the loop. `told` is set when there is something to tell it."""
 
-    def __init__(self, principal: str) -> None:
+    def __init__(self, principal: str, seal: proof.Seal) -> None:
+        self._seal = seal
         self.grant_id = secrets.token_hex(16)
         self.principal = principal
         self.told = asyncio.Event()
@@ -57,6 +58,10 @@ class _Stream:
         self._task = asyncio.current_task()
         #: Since when a slot waits for it; None: none does.
         self.waited_for_s: float | None = None
+
+    def sealed(self, event: pb.KvEvent) -> pb.KvEvent:
+        """Return the next event as it is sent."""
+        return pb.KvEvent(sealed=self._seal.close(event.SerializeToString()))
 
     def cut(self, why: str) -> None:
         """End it with an error: of a call that is cancelled gRPC says nothing to its client."""
@@ -305,7 +310,8 @@ class KvPool(OwnContext):
         if shown is None or shown.WhichOneof("request") != "proof":
             raise PeerProtocolError("the second message of a KV stream must be a proof")
         proof.check(shown.proof, self._key, self.name, proof.READER, nonces)
-        stream = _Stream(principal or address_of_peer(context.peer()))
+        seal = proof.Seal(self._key, self.name, nonces)
+        stream = _Stream(principal or address_of_peer(context.peer()), seal)
         self._admit(stream)
         try:
             await self._serve(hello, requests, context, stream, bool(principal))
@@ -362,7 +368,7 @@ class KvPool(OwnContext):
             heads=self.memory.heads,
             layers=map(_to_wire, self.memory.rows),
         )
-        await write_first(context, pb.KvEvent(granted=granted))
+        await write_first(context, stream.sealed(pb.KvEvent(granted=granted)))
         event(log, "kv.reader", level=logging.DEBUG, model=self.name, peer=context.peer())
         renewed = asyncio.Event()
         writing = asyncio.create_task(self._write(context, stream, renewed), name="mx-kv-index")
@@ -408,7 +414,8 @@ class KvPool(OwnContext):
             stream.told.clear()
             if renewed.is_set():
                 renewed.clear()
-                await context.write(pb.KvEvent(renewed=pb.KvRenewed(lease_s=LEASE_S)))
+                told = pb.KvRenewed(lease_s=LEASE_S)
+                await context.write(stream.sealed(pb.KvEvent(renewed=told)))
             more = True
             while more:
                 with self._lock:
@@ -421,7 +428,7 @@ class KvPool(OwnContext):
                         slots=[each.offer.slot + 1 if each.offer else 0 for each in changes],
                         digests=b"".join(each.offer.digests for each in changes if each.offer),
                     )
-                    await context.write(pb.KvEvent(changes=message))
+                    await context.write(stream.sealed(pb.KvEvent(changes=message)))
 
     async def _watch(self) -> None:
         """Cut off readers for whom a slot has waited too long."""

@@ -26,6 +26,7 @@ from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import kv_pb2 as pb
 from tests.support.kv_blocks import (
+    FORM,
     LAYERS,
     NAME,
     SLOTS,
@@ -56,17 +57,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Twisted:
-    """A call's context that sends other events."""
+    """A call's context that sends other events, sealed as the pool's are."""
 
-    def __init__(self, context: Any, twist: Twist) -> None:
-        self._context, self._twist = context, twist
+    def __init__(self, context: Any, twist: Twist, key: namekey.NameKey, nonce: bytes) -> None:
+        self._context, self._twist, self._key, self._nonce = context, twist, key, nonce
+        self._seals: tuple[proof.Seal, proof.Seal] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def write(self, event: pb.KvEvent) -> None:
-        for each in self._twist(event):
-            await self._context.write(each)
+        if self._seals is None:
+            nonces = self._nonce, event.challenge.nonce
+            opens, closes = (proof.Seal(self._key, NAME, nonces) for _ in range(2))
+            self._seals = opens, closes
+            for each in self._twist(event):
+                await self._context.write(each)
+            return
+        opens, closes = self._seals
+        for each in self._twist(pb.KvEvent.FromString(opens.open(event.sealed))):
+            sealed = closes.close(each.SerializeToString())
+            await self._context.write(pb.KvEvent(sealed=sealed))
 
 
 class LyingPool(KvPool):
@@ -75,7 +86,8 @@ class LyingPool(KvPool):
     twist: ClassVar[Twist] = staticmethod(lambda event: [event])
 
     async def answer(self, hello: Any, requests: Any, context: Any, principal: str) -> None:
-        await super().answer(hello, requests, Twisted(context, type(self).twist), principal)
+        twisted = Twisted(context, type(self).twist, self._key, hello.nonce)
+        await super().answer(hello, requests, twisted, principal)
 
 
 def lying(key: Path, twist: Twist) -> Offering:
@@ -305,6 +317,76 @@ def test_rows_of_others_elements(key: Path, form: str) -> None:
         until(lambda: "wrong blocks" in took.why())
 
 
+# -- between them ----------------------------------------------------------------------------------
+
+
+class Relayed(KvPool):
+    """A pool behind one who has no key, and relays the stream with changes."""
+
+    relay: ClassVar[Twist] = staticmethod(lambda event: [event])
+    seen: ClassVar[list[bytes]] = []
+
+    async def answer(self, hello: Any, requests: Any, context: Any, principal: str) -> None:
+        await super().answer(hello, requests, Between(context, type(self).relay), principal)
+
+
+class Between:
+    """A call's context whose events are relayed."""
+
+    def __init__(self, context: Any, relay: Twist) -> None:
+        self._context, self._relay = context, relay
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, event: pb.KvEvent) -> None:
+        for each in self._relay(event):
+            Relayed.seen.append(each.SerializeToString())
+            await self._context.write(each)
+
+
+def relayed(key: Path, relay: Callable[[bytes], Sequence[bytes]]) -> Offering:
+    """Offer blocks through one who sends other bytes for what is sealed."""
+    Relayed.seen.clear()
+
+    def change(event: pb.KvEvent) -> list[pb.KvEvent]:
+        if not event.HasField("sealed"):
+            return [event]
+        return [pb.KvEvent(sealed=each) for each in relay(event.sealed)]
+
+    return Offering(key, kind=type("Between", (Relayed,), {"relay": staticmethod(change)}))
+
+
+def test_who_relays_a_stream_learns_nothing(key: Path) -> None:
+    with relayed(key, lambda sealed: [sealed]) as own, Taking(key, own.endpoint) as took:
+        assert took.finds(ALL)
+        assert took.fetch(ALL) == []
+        assert took.has(own.cache, own.slots)
+        said = b"".join(Relayed.seen)
+        assert not any(name in said for name in own.names)
+        assert FORM.encode() not in said
+
+
+PLAIN = pb.KvEvent(granted=pb.KvGranted(key=FORM.encode(), slots=SLOTS)).SerializeToString()
+RELAYS: dict[str, Callable[[bytes], Sequence[bytes]]] = {
+    "a bit": lambda sealed: [sealed[:-1] + bytes([sealed[-1] ^ 1])],
+    "a bit of the tag": lambda sealed: [bytes([sealed[0] ^ 1]) + sealed[1:]],
+    "an end": lambda sealed: [sealed[:-1]],
+    "more": lambda sealed: [sealed + b"\0"],
+    "twice": lambda sealed: [sealed, sealed],
+    "plain": lambda sealed: [PLAIN],
+    "nothing": lambda sealed: [b""],
+}
+
+
+@pytest.mark.parametrize("relay", RELAYS)
+def test_who_relays_a_stream_changes_nothing(key: Path, relay: str) -> None:
+    with relayed(key, RELAYS[relay]) as own, Taking(key, own.endpoint) as took:
+        took.refused("not what the pool has sent")
+        until(lambda: took.reader.found(took.names) == 0)
+        assert not kv_task(took).done()
+
+
 # -- readers ---------------------------------------------------------------------------------------
 
 
@@ -314,6 +396,7 @@ class Reader:
     def __init__(self, call: Any, key: Path) -> None:
         self.call, self.key = call, namekey.load(settings(key))
         self.nonce = proof.nonce()
+        self.seal: proof.Seal | None = None
 
     async def send(self, **request: Any) -> None:
         await self.call.write(pb.KvRequest(**request))
@@ -324,6 +407,8 @@ class Reader:
             async with asyncio.timeout(30):
                 while True:
                     event = await anext(self.call)
+                    if self.seal is not None:
+                        event = pb.KvEvent.FromString(self.seal.open(event.sealed))
                     if not wanted or event.WhichOneof("event") == wanted:
                         assert isinstance(event, pb.KvEvent)
                         return event
@@ -342,6 +427,7 @@ class Reader:
         await self.send(hello=pb.KvHello(name=NAME, nonce=self.nonce))
         nonces = self.nonce, (await self.next("challenge")).challenge.nonce
         await self.send(proof=proof.prove(self.key, NAME, proof.READER, nonces))
+        self.seal = proof.Seal(self.key, NAME, nonces)
         return (await self.next("granted")).granted
 
 
