@@ -60,6 +60,11 @@ def child(commands_are_forked: None) -> Iterator[KvChild]:
         yield process
 
 
+@pytest.fixture
+def listed_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_reader, "LIST_S", 0.2)
+
+
 def offers(child: KvChild, key: Path, more: str = "") -> str:
     """Have the process offer blocks as `own`; return its endpoint."""
     found = child.ask(f"(own := Offering({str(key)!r}, {more})).endpoint")
@@ -140,7 +145,7 @@ def test_two_makers_share_the_load(key: Path) -> None:
 
 
 def test_sources_of_the_model_are_asked_for_their_blocks(
-    run: Run, child: KvChild, key: Path
+    run: Run, child: KvChild, key: Path, listed_often: None
 ) -> None:
     coordinator, _ = start_coordinator(run)
     endpoint = child.ask(
@@ -161,7 +166,7 @@ def test_sources_of_the_model_are_asked_for_their_blocks(
 
 
 def test_a_pool_that_was_named_stays_when_it_is_listed_no_more(
-    run: Run, child: KvChild, key: Path
+    run: Run, child: KvChild, key: Path, listed_often: None
 ) -> None:
     coordinator, _ = start_coordinator(run)
     child.ask(f"[own := Offering({str(key)!r}), mx := __import__('mx'), None][-1]")
@@ -171,10 +176,10 @@ def test_a_pool_that_was_named_stays_when_it_is_listed_no_more(
     )
     with Taking(key, endpoint, coordinator=coordinator) as own:
         assert own.finds(ALL)
-        time.sleep(kv_reader.LIST_S + 1)
+        time.sleep(5 * kv_reader.LIST_S)
         child.ask("source.close()")
         until(lambda: "shm" not in own.why())
-        time.sleep(kv_reader.LIST_S + 1)
+        time.sleep(5 * kv_reader.LIST_S)
         assert list(own.reader.peers()) == [endpoint]
 
 
