@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from mx.errors import MxError
-from mx.kv.layout import KvMemory, Rows, digest_of
+from mx.kv.layout import KvMemory, digest_of
 from mx.kv.names import ID_BYTES
 from mx.kv.offers import Offer
 from mx.kv.peer import KvLink, KvPeer
+from mx.runtime import fork_error
 from mx.transport import Piece, Read, View
 
 #: About how many bytes are read as a unit: enough for a trip, and few enough that the connections
@@ -32,24 +33,6 @@ class Taken:
     offer: Offer
     left: int
     wrong: bool = False
-
-
-@cache
-def _copies(theirs: Rows, own: Rows) -> tuple[tuple[int, int, int], ...]:
-    """Return (offset there, offset here, bytes) of a part's pieces, relative to its slots."""
-    found = []
-    sources, targets = iter(theirs.joined().runs(0)), iter(own.joined().runs(0))
-    source = target = (0, 0)
-    left = theirs.nbytes
-    while left:
-        source = source if source[1] else next(sources)
-        target = target if target[1] else next(targets)
-        nbytes = min(source[1], target[1])
-        found.append((source[0], target[0], nbytes))
-        source = source[0] + nbytes, source[1] - nbytes
-        target = target[0] + nbytes, target[1] - nbytes
-        left -= nbytes
-    return tuple(found)
 
 
 class _Part(NamedTuple):
@@ -107,6 +90,7 @@ class KvFetch:
         self._taken = taken
         self._changed = threading.Condition()
         self._left = [len(taken)] * layers  # parts, by layer
+        self._process = os.getpid()
 
     def begin(self, memory: KvMemory) -> None:
         """Begin to read into this memory. Called once."""
@@ -128,13 +112,13 @@ class KvFetch:
         parts: list[_Part] = []
         nbytes = 0
         for layer, (theirs, own) in enumerate(zip(link.rows, link.own_rows, strict=True)):
-            copies, view = _copies(theirs, own), memory.views[own.region]
+            copied, view = link.copies[layer], memory.views[own.region]
             for each in taken:
                 there, here = each.offer.slot * theirs.stride, each.slot * own.stride
-                runs = [view[here + to : here + to + size] for _, to, size in copies]
+                runs = [view[here + to : here + to + size] for _, to, size in copied]
                 pieces += (
                     Piece(theirs.region, there + begin, run)
-                    for (begin, _, _), run in zip(copies, runs, strict=True)
+                    for (begin, _, _), run in zip(copied, runs, strict=True)
                 )
                 nbytes += theirs.nbytes
                 parts.append(_Part(each, layer, runs, nbytes))
@@ -167,7 +151,13 @@ class KvFetch:
                 self._changed.notify_all()
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Wait until nothing of one layer is on its way. Return False if the time passed first."""
+        """Wait until nothing of one layer is on its way. Return False if the time passed first.
+
+        Raises:
+            ForkError: This process is a forked child, where nothing comes.
+        """
+        if os.getpid() != self._process:
+            raise fork_error()
         with self._changed:
             return self._changed.wait_for(lambda: not self._left[layer], timeout_s)
 

@@ -8,6 +8,8 @@ rank with all heads and one with some of them a run has the bytes of these heads
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +91,7 @@ def rows_of(array: Array, region: int, blocks: int, heads: int | None) -> tuple[
         heads: The one that counts heads, None for none.
 
     Raises:
-        ConfigError: What is within a head is not contiguous.
+        ConfigError: What is within a head is not contiguous, or there are more than `MOST_RUNS`.
     """
     size, dims = array.item_nbytes, []
     for at in range(len(array.shape)):
@@ -107,10 +109,34 @@ def rows_of(array: Array, region: int, blocks: int, heads: int | None) -> tuple[
             if is_heads:
                 raise ConfigError("the elements of one KV head are not contiguous")
             outer.append((stride, count))
+    if math.prod(count for _, count in outer) > MOST_RUNS:
+        raise ConfigError(f"a layer of a KV block is in more than {MOST_RUNS} runs of bytes")
     outer.reverse()
     steps = (range(0, stride * count, stride) for stride, count in outer)
     offsets = tuple(sum(each) for each in itertools.product(*steps))
     return Rows(region, 0, array.stride[blocks] * size, offsets, run_nbytes), array.shape[blocks]
+
+
+def copies(theirs: Rows, own: Rows) -> tuple[tuple[int, int, int], ...]:
+    """Return (offset there, offset here, bytes) of a part's pieces, relative to its slots.
+
+    Args:
+        theirs: Where the part is read from.
+        own: Where it is read into; of the same size.
+    """
+    found = []
+    sources, targets = iter(theirs.joined().runs(0)), iter(own.joined().runs(0))
+    source = target = (0, 0)
+    left = theirs.nbytes
+    while left:
+        source = source if source[1] else next(sources)
+        target = target if target[1] else next(targets)
+        nbytes = min(source[1], target[1])
+        found.append((source[0], target[0], nbytes))
+        source = source[0] + nbytes, source[1] - nbytes
+        target = target[0] + nbytes, target[1] - nbytes
+        left -= nbytes
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -150,7 +176,8 @@ class KvMemory:
         Raises:
             ConfigError: A tensor is not understood, or they do not have the same number of blocks.
         """
-        import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
+        if "torch" in sys.modules:
+            import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
 
         found, rows, slots = [], [], set()
         for at, tensor in enumerate(tensors):
@@ -159,7 +186,7 @@ class KvMemory:
             found.append(array)
             rows.append(own)
             slots.add(count)
-        if not found or len(found) > MOST_LAYERS or len(slots) != 1:
+        if not found or len(found) > MOST_LAYERS or len(slots) != 1 or 0 in slots:
             raise ConfigError("the layers of a KV cache do not have the same number of blocks")
         own_heads = 1 if heads is None else found[0].shape[heads]
         views = tuple(each.view() for each in found)

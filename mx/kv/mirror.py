@@ -28,20 +28,23 @@ class KvMirror:
     #: How many blocks were offered beyond `most_blocks`.
     ignored: int = 0
     _reading: Counter[int] = field(default_factory=Counter)  # by slot
-    _left: list[tuple[int, set[int]]] = field(default_factory=list)  # withdrawn and still read
+    #: The withdrawn slots that are still read, each with the number from before its withdrawal.
+    _left: dict[int, int] = field(default_factory=dict)
     _heard: int = 0
 
     def hear(self, changes: Sequence[Change], number: int) -> None:
         """Take the pool's changes, and the number to confirm after them.
 
         Raises:
-            PeerProtocolError: A block is in no slot of the pool, or has digests of another form.
+            PeerProtocolError: A block is in no slot of the pool, or has digests of another form; or
+                the number is smaller than the one before.
         """
-        left: set[int] = set()
+        if number < self._heard:
+            raise PeerProtocolError("the numbers of its KV index go back")
         for block, offer in changes:
             before = self.offers.pop(block, None)
             if before is not None and self._reading[before.slot]:
-                left.add(before.slot)
+                self._left.setdefault(before.slot, self._heard)
             if offer is None:
                 continue
             if not 0 <= offer.slot < self.slots or len(offer.digests) != self.digest_nbytes:
@@ -50,9 +53,7 @@ class KvMirror:
                 self.offers[block] = offer
             else:
                 self.ignored += 1
-        self._heard = max(self._heard, number)
-        if left:
-            self._left.append((number, left))
+        self._heard = number
 
     def begin(self, block: bytes) -> Offer | None:
         """Return where a block is, which is read from now until `end`; None if it is not there."""
@@ -66,10 +67,7 @@ class KvMirror:
         self._reading[slot] -= 1
         if not self._reading[slot]:
             del self._reading[slot]
-            for _, left in self._left:
-                left.discard(slot)
-            while self._left and not self._left[0][1]:
-                self._left.pop(0)
+            self._left.pop(slot, None)
 
     def offers_still(self, block: bytes, offer: Offer) -> bool:
         """Return True if the pool still says that the block is there: then its bytes are to be
@@ -79,7 +77,7 @@ class KvMirror:
     @property
     def confirmed(self) -> int:
         """The number that the pool may be told: nothing that was withdrawn up to it is read."""
-        return self._left[0][0] - 1 if self._left else self._heard
+        return next(iter(self._left.values()), self._heard)  # they do not go back
 
     @property
     def reading(self) -> int:

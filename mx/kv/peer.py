@@ -23,14 +23,14 @@ from mx.errors import (
 from mx.fetching.options import PullOptions
 from mx.fetching.paths import path_or_reason, target_place
 from mx.kv import proof
-from mx.kv.layout import MOST_LAYERS, KvMemory, Rows
+from mx.kv.layout import MOST_LAYERS, KvMemory, Rows, copies
 from mx.kv.mirror import MOST_BLOCKS, KvMirror
 from mx.kv.names import ID_BYTES
 from mx.kv.offers import Change, Offer
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import LoopThread
-from mx.tasks import end_tasks, in_thread, set_by
+from mx.tasks import end_tasks, in_thread, set_by, unexpected
 from mx.transport import Grant, Session, Transport, Unavailable
 from mx.wire.address import resolve
 from mx.wire.channel import Remote, Role, cut, dial, translating
@@ -76,12 +76,14 @@ class KvReading:
 @dataclass(frozen=True, eq=False)
 class KvLink:
     """A connection that works: the session, if blocks are to be read, and which heads the pool has.
-    `rows` are the pool's, `own_rows` where these heads are in the reader's memory."""
+    `rows` are the pool's, `own_rows` where these heads are in the reader's memory, `copies` for
+    each layer what is copied between them."""
 
     session: Session | None
     mirror: KvMirror
     rows: tuple[Rows, ...]
     own_rows: tuple[Rows, ...]
+    copies: tuple[tuple[tuple[int, int, int], ...], ...]
     heads: range
     transport: str
 
@@ -106,6 +108,10 @@ class KvPeer:
         self.why = "it was not reached yet"
         self._hurry = asyncio.Event()
         self._task = asyncio.create_task(self._keep(), name="mx-kv-peer")
+
+    def forked(self) -> None:
+        """Have nothing of the pool in a forked child."""
+        self._lock, self._live = threading.Lock(), None
 
     @property
     def is_live(self) -> bool:
@@ -150,7 +156,8 @@ class KvPeer:
         with self._lock:
             mirror = live.mirror
             was = mirror.confirmed
-            if wrong and mirror.offers_still(block, offer):
+            # Of a lease that has ended the slot may hold something else by now.
+            if wrong and live is self._live and mirror.offers_still(block, offer):
                 self.wrong += 1
                 self._wrong.append(block)
             mirror.end(offer.slot)
@@ -174,8 +181,8 @@ class KvPeer:
             except (ConfigError, NotAllowedError, PeerProtocolError) as error:
                 self._lost(error)
                 again_s = MOST_AGAIN_S
-            except MxError as error:
-                self._lost(error)
+            except Exception as error:  # noqa: BLE001 - whatever a pool brings about, it is told
+                self._lost(unexpected(error))
                 again_s = min(2 * again_s, MOST_AGAIN_S)
             if self.wrong >= MOST_WRONG:
                 event(log, "kv.distrusted", level=logging.WARNING, peer=self.endpoint)
@@ -201,8 +208,8 @@ class KvPeer:
                 stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Kv"], remote)
                 call = stub.Open()
                 async with asyncio.timeout(options.connect_timeout_s + 2.0):
-                    granted = await self._greet(call)
-                await self._follow(call, granted)
+                    seal, granted = await self._greet(call)
+                await self._follow(call, seal, granted)
         except TimeoutError as error:
             text = f"the KV pool at {self.endpoint} does not answer"
             raise PeerTimeoutError(text, peer=self.endpoint) from error
@@ -211,7 +218,7 @@ class KvPeer:
                 cut(call)
             await channel.close(None)
 
-    async def _greet(self, call: Any) -> pb.KvGranted:
+    async def _greet(self, call: Any) -> tuple[proof.Seal, pb.KvGranted]:
         """Show who this is, check who it is, and return what is granted."""
         reading, own = self._reading, proof.nonce()
         place = await in_thread(target_place, reading.options)
@@ -222,37 +229,39 @@ class KvPeer:
             place=place_to_wire(place),
         )
         await call.write(pb.KvRequest(hello=hello))
-        challenge = (await self._next(call, "challenge")).challenge
+        challenge = (await self._next(call, None, "challenge")).challenge
         nonces = own, challenge.nonce
         proof.check(challenge.proof, reading.key, reading.name, proof.POOL, nonces)
         shown = proof.prove(reading.key, reading.name, proof.READER, nonces)
         await call.write(pb.KvRequest(proof=shown))
-        granted = await self._next(call, "granted")
-        return granted.granted  # type: ignore[no-any-return]
+        seal = proof.Seal(reading.key, reading.name, nonces)
+        return seal, (await self._next(call, seal, "granted")).granted
 
-    async def _next(self, call: Any, wanted: str = "") -> Any:
+    async def _next(self, call: Any, seal: proof.Seal | None, wanted: str = "") -> Any:
         found = await anext(call, None)
         if found is None:
             raise PeerLostError(f"the KV pool at {self.endpoint} ended", peer=self.endpoint)
+        if seal is not None:
+            found = pb.KvEvent.FromString(seal.open(found.sealed))
         if wanted and found.WhichOneof("event") != wanted:
             raise PeerProtocolError(
                 f"the KV pool at {self.endpoint} did not send a {wanted}", peer=self.endpoint
             )
         return found
 
-    async def _follow(self, call: Any, granted: pb.KvGranted) -> None:
+    async def _follow(self, call: Any, seal: proof.Seal, granted: pb.KvGranted) -> None:
         """Open a session, mirror the index, and renew the lease, until one of them ends."""
         live = await self._opened(granted)
-        lease_s = min(max(granted.lease_s, 0.2), 60.0)
+        lease_s = min(60.0, max(0.2, granted.lease_s))  # in this order also of no number
         self.why = ""
         with self._lock:
-            self._live = live
+            self._live, self._wrong = live, []
         event(log, "kv.connected", peer=self.endpoint, transport=live.transport)
         renewing = asyncio.create_task(self._renew(call, live.mirror, lease_s), name="mx-kv-renew")
         try:
             while True:
                 async with asyncio.timeout(2 * lease_s):  # each renewal is answered
-                    found = await self._next(call)
+                    found = await self._next(call, seal)
                 if renewing.done():
                     renewing.result()
                 if found.WhichOneof("event") == "changes":
@@ -288,8 +297,8 @@ class KvPeer:
         reading = self._reading
         if granted.key != reading.form:
             raise ConfigError(
-                f"the KV blocks at {self.endpoint} have another form: {granted.key!r}, and those "
-                f"of this process {reading.form!r}",
+                f"the KV blocks at {self.endpoint} have another form: {granted.key[:500]!r}, and "
+                f"those of this process {reading.form!r}",
                 hint="run the same release of the engine with the same settings on both",
             )
         heads = range(granted.first_head, granted.first_head + granted.heads)
@@ -300,10 +309,10 @@ class KvPeer:
             for each in granted.layers
         )
         digest_nbytes, own = ID_BYTES * len(rows), reading.memory
-        most = min(MOST_BLOCKS, _INDEX_BYTES // (digest_nbytes + 256))
+        most = min(MOST_BLOCKS, granted.slots, _INDEX_BYTES // (digest_nbytes + 256))
         mirror = KvMirror(granted.slots, digest_nbytes, most)
         if own is None:
-            return KvLink(None, mirror, rows, (), heads, "index only")
+            return KvLink(None, mirror, rows, (), (), heads, "index only")
         if not len(rows) == len(own.rows) <= MOST_LAYERS:
             raise PeerProtocolError(f"the KV pool at {self.endpoint} has other layers")
         first = heads.start - own.first_head
@@ -312,8 +321,9 @@ class KvPeer:
             other.check(granted.region_nbytes, granted.slots)
             if one.nbytes != other.nbytes:
                 raise PeerProtocolError(f"the KV pool at {self.endpoint} has parts of another size")
+        copied = await in_thread(lambda: tuple(map(copies, rows, mine)))  # may be many
         name, session = await in_thread(self._session, granted)
-        return KvLink(session, mirror, rows, mine, heads, name)
+        return KvLink(session, mirror, rows, mine, copied, heads, name)
 
     def _session(self, granted: pb.KvGranted) -> tuple[str, Session]:
         """Open a session by the best transport that works. Blocks."""

@@ -22,7 +22,8 @@ from mx.kv.names import ID_BYTES, KvKey
 from mx.kv.offers import KvOffers, Offer
 from mx.log import event
 from mx.source.exposures import expose, withdraw
-from mx.source.requests import FIRST_MESSAGE_S
+from mx.source.requests import answer as write_first
+from mx.source.requests import first_message
 from mx.source.server import SourceServer
 from mx.tasks import end_tasks, in_thread
 from mx.transport import Authenticating, ExposedRegion, Exposure
@@ -47,14 +48,26 @@ _MESSAGE_BYTES = 256 << 10
 class _Stream:
     """One reader's stream; on the loop. `told` is set when there is something to tell it."""
 
-    def __init__(self, principal: str) -> None:
+    def __init__(self, principal: str, seal: proof.Seal) -> None:
+        self._seal = seal
         self.grant_id = secrets.token_hex(16)
         self.principal = principal
         self.told = asyncio.Event()
         self.told.set()
-        self.task = asyncio.current_task()
+        self.why = ""  # it is cut
+        self._task = asyncio.current_task()
         #: Since when a slot waits for it; None: none does.
         self.waited_for_s: float | None = None
+
+    def sealed(self, event: pb.KvEvent) -> pb.KvEvent:
+        """Return the next event as it is sent."""
+        return pb.KvEvent(sealed=self._seal.close(event.SerializeToString()))
+
+    def cut(self, why: str) -> None:
+        """End it with an error: of a call that is cancelled gRPC says nothing to its client."""
+        self.why = why
+        if self._task is not None:
+            self._task.cancel()
 
 
 class KvPool(OwnContext):
@@ -152,12 +165,15 @@ class KvPool(OwnContext):
         """
         until_s = time.monotonic() + wait_s
         with self._freed:
-            lacking = count - len(self._offers.free) - self._offers.leaving
-            for block in self._offers.oldest(lacking):
-                self._offers.withdraw(block)
-            if lacking > 0:
-                self._tell()
-            while len(self._offers.free) < count and not self._closed:
+            while not self._closed:
+                # Others may have taken what left.
+                lacking = count - len(self._offers.free) - self._offers.leaving
+                for block in self._offers.oldest(lacking):
+                    self._offers.withdraw(block)
+                if lacking > 0:
+                    self._tell()
+                if len(self._offers.free) >= count:
+                    break
                 left_s = until_s - time.monotonic()
                 if left_s <= 0 or not self._freed.wait(left_s):
                     break
@@ -236,21 +252,21 @@ class KvPool(OwnContext):
 
     def forked(self) -> None:
         """Count as closed in a forked child."""
-        self._closed = True
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._closed, self._freed = True, threading.Condition(self._lock)
 
     # -- readers; on the loop ---------------------------------------------------------------------
 
     async def _start(self, server: SourceServer) -> None:
-        if self.name in service.pools:
-            raise LocalError(
-                f"this process has a KV pool of {self.name} already",
-                hint="close that first, or offer the blocks in it",
-            )
         self._server = server
         await server.start()
         options = replace(server.expose_options(self.device), background=True)
         self._exposures = await in_thread(expose, self, server.transports, options)
-        service.pools[self.name] = self
+        if service.pools.setdefault(self.name, self) is not self:
+            raise LocalError(
+                f"this process has a KV pool of {self.name} already",
+                hint="close that first, or offer the blocks in it",
+            )
         self._watching = asyncio.create_task(self._watch(), name="mx-kv-readers")
 
     async def _stop(self) -> None:
@@ -258,8 +274,7 @@ class KvPool(OwnContext):
             del service.pools[self.name]
         await end_tasks(self._watching)
         for stream in list(self._streams):
-            if stream.task is not None:
-                stream.task.cancel()
+            stream.cut("the KV pool is closed")
         if self._server is not None:
             await self._server.close()
         left = await in_thread(withdraw, list(self._exposures.values()), 2 * LEASE_S)
@@ -295,16 +310,21 @@ class KvPool(OwnContext):
         """
         nonces = hello.nonce, proof.nonce()
         own = proof.prove(self._key, self.name, proof.POOL, nonces)
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            await context.write(pb.KvEvent(challenge=pb.KvChallenge(nonce=nonces[1], proof=own)))
-            shown = await anext(requests, None)
+        challenge = pb.KvChallenge(nonce=nonces[1], proof=own)
+        await write_first(context, pb.KvEvent(challenge=challenge))
+        shown = await first_message(requests)
         if shown is None or shown.WhichOneof("request") != "proof":
             raise PeerProtocolError("the second message of a KV stream must be a proof")
         proof.check(shown.proof, self._key, self.name, proof.READER, nonces)
-        stream = _Stream(principal or address_of_peer(context.peer()))
+        seal = proof.Seal(self._key, self.name, nonces)
+        stream = _Stream(principal or address_of_peer(context.peer()), seal)
         self._admit(stream)
         try:
             await self._serve(hello, requests, context, stream, bool(principal))
+        except asyncio.CancelledError:
+            if not stream.why:
+                raise
+            raise ClosedError(stream.why) from None
         finally:
             self._end(stream)
 
@@ -354,8 +374,7 @@ class KvPool(OwnContext):
             heads=self.memory.heads,
             layers=map(_to_wire, self.memory.rows),
         )
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            await context.write(pb.KvEvent(granted=granted))
+        await write_first(context, stream.sealed(pb.KvEvent(granted=granted)))
         event(log, "kv.reader", level=logging.DEBUG, model=self.name, peer=context.peer())
         renewed = asyncio.Event()
         writing = asyncio.create_task(self._write(context, stream, renewed), name="mx-kv-index")
@@ -382,7 +401,7 @@ class KvPool(OwnContext):
             if not self._offers.confirm(stream, renewal.confirmed):
                 raise PeerProtocolError("a KV reader confirmed what it was not told")
             self._freed.notify_all()
-            found = [each for each in renewal.wrong if each in self._offers.offered]
+            found = {each for each in renewal.wrong if each in self._offers.offered}
             self.wrong += len(found)
             # Who made it may be another than who broke it: it is not offered again.
             for block in found:
@@ -401,7 +420,8 @@ class KvPool(OwnContext):
             stream.told.clear()
             if renewed.is_set():
                 renewed.clear()
-                await context.write(pb.KvEvent(renewed=pb.KvRenewed(lease_s=LEASE_S)))
+                told = pb.KvRenewed(lease_s=LEASE_S)
+                await context.write(stream.sealed(pb.KvEvent(renewed=told)))
             more = True
             while more:
                 with self._lock:
@@ -414,7 +434,7 @@ class KvPool(OwnContext):
                         slots=[each.offer.slot + 1 if each.offer else 0 for each in changes],
                         digests=b"".join(each.offer.digests for each in changes if each.offer),
                     )
-                    await context.write(pb.KvEvent(changes=message))
+                    await context.write(stream.sealed(pb.KvEvent(changes=message)))
 
     async def _watch(self) -> None:
         """Cut off readers for whom a slot has waited too long."""
@@ -428,10 +448,10 @@ class KvPool(OwnContext):
                     stream.waited_for_s = None
                 elif stream.waited_for_s is None:
                     stream.waited_for_s = now_s
-                elif now_s - stream.waited_for_s > PATIENCE_S and stream.task is not None:
+                elif now_s - stream.waited_for_s > PATIENCE_S:
                     event(log, "kv.cut", model=self.name, principal=stream.principal)
                     self._end(stream)  # now: a call that is cancelled may take its time
-                    stream.task.cancel()
+                    stream.cut(f"slots of the KV pool wait for this reader for {PATIENCE_S:g} s")
 
 
 def _to_wire(rows: Rows) -> pb.KvRows:

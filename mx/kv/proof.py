@@ -7,9 +7,13 @@ believable; and they are what users have asked, so no other may read them.
 
 from __future__ import annotations
 
+import hmac
 import os
 
+from blake3 import blake3
+
 from mx import lenderkey
+from mx.core.digest import DIGEST_BYTES
 from mx.core.ownership import MAX_CERTIFICATE_BYTES
 from mx.errors import ConfigError, NotAllowedError
 from mx.namekey import NameKey
@@ -80,6 +84,40 @@ def check(
             f"the KV blocks of {name} are for holders of its name key alone",
             hint="give both the same key (`name_key`), or one a lender key of the other's",
         )
+
+
+class Seal:
+    """Seals what a pool tells one reader, message by message: who relays a stream, and has no key,
+    could else read by its tickets, and have other blocks believed. Each end has one."""
+
+    def __init__(self, key: NameKey, name: str, nonces: tuple[bytes, bytes]) -> None:
+        """The arguments are as for `prove`."""
+        self._key = blake3(_text(name, b"seal", nonces), key=secret_of(key, name)).digest()
+        self._number = 0
+
+    def close(self, message: bytes) -> bytes:
+        """Return the next message, sealed."""
+        tag_key, pad = self._next(len(message))
+        hidden = _xor(message, pad)
+        return blake3(hidden, key=tag_key).digest(DIGEST_BYTES) + hidden
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the next message. Raises NotAllowedError: the pool has not sealed it."""
+        tag, hidden = sealed[:DIGEST_BYTES], sealed[DIGEST_BYTES:]
+        tag_key, pad = self._next(len(hidden))
+        if not hmac.compare_digest(blake3(hidden, key=tag_key).digest(DIGEST_BYTES), tag):
+            raise NotAllowedError("what came of a KV pool's stream is not what the pool has sent")
+        return _xor(hidden, pad)
+
+    def _next(self, nbytes: int) -> tuple[bytes, bytes]:
+        self._number += 1
+        stream = blake3(self._number.to_bytes(8, "big"), key=self._key).digest(32 + nbytes)
+        return stream[:32], stream[32:]
+
+
+def _xor(message: bytes, pad: bytes) -> bytes:
+    mixed = int.from_bytes(message, "big") ^ int.from_bytes(pad, "big")
+    return mixed.to_bytes(len(message), "big")
 
 
 def _text(name: str, end: bytes, nonces: tuple[bytes, bytes]) -> bytes:

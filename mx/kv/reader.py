@@ -126,11 +126,14 @@ class KvReader(OwnContext):
 
         Raises:
             ClosedError: The reader is closed.
+            ValueError: There is no such slot.
         """
         self._require_open()
         memory = self._reading.memory
         if memory is None:
             raise ConfigError("this KV reader only finds blocks", hint="open it with a `memory`")
+        if not all(0 <= slot < memory.slots for _, slot in wanted):
+            raise ValueError(f"the reader's memory has slots 0 to {memory.slots - 1}")
         layers, taken, missing = len(memory.rows), list[Taken](), list[bytes]()
         load: dict[KvPeer, int] = {}
         for block, slot in wanted:
@@ -162,7 +165,9 @@ class KvReader(OwnContext):
 
     def forked(self) -> None:
         """Count as closed in a forked child."""
-        self._closed = True
+        self._closed, self._changed = True, threading.Condition()  # the parent's may be held
+        for peer in self._peers.values():
+            peer.forked()
 
     # ---------------------------------------------------------------------------------------------
 
@@ -230,8 +235,9 @@ class KvReader(OwnContext):
                     )
                     if gone is not None:
                         await gone.close()
-                self._add(now - listed)
-                listed = now
+                new = now - self._peers.keys()  # what was named stays when it is not listed
+                self._add(new)
+                listed = listed & now | new
             await asyncio.sleep(LIST_S)
 
     async def _stop(self) -> None:

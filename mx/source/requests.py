@@ -64,7 +64,7 @@ async def first_message(requests: AsyncIterator[Any]) -> Any:
         raise PeerProtocolError(f"no message within {FIRST_MESSAGE_S:g} s") from None
 
 
-async def answer(context: Any, event: peer_pb2.OpenEvent) -> None:
+async def answer(context: Any, event: object) -> None:
     """Write the first event of a lease.
 
     Raises:

@@ -26,7 +26,7 @@ from mx.wire.v1 import common_pb2 as mx_dot_wire_dot_v1_dot_common__pb2
 from mx.wire.v1 import peer_pb2 as mx_dot_wire_dot_v1_dot_peer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13mx/wire/v1/kv.proto\x12\nmx.wire.v1\x1a\x17mx/wire/v1/common.proto\x1a\x15mx/wire/v1/peer.proto\"\x8c\x01\n\tKvRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.mx.wire.v1.KvHelloH\x00\x12$\n\x05proof\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.KvProofH\x00\x12(\n\x07renewal\x18\x03 \x01(\x0b\x32\x15.mx.wire.v1.KvRenewalH\x00\x42\t\n\x07request\"\\\n\x07KvHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x12\n\ntransports\x18\x03 \x03(\t\x12 \n\x05place\x18\x04 \x01(\x0b\x32\x11.mx.wire.v1.Place\"1\n\x07KvProof\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"-\n\tKvRenewal\x12\x11\n\tconfirmed\x18\x01 \x01(\x04\x12\r\n\x05wrong\x18\x02 \x03(\x0c\"\xbe\x01\n\x07KvEvent\x12,\n\tchallenge\x18\x01 \x01(\x0b\x32\x17.mx.wire.v1.KvChallengeH\x00\x12(\n\x07granted\x18\x02 \x01(\x0b\x32\x15.mx.wire.v1.KvGrantedH\x00\x12(\n\x07\x63hanges\x18\x03 \x01(\x0b\x32\x15.mx.wire.v1.KvChangesH\x00\x12(\n\x07renewed\x18\x04 \x01(\x0b\x32\x15.mx.wire.v1.KvRenewedH\x00\x42\x07\n\x05\x65vent\"@\n\x0bKvChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\"\n\x05proof\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.KvProof\"\xef\x01\n\tKvGranted\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12#\n\x07tickets\x18\x03 \x03(\x0b\x32\x12.mx.wire.v1.Ticket\x12\x15\n\rregion_nbytes\x18\x04 \x03(\x04\x12 \n\x05place\x18\x05 \x01(\x0b\x32\x11.mx.wire.v1.Place\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x12\n\nfirst_head\x18\x08 \x01(\r\x12\r\n\x05heads\x18\t \x01(\r\x12\"\n\x06layers\x18\n \x03(\x0b\x32\x12.mx.wire.v1.KvRows\"\\\n\x06KvRows\x12\x0e\n\x06region\x18\x01 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0e\n\x06stride\x18\x03 \x01(\x04\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\x12\n\nrun_nbytes\x18\x05 \x01(\x04\"K\n\tKvChanges\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\"\x1c\n\tKvRenewed\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x32<\n\x02Kv\x12\x36\n\x04Open\x12\x15.mx.wire.v1.KvRequest\x1a\x13.mx.wire.v1.KvEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13mx/wire/v1/kv.proto\x12\nmx.wire.v1\x1a\x17mx/wire/v1/common.proto\x1a\x15mx/wire/v1/peer.proto\"\x8c\x01\n\tKvRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.mx.wire.v1.KvHelloH\x00\x12$\n\x05proof\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.KvProofH\x00\x12(\n\x07renewal\x18\x03 \x01(\x0b\x32\x15.mx.wire.v1.KvRenewalH\x00\x42\t\n\x07request\"\\\n\x07KvHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x12\n\ntransports\x18\x03 \x03(\t\x12 \n\x05place\x18\x04 \x01(\x0b\x32\x11.mx.wire.v1.Place\"1\n\x07KvProof\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"-\n\tKvRenewal\x12\x11\n\tconfirmed\x18\x01 \x01(\x04\x12\r\n\x05wrong\x18\x02 \x03(\x0c\"\xd0\x01\n\x07KvEvent\x12\x10\n\x06sealed\x18\x05 \x01(\x0cH\x00\x12,\n\tchallenge\x18\x01 \x01(\x0b\x32\x17.mx.wire.v1.KvChallengeH\x00\x12(\n\x07granted\x18\x02 \x01(\x0b\x32\x15.mx.wire.v1.KvGrantedH\x00\x12(\n\x07\x63hanges\x18\x03 \x01(\x0b\x32\x15.mx.wire.v1.KvChangesH\x00\x12(\n\x07renewed\x18\x04 \x01(\x0b\x32\x15.mx.wire.v1.KvRenewedH\x00\x42\x07\n\x05\x65vent\"@\n\x0bKvChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\"\n\x05proof\x18\x02 \x01(\x0b\x32\x13.mx.wire.v1.KvProof\"\xef\x01\n\tKvGranted\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12#\n\x07tickets\x18\x03 \x03(\x0b\x32\x12.mx.wire.v1.Ticket\x12\x15\n\rregion_nbytes\x18\x04 \x03(\x04\x12 \n\x05place\x18\x05 \x01(\x0b\x32\x11.mx.wire.v1.Place\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x12\n\nfirst_head\x18\x08 \x01(\r\x12\r\n\x05heads\x18\t \x01(\r\x12\"\n\x06layers\x18\n \x03(\x0b\x32\x12.mx.wire.v1.KvRows\"\\\n\x06KvRows\x12\x0e\n\x06region\x18\x01 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0e\n\x06stride\x18\x03 \x01(\x04\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\x12\n\nrun_nbytes\x18\x05 \x01(\x04\"K\n\tKvChanges\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\"\x1c\n\tKvRenewed\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x32<\n\x02Kv\x12\x36\n\x04Open\x12\x15.mx.wire.v1.KvRequest\x1a\x13.mx.wire.v1.KvEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,17 +42,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVRENEWAL']._serialized_start=371
   _globals['_KVRENEWAL']._serialized_end=416
   _globals['_KVEVENT']._serialized_start=419
-  _globals['_KVEVENT']._serialized_end=609
-  _globals['_KVCHALLENGE']._serialized_start=611
-  _globals['_KVCHALLENGE']._serialized_end=675
-  _globals['_KVGRANTED']._serialized_start=678
-  _globals['_KVGRANTED']._serialized_end=917
-  _globals['_KVROWS']._serialized_start=919
-  _globals['_KVROWS']._serialized_end=1011
-  _globals['_KVCHANGES']._serialized_start=1013
-  _globals['_KVCHANGES']._serialized_end=1088
-  _globals['_KVRENEWED']._serialized_start=1090
-  _globals['_KVRENEWED']._serialized_end=1118
-  _globals['_KV']._serialized_start=1120
-  _globals['_KV']._serialized_end=1180
+  _globals['_KVEVENT']._serialized_end=627
+  _globals['_KVCHALLENGE']._serialized_start=629
+  _globals['_KVCHALLENGE']._serialized_end=693
+  _globals['_KVGRANTED']._serialized_start=696
+  _globals['_KVGRANTED']._serialized_end=935
+  _globals['_KVROWS']._serialized_start=937
+  _globals['_KVROWS']._serialized_end=1029
+  _globals['_KVCHANGES']._serialized_start=1031
+  _globals['_KVCHANGES']._serialized_end=1106
+  _globals['_KVRENEWED']._serialized_start=1108
+  _globals['_KVRENEWED']._serialized_end=1136
+  _globals['_KV']._serialized_start=1138
+  _globals['_KV']._serialized_end=1198
 # @@protoc_insertion_point(module_scope)

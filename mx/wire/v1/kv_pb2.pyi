@@ -46,16 +46,18 @@ class KvRenewal(_message.Message):
     def __init__(self, confirmed: _Optional[int] = ..., wrong: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class KvEvent(_message.Message):
-    __slots__ = ("challenge", "granted", "changes", "renewed")
+    __slots__ = ("sealed", "challenge", "granted", "changes", "renewed")
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
+    sealed: bytes
     challenge: KvChallenge
     granted: KvGranted
     changes: KvChanges
     renewed: KvRenewed
-    def __init__(self, challenge: _Optional[_Union[KvChallenge, _Mapping]] = ..., granted: _Optional[_Union[KvGranted, _Mapping]] = ..., changes: _Optional[_Union[KvChanges, _Mapping]] = ..., renewed: _Optional[_Union[KvRenewed, _Mapping]] = ...) -> None: ...
+    def __init__(self, sealed: _Optional[bytes] = ..., challenge: _Optional[_Union[KvChallenge, _Mapping]] = ..., granted: _Optional[_Union[KvGranted, _Mapping]] = ..., changes: _Optional[_Union[KvChanges, _Mapping]] = ..., renewed: _Optional[_Union[KvRenewed, _Mapping]] = ...) -> None: ...
 
 class KvChallenge(_message.Message):
     __slots__ = ("nonce", "proof")

@@ -1,0 +1,256 @@
+"""A pool's offers and its readers' mirrors, with delays between them: no slot is free while a
+reader reads it, none is lost or doubled, and all know the same once all is quiet."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.errors import PeerProtocolError
+from mx.kv.mirror import KvMirror
+from mx.kv.offers import Change, KvOffers, Offer
+
+SLOTS, DIGEST = 6, 4
+
+
+class Reading:
+    """One reader: what is on its way to it and back, and what it reads."""
+
+    def __init__(self) -> None:
+        self.mirror = KvMirror(SLOTS, DIGEST)
+        self.events: deque[tuple[list[Change], int]] = deque()
+        self.confirmations: deque[int] = deque()
+        #: What it reads: the block, and what it began with.
+        self.reads: list[tuple[bytes, Offer]] = []
+
+
+class World:
+    """A pool, its engine, which takes slots, writes and publishes, and readers that come and go."""
+
+    def __init__(self, seed: int) -> None:
+        self.offers: KvOffers[Reading] = KvOffers(free=list(range(SLOTS)))
+        self.readers: list[Reading] = []
+        self.taken: list[int] = []
+        #: What each slot holds: changes whenever the engine writes it.
+        self.content = [b"-" * DIGEST] * SLOTS
+        self.numbers = itertools.count(1)
+        self.random = random.Random(seed)
+
+    def step(self) -> None:
+        """Do one thing, the engine or a reader, by chance."""
+        own = (self.take, self.publish, self.withdraw, self.evict, self.use, self.join)
+        of_readers = (self.tell, self.hear, self.begin, self.end, self.confirm, self.arrive)
+        rare = (self.publish_again, self.leave, self.lie)
+        kind = self.random.random()
+        if not self.readers or kind < 0.4:
+            self.random.choice(own)()
+        elif kind < 0.95:
+            self.random.choice(of_readers)(self.random.choice(self.readers))
+        else:
+            self.random.choice(rare)(self.random.choice(self.readers))
+        self.check()
+
+    def block(self) -> bytes:
+        return bytes([self.random.randrange(10)])
+
+    # -- the engine
+
+    def take(self) -> None:
+        if self.offers.free:
+            slot = self.offers.free.pop()
+            self.content[slot] = next(self.numbers).to_bytes(DIGEST, "big")  # it is written
+            self.taken.append(slot)
+
+    def publish(self) -> None:
+        if self.taken:
+            slot = self.taken.pop(self.random.randrange(len(self.taken)))
+            self.offers.publish(self.block(), Offer(slot, self.content[slot]))
+
+    def publish_again(self, _: Reading) -> None:
+        for block, offer in list(self.offers.offered.items())[:1]:
+            assert not self.offers.publish(block, offer)
+            assert self.offers.offered[block] == offer
+
+    def withdraw(self) -> None:
+        block = self.block()
+        offer = self.offers.offered.get(block)
+        assert self.offers.withdraw(block) == (offer.slot if offer else None)
+
+    def evict(self) -> None:
+        count, order = self.random.randint(-1, 3), list(self.offers.offered)
+        assert self.offers.oldest(count) == order[: max(0, count)]
+        for block in self.offers.oldest(count):
+            self.offers.withdraw(block)
+
+    def use(self) -> None:
+        block = self.block()
+        self.offers.used(block)
+        if block in self.offers.offered:
+            assert list(self.offers.offered)[-1] == block
+
+    # -- readers
+
+    def join(self) -> None:
+        if len(self.readers) < 3:
+            self.readers.append(Reading())
+            self.offers.join(self.readers[-1])
+
+    def leave(self, reader: Reading) -> None:
+        """Its stream has ended: it reads no more, whatever it believes."""
+        self.readers.remove(reader)
+        self.offers.leave(reader)
+        self.offers.leave(reader)
+
+    def tell(self, reader: Reading) -> None:
+        most = self.random.randint(1, 3)
+        changes, number = self.offers.changes(reader, most)
+        assert len(changes) <= most
+        if changes:
+            reader.events.append((changes, number))
+
+    def hear(self, reader: Reading) -> None:
+        if reader.events:
+            reader.mirror.hear(*reader.events.popleft())
+
+    def begin(self, reader: Reading) -> None:
+        if reader.mirror.offers:
+            block = self.random.choice(sorted(reader.mirror.offers))
+            offer = reader.mirror.begin(block)
+            assert offer is not None
+            reader.reads.append((block, offer))
+
+    def end(self, reader: Reading) -> None:
+        if reader.reads:
+            _, offer = reader.reads.pop(self.random.randrange(len(reader.reads)))
+            reader.mirror.end(offer.slot)
+
+    def confirm(self, reader: Reading) -> None:
+        reader.confirmations.append(reader.mirror.confirmed)
+
+    def arrive(self, reader: Reading) -> None:
+        if reader.confirmations:
+            # It never confirms beyond what it was told.
+            assert self.offers.confirm(reader, reader.confirmations.popleft())
+
+    def lie(self, reader: Reading) -> None:
+        """What was not told can't be confirmed, and to try changes nothing."""
+        free, told = list(self.offers.free), self.offers.changes(reader, 0)[1]
+        assert not self.offers.confirm(reader, told + self.random.randint(1, 9))
+        assert self.offers.free == free
+
+    # -- what always holds
+
+    def check(self) -> None:
+        offered = [each.slot for each in self.offers.offered.values()]
+        here = [*offered, *self.offers.free, *self.taken]
+        assert len(here) == len(set(here))  # each slot is once somewhere
+        assert len(here) + self.offers.leaving == SLOTS
+        for reader in self.readers:
+            assert reader.mirror.confirmed >= 0  # what a message can carry
+            # What is read, or could be from now on, is not written.
+            read = [offer for _, offer in reader.reads]
+            for offer in (*read, *reader.mirror.offers.values()):
+                assert offer.slot not in self.offers.free
+                assert self.content[offer.slot] == offer.digests
+        waiting = set(self.offers.waits_for())
+        assert waiting <= set(self.readers)
+        assert bool(waiting) == bool(self.offers.leaving)
+
+    def end_quietly(self) -> None:
+        """Once all is quiet, mirrors are the index, and no slot waits."""
+        for reader in self.readers:
+            while self.offers.has_changes(reader):
+                reader.events.append(self.offers.changes(reader, 2))
+            for event in reader.events:
+                reader.mirror.hear(*event)
+            assert reader.mirror.offers == self.offers.offered
+            for block, offer in reader.reads:
+                current = self.offers.offered.get(block)
+                assert reader.mirror.offers_still(block, offer) == (current == offer)
+                reader.mirror.end(offer.slot)
+            reader.reads.clear()
+            assert not reader.mirror.reading
+            assert not reader.mirror.ignored
+            assert self.offers.confirm(reader, reader.mirror.confirmed)
+        self.check()
+        assert not self.offers.leaving
+        for block in list(self.offers.offered):
+            self.offers.withdraw(block)
+        for reader in self.readers:
+            self.offers.leave(reader)
+        assert len(self.offers.free) + len(self.taken) == SLOTS
+
+
+@given(st.integers(0, 2**32))
+def test_no_slot_is_written_while_it_is_read(seed: int) -> None:
+    world = World(seed)
+    for _ in range(300):
+        world.step()
+    world.end_quietly()
+
+
+def offer(slot: int = 0, digests: bytes = b"d" * DIGEST) -> Offer:
+    return Offer(slot, digests)
+
+
+@pytest.mark.parametrize(
+    "wrong", [offer(SLOTS), offer(-1), offer(2**32), offer(0, b""), offer(0, b"d" * 5)]
+)
+def test_a_mirror_refuses_what_has_no_place(wrong: Offer) -> None:
+    mirror = KvMirror(SLOTS, DIGEST)
+    with pytest.raises(PeerProtocolError):
+        mirror.hear([Change(b"a", wrong)], 1)
+
+
+def test_a_mirror_refuses_numbers_that_go_back() -> None:
+    mirror = KvMirror(SLOTS, DIGEST)
+    mirror.hear([Change(b"a", offer())], 5)
+    mirror.hear([], 5)
+    with pytest.raises(PeerProtocolError):
+        mirror.hear([], 4)
+
+
+def test_a_mirror_of_a_pool_that_floods_has_a_bound() -> None:
+    mirror = KvMirror(SLOTS, DIGEST, most_blocks=10)
+    for number in range(1000):
+        mirror.hear([Change(number.to_bytes(4, "big"), offer())], number)
+    assert len(mirror.offers) == 10
+    assert mirror.ignored == 990
+    mirror.hear([Change((0).to_bytes(4, "big"), None)], 1000)
+    mirror.hear([Change(b"more", offer())], 1000)
+    assert b"more" in mirror.offers
+
+
+def test_a_pool_that_offers_and_withdraws_what_is_read_takes_no_memory() -> None:
+    mirror = KvMirror(SLOTS, DIGEST)
+    mirror.hear([Change(b"a", offer())], 0)
+    assert mirror.begin(b"a") == offer()
+    for number in range(1, 2000):
+        mirror.hear([Change(b"a", None)], number)
+        mirror.hear([Change(b"a", offer())], number)
+    assert mirror.confirmed == 0
+    assert len(mirror._left) <= SLOTS
+    mirror.end(0)
+    assert mirror.confirmed == 1999
+    assert not mirror.reading
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, SLOTS - 1)), max_size=20))
+def test_a_pool_that_offers_one_slot_twice_breaks_nothing(said: list[tuple[int, int]]) -> None:
+    mirror = KvMirror(SLOTS, DIGEST)
+    begun = []
+    for number, (block, slot) in enumerate(said):
+        mirror.hear([Change(bytes([block]), offer(slot))], number)
+        begun.append(mirror.begin(bytes([block])))
+    for each in begun:
+        assert each is not None
+        assert 0 <= mirror.confirmed <= len(said)
+        mirror.end(each.slot)
+    assert mirror.confirmed == max(0, len(said) - 1)
+    assert not mirror.reading
+    assert not mirror._left
