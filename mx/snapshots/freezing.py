@@ -250,8 +250,9 @@ def _bundle(named: ModelReference, found: list[BundleStatus], source: str) -> Bu
         raise UnknownModelError(
             f"no replica of {named.name} lends what its engine holds"
             + (f" as [{named.variant}]" if named.variant else ""),
-            hint="load a replica by `mx-peer`, the load format of vLLM and SGLang, with `lend`; "
-            "its log says what it lends, or why nothing (engine.lending, engine.not_lent)",
+            hint="load a replica through mx, with `lend` (vLLM: load format `mx-peer`; SGLang: "
+            "option `mx_peer`); its log says what it lends, or why nothing (engine.lending, "
+            "engine.not_lent)",
         )
     if not current:
         raise UnknownModelError(
