@@ -123,6 +123,7 @@ _LONG = {
     "driver_links",
     "driver_live",
     "driver_modes",
+    "driver_snapshots",
     "driver_opening",
     "driver_paths",
     "driver_process",

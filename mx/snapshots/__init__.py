@@ -20,8 +20,10 @@ _SERVING = (
 PACK = Pack(
     names={
         "FreezeReport": "mx.snapshots.freezing",
+        "SignalFreezer": "mx.snapshots.signals",
         "Thawed": "mx.snapshots.thawing",
         "freeze": "mx.snapshots.freezing",
+        "freeze_on_signal": "mx.snapshots.signals",
         "thaw": "mx.snapshots.thawing",
     },
     verbs={"freeze": "mx.snapshots.verbs:freeze", "thaw": "mx.snapshots.verbs:thaw"},

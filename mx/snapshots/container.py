@@ -180,7 +180,7 @@ def read(folder: Path) -> Snapshot:
         if list(members_of(bundle_of(variants[0]))) != variants:
             fail(folder / SNAPSHOT, "its ranks are not all those of one bundle, in order")
         return found
-    if any(folder.glob("rank*")) or any(folder.glob(".rank*")):
+    if is_begun(folder):
         raise ConfigError(
             f"{folder} holds some ranks of a snapshot, and no {SNAPSHOT}: not all were written",
             hint="run `mx freeze` again, which goes on from what is there",
@@ -188,6 +188,12 @@ def read(folder: Path) -> Snapshot:
     raise ConfigError(
         f"{folder} is no snapshot: it has no {SNAPSHOT}", hint="name a folder of `mx freeze`"
     )
+
+
+def is_begun(folder: Path) -> bool:
+    """Return True if a folder holds ranks, or parts of them, and no snapshot yet."""
+    found = any(folder.glob("rank*")) or any(folder.glob(".rank*"))
+    return found and not (folder / SNAPSHOT).exists()
 
 
 def read_rank(folder: Path) -> tuple[ModelKey, FrozenRank] | None:

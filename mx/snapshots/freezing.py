@@ -59,6 +59,8 @@ _PARTIAL = f".{SNAPSHOT}.mx-partial"
 _RANK = re.compile(r"rank\d+|\.rank\d+\.mx-partial", re.ASCII)
 #: Seconds between two questions for sources that are waited for.
 _ASK_AGAIN_S = 0.5
+#: What `source` may be.
+PEER, ENGINE = "peer", "engine"
 #: What waits for the pull of a rank.
 Wait = Callable[["Pull", ModelKey], "PullReport"]
 
@@ -97,6 +99,7 @@ def freeze(
     model: str = "",
     revision: str = "",
     variant: str | ProcessingKey = "",
+    source: str = PEER,
     coordinator: str | None = None,
     transport: str | None = None,
     settings: config.Settings | None = None,
@@ -118,6 +121,8 @@ def freeze(
         model: The name of a module or a state dict.
         revision: The revision, where `what` or `model` names none.
         variant: The variant, or a bundle's; if empty, the checkpoint, or the only one there is.
+        source: Which variants of a name are meant: "peer" for all that are listed, "engine" for
+            those that are no checkpoint: what the engine of a replica holds.
         coordinator: HOST:PORT; None takes the address in the settings.
         transport: The name of the only transport to use.
         settings: Settings to use; None loads them from the environment and the files.
@@ -135,12 +140,17 @@ def freeze(
     """
     settings = settings or config.load()
     where = Path(folder)
+    if source not in (PEER, ENGINE) or (source == ENGINE and not isinstance(what, str)):
+        raise ConfigError(
+            f"`source={source}` does not say what to freeze",
+            hint=f"it is {PEER} or {ENGINE}; {ENGINE} is for a name",
+        )
     if not isinstance(what, str | Source):
         check_type("model", model, str, "it is NAME or NAME:REVISION")
         named = parse_reference(model, revision=revision, variant=variant_text(variant))
         key = ModelKey(named.name, named.revision or MAIN, named.variant or CHECKPOINT)
-        with serve_held(lend(what, key), None, settings, live=True) as source:
-            return freeze(source, folder, transport=transport, settings=settings, wait=wait)
+        with serve_held(lend(what, key), None, settings, live=True) as held:
+            return freeze(held, folder, transport=transport, settings=settings, wait=wait)
     asked: PullArguments = {"transport": transport, "companions": False}
     if isinstance(what, Source):
         key, may_sign = what.model, True
@@ -153,7 +163,7 @@ def freeze(
         until_s = time.monotonic() + settings.wait_s
         while True:
             try:
-                ranks, may_sign = _listed(named, asked["coordinator"], settings)
+                ranks, may_sign = _listed(named, source, asked["coordinator"], settings)
                 break
             except (UnknownModelError, BundleIncompleteError):
                 if time.monotonic() >= until_s:
@@ -165,12 +175,14 @@ def freeze(
         left = [each for each in ranks if not _is_there(where, each)]
         reports = _pulled(left, where, asked, settings, wait)
         snapshot = _finished(where, ranks[0].key, members, settings if may_sign else None)
+    paths = [path for each in reports for path in each.paths]
+    resumed = [path.bytes for path in paths if path.transport == "resume"]
     return FreezeReport(
         str(where),
         str(ranks[0].key._replace(variant=bundle_of(ranks[0].key.variant))),
         len(members),
         len(ranks) - len(left),
-        sum(each.bytes for each in reports),
+        sum(each.bytes for each in reports) - sum(resumed),
         time.monotonic() - began_s,
         snapshot is not None,
         snapshot is not None and snapshot.signature is not None,
@@ -179,10 +191,11 @@ def freeze(
 
 
 def _listed(
-    named: ModelReference, coordinator: str | None, settings: config.Settings
+    named: ModelReference, source: str, coordinator: str | None, settings: config.Settings
 ) -> tuple[list[_Asked], bool]:
     """Return all ranks of what a name means, and whether this user's key is of their owner."""
-    bundle = _bundle(named, list_bundles(named.name, coordinator=coordinator, settings=settings))
+    found = list_bundles(named.name, coordinator=coordinator, settings=settings)
+    bundle = _bundle(named, found, source)
     records: dict[str, list[Any]] = {}
     for status in list_sources(named.name, coordinator=coordinator, settings=settings):
         model = status.record.model
@@ -217,7 +230,7 @@ def _listed(
     return ranks, vouched
 
 
-def _bundle(named: ModelReference, found: list[BundleStatus]) -> BundleStatus:
+def _bundle(named: ModelReference, found: list[BundleStatus], source: str) -> BundleStatus:
     """Return what a name means. Raises ConfigError."""
     wanted = bundle_of(named.variant) if named.variant else ""
     current = [
@@ -225,6 +238,7 @@ def _bundle(named: ModelReference, found: list[BundleStatus]) -> BundleStatus:
         for each in found
         if (each.revision == named.revision if named.revision else named.pin or each.named)
         and wanted in ("", each.variant)
+        and (source == PEER or each.variant != CHECKPOINT)
     ]
     usual = [each for each in current if each.variant == CHECKPOINT]
     for choice in (usual, current):
@@ -232,6 +246,14 @@ def _bundle(named: ModelReference, found: list[BundleStatus]) -> BundleStatus:
             if named.pin and choice[0].ranks > 1:
                 raise ConfigError("a pin is of one rank", hint="leave out the pin")
             return choice[0]
+    if not current and source == ENGINE:
+        raise UnknownModelError(
+            f"no replica of {named.name} lends what its engine holds"
+            + (f" as [{named.variant}]" if named.variant else ""),
+            hint="load a replica through mx, with `lend` (vLLM: load format `mx-peer`; SGLang: "
+            "option `mx_peer`); its log says what it lends, or why nothing (engine.lending, "
+            "engine.not_lent)",
+        )
     if not current:
         raise UnknownModelError(
             f"no source of {named.name} is listed as asked for", hint="mx models lists them"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from mx.cli import additions, live, options, outcome
 from mx.config import Settings
 from mx.core.reference import with_pin
 from mx.errors import ConfigError
-from mx.snapshots.container import SNAPSHOT, folder_of
+from mx.snapshots.container import SNAPSHOT, folder_of, is_begun
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -40,6 +41,16 @@ def freeze(
     folder: Annotated[str, typer.Argument(help="The folder to make.", metavar="DIR")],
     revision: options.Revision = "",
     variant: options.Variant = "",
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="peer: what the coordinator lists, the checkpoint if there is one. engine: what "
+            "the engine of a replica holds, as it computes with it.",
+            metavar="peer|engine",
+            autocompletion=lambda: ["peer", "engine"],
+        ),
+    ] = "peer",
     transport: options.OneTransport = None,
     *,
     as_json: bool,
@@ -56,16 +67,19 @@ def freeze(
     - `mx freeze llama-8b /snapshots/llama-8b`
 
     - `mx freeze llama-8b@466847afadc6e1be /snapshots/llama-8b`
+
+    - `mx freeze llama-8b /snapshots/llama-8b-engine --from engine`
     """
     from mx.snapshots.freezing import freeze as write
 
     settings = options.settings_of(context)
-    with options.tracing(settings):
+    with options.tracing(settings), _interruptible(folder):
         report = write(
             model,
             folder,
             revision=revision,
             variant=variant,
+            source=source,
             coordinator=options.coordinator_of(settings),
             transport=transport,
             settings=settings,
@@ -85,6 +99,23 @@ def freeze(
         *(f"  pin {with_pin(report.model.partition('[')[0], each)}" for each in report.pins),
     ]
     outcome.summarise("\n".join(lines))
+
+
+@contextmanager
+def _interruptible(folder: str) -> Iterator[None]:
+    """Say how to go on from what a freeze has left that a signal ends. After Ctrl-C the next one
+    ends the process at once. Raises CommandInterrupted."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        again = f"run the same command again to go on from what is in {folder}"
+        kept = again if is_begun(Path(folder)) else ""
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise outcome.CommandInterrupted(kept) from error
+        if kept:
+            outcome.say(kept)
+        raise
 
 
 @options.takes_settings
@@ -123,6 +154,7 @@ def thaw(
         return
     with (
         options.tracing(settings),
+        _interruptible(folder),
         read(folder, model, variant=variant, settings=settings, wait=_follow) as thawed,
     ):
         snapshot, pulls = thawed.snapshot, thawed.pulls

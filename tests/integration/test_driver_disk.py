@@ -4,7 +4,6 @@ goes wrong on the way."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from mx import api, config
 from mx.core.packaging import DIGESTS
 from mx.units import MIB
 from tests.support.commands import free_port
-from tests.support.driver.logs import copied, kept, parsed
-from tests.support.driver.programs import each_major, each_major_at_leisure, passes
+from tests.support.driver.disk_pulls import pulled
+from tests.support.driver.logs import copied
+from tests.support.driver.programs import each_major, each_major_at_leisure
 
 pytestmark = [pytest.mark.integration]
 
@@ -26,52 +26,6 @@ LAYERS = 4
 #: cuFile as with nvidia-fs.
 _DIRECT: dict[str, Any] = {"CUFILE": "direct"}
 SETTINGS = config.load(environ={"HOME": "/nonexistent"})
-
-#: Pulls a pinned model from disk into a GPU and prints how: the report or the error, the layers as
-#: they were ready, how many bytes the processor read, and how many parts it hashed.
-_PULL = """
-import json
-import numpy as np
-import mx.core.digest
-from mx import api, config
-from mx.errors import MxError
-from mx.memory import tensors
-from mx.storage.disk_file import DiskBytes
-from mx.testing import spans
-from safetensors.numpy import load_file
-
-FOLDER, PIN = {folder!r}, {pin!r}
-settings = config.load({settings!r}, environ={{"HOME": "/nonexistent"}})
-read_nbytes, hashed, layers = [], [], []
-read, digests = DiskBytes.read_exactly, mx.core.digest.BlockHasher.block_digests
-def counted(self, view, position, nbytes):
-    read_nbytes.append(nbytes)
-    read(self, view, position, nbytes)
-def hashes(self):
-    hashed.append(self)
-    return digests(self)
-DiskBytes.read_exactly = counted
-mx.core.digest.BlockHasher.block_digests = hashes
-said, options = {{}}, {{"device": "cuda:0"}}
-def check(found):
-    view, manifest = found.device_buffer(), found.manifest
-    host = tensors.state_dict(memoryview(bytearray(spans.peek(view))), manifest.layout)
-    for name, values in load_file(FOLDER + "/model.safetensors").items():
-        assert (host[name].numpy() == values).all(), name
-{before}
-try:
-    with api.pull("m@" + PIN, path=FOLDER, settings=settings, **options) as pull:
-        pull.on_layer(lambda event: layers.append(event.index))
-        report = pull.wait(120)
-        said = report.to_json() | {{"how": report.paths[0].detail}}
-        check(pull)
-except MxError as error:
-    said = {{"error": type(error).__name__, "exit": error.exit_code, "message": str(error)}}
-    del error
-said |= {{"read": sum(read_nbytes), "hashed": len(hashed), "layers_ready": layers}}
-print(json.dumps(said))
-{after}
-"""
 
 
 @pytest.fixture
@@ -89,31 +43,6 @@ def folder(tmp_path: Path) -> tuple[Path, str]:
     path = tmp_path / "model.safetensors"
     with api.pull("m", path=path, out=out, settings=SETTINGS) as pull:
         return out, pull.wait(60).pin
-
-
-def pulled(
-    major: int,
-    folder: tuple[Path, str],
-    before: str = "",
-    gpudirect: str = "auto",
-    after: str = "",
-    **how: Any,
-) -> tuple[dict[str, Any], Path]:
-    """Run `_PULL` and return what it says, and the folder of the driver's log, by which everything
-    was given back."""
-    log = folder[0].parent / "log"
-    log.mkdir()
-    code = _PULL.format(
-        folder=str(folder[0]),
-        pin=folder[1],
-        settings={"gpudirect": gpudirect},
-        before=before,
-        after=after,
-    )
-    (line,) = passes(major, code, LOG=log, KERNELS=True, **how)
-    for each in log.glob("*.log"):
-        assert kept(parsed(each.read_text().splitlines())) == []
-    return json.loads(line), log
 
 
 @each_major

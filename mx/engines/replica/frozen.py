@@ -1,8 +1,11 @@
-"""Chooses what a replica starts from in a snapshot (`mx.snapshots`), which the user names."""
+"""Chooses what a replica starts from in a snapshot (`mx.snapshots`), which the user names; and has
+a signal make one of what a replica lends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +14,42 @@ from mx.config import Settings
 from mx.core.variant import ProcessingKey, differences
 from mx.engines.replica.choice import CHECKPOINT, CHECKPOINT_DIGITS, Choice, plain
 from mx.engines.replica.names import EligibleModels
+from mx.engines.replica.options import LoaderOptions
 from mx.errors import ConfigError, MxError
 
 
-def reader(name: str) -> Any:
+def reader(name: str, module: str = "reading") -> Any:
     """Return what reads snapshots.
 
     Args:
         name: The function's.
+        module: The one of the pack that has it.
 
     Raises:
         ConfigError: The pack is not there.
     """
-    if (found := packs.optional(f"mx.snapshots.reading:{name}")) is None:
-        raise ConfigError("`snapshot` needs the pack mx.snapshots", hint="install mx as a whole")
+    if (found := packs.optional(f"mx.snapshots.{module}:{name}")) is None:
+        raise ConfigError("snapshots need the pack mx.snapshots", hint="install mx as a whole")
     return found
+
+
+def on_signal(freeze: Callable[..., Any], options: LoaderOptions) -> Any:
+    """Have a signal freeze what a rank lends, if its options say so.
+
+    Args:
+        freeze: Freezes it to a folder; it takes `wait`, as `mx.freeze` does.
+        options: The loader's.
+
+    Returns:
+        What `close` ends; None if nothing is to be frozen.
+
+    Raises:
+        ConfigError: This is not the main thread, or the signal can have no handler.
+    """
+    if not (name := options.freeze_on):
+        return None
+    make, folder = reader("SignalFreezer", "signals"), options.freeze_to
+    return make(functools.partial(freeze, folder), folder, signal.Signals[name])
 
 
 def look(

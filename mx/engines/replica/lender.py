@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mx
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
+from mx.engines.replica.frozen import on_signal
 from mx.engines.replica.lent_tensors import LentTensors
 from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
@@ -97,6 +99,7 @@ class Lender:
         self._lost: tuple[str, str] | None = None
         self._why = ""
         self._change: AbstractContextManager[None] | None = None
+        self._on_signal: Any = None
         self._closing = threading.Event()
         model = ModelKey(name, revision, str(key))
         self._lent = LentTensors(slots, model, options, files, self._closing.is_set)
@@ -119,6 +122,10 @@ class Lender:
             raise
         if pull is not None and self._source is None:
             self._end()
+        try:
+            self._on_signal = on_signal(self.freeze, options)
+        except ConfigError as error:
+            self._warn("freeze.failed", str(error))
 
     def processed(self) -> None:
         """Lend tensors that processing has left unchanged, unless copies were made before. Call it
@@ -200,14 +207,15 @@ class Lender:
             return f"{' and '.join(sorted(self._reasons))} has not ended"
         return self._past or (source.withdrawn if source is not None else "") or self._why
 
-    def freeze(self, folder: str) -> dict[str, object]:
+    def freeze(self, folder: str, **how: Any) -> Any:
         """Write what is lent to a snapshot, as `mx.freeze` does. Blocks.
 
         Args:
             folder: The snapshot's, the same for all ranks.
+            how: Further arguments of `mx.freeze`.
 
         Returns:
-            The fields of its report.
+            Its report.
 
         Raises:
             ConfigError: Nothing is lent.
@@ -216,7 +224,7 @@ class Lender:
         source = self._settled()
         if source is None or self.state != "lending":
             raise ConfigError(f"{self.key} is not lent: {self.why or self.state}")
-        return dict(vars(mx.freeze(source, folder, settings=self._lent.settings)))
+        return mx.freeze(source, folder, settings=self._lent.settings, **how)
 
     def withdraw(self, reason: str) -> None:
         """Serve the tensors to no reader from now on, since the engine is about to change them.
@@ -409,6 +417,8 @@ class Lender:
     def close(self) -> None:
         """End lending. Idempotent."""
         self._closing.set()
+        if self._on_signal is not None:
+            self._on_signal.close()
         self._watch.end()
         with self._lock:
             self._settled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -41,6 +42,9 @@ class LoaderOptions:
     files: str = ""
     #: The folder of a snapshot (`mx freeze`) to start from, before any source; "" for none.
     snapshot: str = ""
+    #: The name of the signal at which what is lent is frozen, such as SIGUSR1, and the folder.
+    freeze_on: str = ""
+    freeze_to: str = ""
     #: The name of the only transport to use; "" for any.
     transport: str = ""
     #: Whether to use compile caches that signers named in the trust file (`trust`) have published.
@@ -78,6 +82,18 @@ class LoaderOptions:
         if options.get("wake") and not options.get("lend", True):
             raise ConfigError(
                 "`wake` needs `lend`: only weights that are lent are known by their hash",
+                hint="leave out one of them",
+            )
+        on, to = options.get("freeze_on", ""), options.get("freeze_to", "")
+        if bool(on) != bool(to) or (on and on not in signal.Signals.__members__):
+            raise ConfigError(
+                f"`freeze_on={on}` and `freeze_to={to}` of the loader's extra configuration name "
+                "no signal and its folder",
+                hint="they are for example SIGUSR1 and /snapshots/llama-8b; or leave out both",
+            )
+        if on and not options.get("lend", True):
+            raise ConfigError(
+                "`freeze_on` needs `lend`: what is frozen is what is lent",
                 hint="leave out one of them",
             )
         merged = config.given(config.load(), **settings)

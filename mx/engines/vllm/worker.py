@@ -147,7 +147,7 @@ def freeze(worker: Any, folder: str) -> dict[str, object]:
     watched = _watched_of(worker)
     if watched is None or watched.loading.lender is None:
         raise ConfigError("this worker lends nothing", hint="load by `mx-peer`, with `lend`")
-    return watched.loading.lender.freeze(folder)
+    return dict(vars(watched.loading.lender.freeze(folder)))
 
 
 @contextlib.contextmanager
