@@ -58,7 +58,7 @@ def _names(settings: config.Settings, blocks: int, layers: int) -> list[bytes]:
 
 
 def serve(blocks: int, layers: int, key: str) -> None:
-    """Offer blocks until standard input ends; and answer requests on a bare socket."""
+    """List blocks until standard input ends; and answer requests on a bare socket."""
     settings = config.given(config.load(), name_key=key)
     memory, kept = _memory(blocks, layers)
     kept[:] = np.random.default_rng(1).integers(0, 255, kept.shape, np.uint8)

@@ -1,6 +1,6 @@
 """KV blocks move as weights do: the pack, and what programs use of it.
 
-An engine registers the memory of its KV cache once (`KvMemory`, `KvPool`) and offers blocks by
+An engine registers the memory of its KV cache once (`KvMemory`, `KvPool`) and lists blocks by
 names that say what is in them (`BlockNames`, `KvKey`). Other processes that hold the key of the
 model's name read these blocks into slots of their own (`KvReader`). See docs/kv.md.
 """

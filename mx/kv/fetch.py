@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mx.errors import MxError
+from mx.kv.index import KvEntry
 from mx.kv.layout import KvMemory, digest_of
 from mx.kv.names import ID_BYTES
-from mx.kv.offers import Offer
 from mx.kv.peer import KvLink, KvPeer
 from mx.runtime import fork_error
 from mx.transport import Piece, Read, View
@@ -30,12 +30,12 @@ class Taken:
     slot: int
     peer: KvPeer
     link: KvLink
-    offer: Offer
+    entry: KvEntry
     left: int
     wrong: bool = False
 
 
-class _Part(NamedTuple):
+class _KvPart(NamedTuple):
     """One layer of a block in a read, of which it is the part up to `end_nbytes`; `runs` are where
     it lands."""
 
@@ -45,17 +45,17 @@ class _Part(NamedTuple):
     end_nbytes: int
 
 
-class _Parts:
+class _KvRead:
     """The sink of one read: parts, one after the other."""
 
-    def __init__(self, fetch: KvFetch, parts: Sequence[_Part]) -> None:
+    def __init__(self, fetch: KvFetch, parts: Sequence[_KvPart]) -> None:
         self._fetch, self._parts = fetch, parts
         self._done = 0
 
     def landed(self, nbytes: int) -> None:
         while self._done < len(self._parts) and self._parts[self._done].end_nbytes <= nbytes:
             taken, layer, runs, _ = self._parts[self._done]
-            wanted = taken.offer.digests[layer * ID_BYTES : (layer + 1) * ID_BYTES]
+            wanted = taken.entry.digests[layer * ID_BYTES : (layer + 1) * ID_BYTES]
             right = digest_of(runs) == wanted
             self._done += 1
             self._fetch.ended(taken, layer, right=right, wrong=not right)
@@ -109,24 +109,24 @@ class KvFetch:
     def _reads(self, memory: KvMemory, link: KvLink, taken: Sequence[Taken]) -> Iterator[Read]:
         """Yield reads of all parts, those of the first layer first."""
         pieces: list[Piece] = []
-        parts: list[_Part] = []
+        parts: list[_KvPart] = []
         nbytes = 0
         for layer, (theirs, own) in enumerate(zip(link.rows, link.own_rows, strict=True)):
             copied, view = link.copies[layer], memory.views[own.region]
             for each in taken:
-                there, here = each.offer.slot * theirs.stride, each.slot * own.stride
+                there, here = each.entry.slot * theirs.stride, each.slot * own.stride
                 runs = [view[here + to : here + to + size] for _, to, size in copied]
                 pieces += (
                     Piece(theirs.region, there + begin, run)
                     for (begin, _, _), run in zip(copied, runs, strict=True)
                 )
                 nbytes += theirs.nbytes
-                parts.append(_Part(each, layer, runs, nbytes))
+                parts.append(_KvPart(each, layer, runs, nbytes))
                 if nbytes >= _READ_BYTES:
-                    yield Read(f"KV layer {layer}", pieces, _Parts(self, parts))
+                    yield Read(f"KV layer {layer}", pieces, _KvRead(self, parts))
                     pieces, parts, nbytes = [], [], 0
         if parts:
-            yield Read("KV blocks", pieces, _Parts(self, parts))
+            yield Read("KV blocks", pieces, _KvRead(self, parts))
 
     def ended(self, taken: Taken, layer: int, *, right: bool, wrong: bool = False) -> None:
         """Note that a part has ended; on a transport's thread.
@@ -145,7 +145,7 @@ class KvFetch:
                 self.failed.add(taken.block)
             last = not taken.left
         if last:
-            taken.peer.end(taken.link, taken.block, taken.offer, wrong=taken.wrong)
+            taken.peer.end(taken.link, taken.block, taken.entry, wrong=taken.wrong)
         with self._changed:
             if not self._left[layer]:
                 self._changed.notify_all()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mx.errors import PeerProtocolError
-from mx.kv.offers import Change, Offer
+from mx.kv.index import KvChange, KvEntry
 
-#: The most blocks of one pool that a reader knows; what a pool offers beyond them is not used.
+#: The most blocks of one pool that a reader knows; what a pool lists beyond them is not used.
 MOST_BLOCKS = 1 << 18
 
 
@@ -24,15 +24,15 @@ class KvMirror:
     slots: int
     digest_nbytes: int
     most_blocks: int = MOST_BLOCKS
-    offers: dict[bytes, Offer] = field(default_factory=dict)
-    #: How many blocks were offered beyond `most_blocks`.
+    entries: dict[bytes, KvEntry] = field(default_factory=dict)
+    #: How many blocks were listed beyond `most_blocks`.
     ignored: int = 0
     _reading: Counter[int] = field(default_factory=Counter)  # by slot
     #: The withdrawn slots that are still read, each with the number from before its withdrawal.
     _left: dict[int, int] = field(default_factory=dict)
     _heard: int = 0
 
-    def hear(self, changes: Sequence[Change], number: int) -> None:
+    def hear(self, changes: Sequence[KvChange], number: int) -> None:
         """Take the pool's changes, and the number to confirm after them.
 
         Raises:
@@ -41,26 +41,26 @@ class KvMirror:
         """
         if number < self._heard:
             raise PeerProtocolError("the numbers of its KV index go back")
-        for block, offer in changes:
-            before = self.offers.pop(block, None)
+        for block, entry in changes:
+            before = self.entries.pop(block, None)
             if before is not None and self._reading[before.slot]:
                 self._left.setdefault(before.slot, self._heard)
-            if offer is None:
+            if entry is None:
                 continue
-            if not 0 <= offer.slot < self.slots or len(offer.digests) != self.digest_nbytes:
-                raise PeerProtocolError("it offers a block that its pool has no place for")
-            if len(self.offers) < self.most_blocks:
-                self.offers[block] = offer
+            if not 0 <= entry.slot < self.slots or len(entry.digests) != self.digest_nbytes:
+                raise PeerProtocolError("it lists a block that its pool has no place for")
+            if len(self.entries) < self.most_blocks:
+                self.entries[block] = entry
             else:
                 self.ignored += 1
         self._heard = number
 
-    def begin(self, block: bytes) -> Offer | None:
+    def begin(self, block: bytes) -> KvEntry | None:
         """Return where a block is, which is read from now until `end`; None if it is not there."""
-        offer = self.offers.get(block)
-        if offer is not None:
-            self._reading[offer.slot] += 1
-        return offer
+        entry = self.entries.get(block)
+        if entry is not None:
+            self._reading[entry.slot] += 1
+        return entry
 
     def end(self, slot: int) -> None:
         """Note that a read that `begin` has begun has ended."""
@@ -69,10 +69,10 @@ class KvMirror:
             del self._reading[slot]
             self._left.pop(slot, None)
 
-    def offers_still(self, block: bytes, offer: Offer) -> bool:
+    def lists_still(self, block: bytes, entry: KvEntry) -> bool:
         """Return True if the pool still says that the block is there: then its bytes are to be
         right."""
-        return self.offers.get(block) == offer
+        return self.entries.get(block) == entry
 
     @property
     def confirmed(self) -> int:

@@ -92,7 +92,7 @@ class BlockNames:
 
         Args:
             tokens: All of its tokens, from the first one.
-            inputs: By a block's index, what is in it besides tokens: the digests and places of
+            inputs: By a block's index, what it holds besides tokens: the digests and places of
                 images and sounds.
             after: The names of its first blocks, where they are known: they are not hashed again.
         """

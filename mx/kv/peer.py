@@ -23,10 +23,10 @@ from mx.errors import (
 from mx.fetching.options import PullOptions
 from mx.fetching.paths import path_or_reason, target_place
 from mx.kv import proof
+from mx.kv.index import KvChange, KvEntry
 from mx.kv.layout import MOST_LAYERS, KvMemory, Rows, copies
 from mx.kv.mirror import MOST_BLOCKS, KvMirror
 from mx.kv.names import ID_BYTES
-from mx.kv.offers import Change, Offer
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import LoopThread
@@ -130,37 +130,37 @@ class KvPeer:
         return live.heads if live is not None else range(0)
 
     def has(self, block: bytes) -> bool:
-        """Return True if the pool offers a block."""
+        """Return True if the pool lists a block."""
         with self._lock:
-            return self._live is not None and block in self._live.mirror.offers
+            return self._live is not None and block in self._live.mirror.entries
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def begin(self, block: bytes) -> tuple[KvLink, Offer] | None:
-        """Begin to read a block: return where it is until `end`, None if it is not offered."""
+    def begin(self, block: bytes) -> tuple[KvLink, KvEntry] | None:
+        """Begin to read a block: return where it is until `end`, None if it is not listed."""
         with self._lock:
             if self._live is None:
                 return None
-            offer = self._live.mirror.begin(block)
-            return (self._live, offer) if offer is not None else None
+            entry = self._live.mirror.begin(block)
+            return (self._live, entry) if entry is not None else None
 
-    def end(self, live: KvLink, block: bytes, offer: Offer, *, wrong: bool = False) -> None:
+    def end(self, live: KvLink, block: bytes, entry: KvEntry, *, wrong: bool = False) -> None:
         """Note that a block was read; on any thread.
 
         Args:
             live: What `begin` returned.
             block: The block.
-            offer: What `begin` returned.
+            entry: What `begin` returned.
             wrong: Its bytes were not those of its digests.
         """
         with self._lock:
             mirror = live.mirror
             was = mirror.confirmed
             # Of a lease that has ended the slot may hold something else by now.
-            if wrong and live is self._live and mirror.offers_still(block, offer):
+            if wrong and live is self._live and mirror.lists_still(block, entry):
                 self.wrong += 1
                 self._wrong.append(block)
-            mirror.end(offer.slot)
+            mirror.end(entry.slot)
             hurry = mirror.confirmed != was or wrong
         if hurry:
             with contextlib.suppress(RuntimeError, MxError):  # the loop has ended, or a child
@@ -369,16 +369,16 @@ class KvPeer:
         )
 
 
-def _changes(message: pb.KvChanges, mirror: KvMirror) -> list[Change]:
+def _changes(message: pb.KvChanges, mirror: KvMirror) -> list[KvChange]:
     """Return the changes in a message. Raises PeerProtocolError."""
     blocks, digests, size = message.blocks, message.digests, mirror.digest_nbytes
-    offered = sum(1 for slot in message.slots if slot)
-    if len(blocks) != ID_BYTES * len(message.slots) or len(digests) != size * offered:
+    listed = sum(1 for slot in message.slots if slot)
+    if len(blocks) != ID_BYTES * len(message.slots) or len(digests) != size * listed:
         raise PeerProtocolError("a KV pool sent an index that does not fit together")
     found, at = [], 0
     for index, slot in enumerate(message.slots):
         block = blocks[index * ID_BYTES : (index + 1) * ID_BYTES]
-        offer = Offer(slot - 1, digests[at : at + size]) if slot else None
+        entry = KvEntry(slot - 1, digests[at : at + size]) if slot else None
         at += size if slot else 0
-        found.append(Change(block, offer))
+        found.append(KvChange(block, entry))
     return found

@@ -1,4 +1,4 @@
-"""Offers an engine's KV blocks where they are: readers that hold the name's key read its slots."""
+"""Lists an engine's KV blocks where they are: readers that hold the name's key read its slots."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mx.api.serving import source_options
 from mx.contexts import OwnContext
 from mx.errors import ClosedError, LocalError, PeerBusyError, PeerProtocolError
 from mx.kv import proof, service
+from mx.kv.index import KvEntry, KvIndex
 from mx.kv.layout import KvMemory, Rows
 from mx.kv.names import ID_BYTES, KvKey
-from mx.kv.offers import KvOffers, Offer
 from mx.log import event
 from mx.source.exposures import expose, withdraw
 from mx.source.requests import answer as write_first
@@ -45,7 +45,7 @@ MOST_READERS, MOST_OF_ONE = 256, 64
 _MESSAGE_BYTES = 256 << 10
 
 
-class _Stream:
+class _KvStream:
     """One reader's stream; on the loop. `told` is set when there is something to tell it."""
 
     def __init__(self, principal: str, seal: proof.Seal) -> None:
@@ -74,7 +74,7 @@ class KvPool(OwnContext):
     """The KV blocks of one process under one model's name. Made by `open`; close it.
 
     Methods are thread-safe. The memory is the engine's: it writes a slot only while no block is
-    offered in it and it has been `taken`.
+    listed in it and it has been `taken`.
     """
 
     generation = 1
@@ -90,14 +90,14 @@ class KvPool(OwnContext):
         self.device = str(device)
         self._key, self._loop = key, loop
         self._lock = threading.Lock()  # of all below
-        self._offers: KvOffers[_Stream] = KvOffers(free=list(range(memory.slots))[::-1])
+        self._index: KvIndex[_KvStream] = KvIndex(free=list(range(memory.slots))[::-1])
         self._freed = threading.Condition(self._lock)
         self._closed = False
         self.wrong = 0  # blocks that readers found to be other bytes than their digests say
         # On the loop.
         self._server: SourceServer | None = None
         self._exposures: dict[str, Exposure] = {}
-        self._streams: set[_Stream] = set()
+        self._streams: set[_KvStream] = set()
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
@@ -110,7 +110,7 @@ class KvPool(OwnContext):
         listen: str = "",
         settings: config.Settings | None = None,
     ) -> KvPool:
-        """Register the memory of KV blocks, and let holders of the name's key read what is offered.
+        """Register the memory of KV blocks, and let holders of the name's key read what is listed.
 
         Args:
             name: The model's name.
@@ -167,28 +167,28 @@ class KvPool(OwnContext):
         with self._freed:
             while not self._closed:
                 # Others may have taken what left.
-                lacking = count - len(self._offers.free) - self._offers.leaving
-                for block in self._offers.oldest(lacking):
-                    self._offers.withdraw(block)
+                lacking = count - len(self._index.free) - self._index.leaving
+                for block in self._index.oldest(lacking):
+                    self._index.withdraw(block)
                 if lacking > 0:
                     self._tell()
-                if len(self._offers.free) >= count:
+                if len(self._index.free) >= count:
                     break
                 left_s = until_s - time.monotonic()
                 if left_s <= 0 or not self._freed.wait(left_s):
                     break
-            taken = self._offers.free[-count:] if count else []
-            del self._offers.free[len(self._offers.free) - len(taken) :]
+            taken = self._index.free[-count:] if count else []
+            del self._index.free[len(self._index.free) - len(taken) :]
             return taken[::-1]
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Return slots that were taken and in which no block is offered."""
+        """Return slots that were taken and in which no block is listed."""
         with self._freed:
-            self._offers.free += slots
+            self._index.free += slots
             self._freed.notify_all()
 
     def publish(self, block: bytes, slot: int, digests: bytes | None = None) -> None:
-        """Offer a block, which is in a slot that was taken: its bytes do not change until it is
+        """List a block, which is in a slot that was taken: its bytes do not change until it is
         withdrawn.
 
         Args:
@@ -201,45 +201,45 @@ class KvPool(OwnContext):
         """
         if len(block) != ID_BYTES:
             raise ValueError(f"the name of a KV block has {ID_BYTES} bytes")
-        offer = Offer(slot, digests or self.memory.digests(slot))
+        entry = KvEntry(slot, digests or self.memory.digests(slot))
         with self._freed:
             if self._closed:
                 raise ClosedError("the KV pool is closed")
-            if not self._offers.publish(block, offer):
-                self._freed.notify_all()  # it is offered already: the slot is free
+            if not self._index.publish(block, entry):
+                self._freed.notify_all()  # it is listed already: the slot is free
             self._tell()
 
     def withdraw(self, blocks: Sequence[bytes]) -> None:
-        """Offer blocks no more. Their slots may be taken once no reader reads them."""
+        """List blocks no more. Their slots may be taken once no reader reads them."""
         with self._freed:
             for block in blocks:
-                self._offers.withdraw(block)
+                self._index.withdraw(block)
             self._freed.notify_all()
             self._tell()
 
     def clear(self) -> None:
-        """Offer nothing that is offered now."""
+        """List nothing that is listed now."""
         with self._lock:
-            offered = list(self._offers.offered)
-        self.withdraw(offered)
+            listed = list(self._index.listed)
+        self.withdraw(listed)
 
     def slot_of(self, block: bytes) -> int | None:
-        """Return where a block is that is offered, and note that it is of use; None if it is
+        """Return where a block is that is listed, and note that it is of use; None if it is
         not."""
         with self._lock:
-            self._offers.used(block)
-            offer = self._offers.offered.get(block)
-            return offer.slot if offer is not None else None
+            self._index.used(block)
+            entry = self._index.listed.get(block)
+            return entry.slot if entry is not None else None
 
     def counts(self) -> dict[str, int]:
-        """Return how many slots are offered, free and leaving, and how many readers there are."""
+        """Return how many slots are listed, free and leaving, and how many readers there are."""
         with self._lock:
-            offers = self._offers
-            found = {"offered": len(offers.offered), "free": len(offers.free)}
-            return found | {"leaving": offers.leaving, "readers": len(self._streams)}
+            index = self._index
+            found = {"listed": len(index.listed), "free": len(index.free)}
+            return found | {"leaving": index.leaving, "readers": len(self._streams)}
 
     def close(self) -> None:
-        """Stop offering. The memory is read no more once this returns. Idempotent."""
+        """Stop listing. The memory is read no more once this returns. Idempotent."""
         with self._freed:
             closed, self._closed = self._closed, True
             self._freed.notify_all()
@@ -265,7 +265,7 @@ class KvPool(OwnContext):
         if service.pools.setdefault(self.name, self) is not self:
             raise LocalError(
                 f"this process has a KV pool of {self.name} already",
-                hint="close that first, or offer the blocks in it",
+                hint="close that first, or publish the blocks in it",
             )
         self._watching = asyncio.create_task(self._watch(), name="mx-kv-readers")
 
@@ -283,7 +283,7 @@ class KvPool(OwnContext):
 
     def _tell(self) -> None:
         """Have each reader told what there is to tell; under the lock, from any thread."""
-        told = [each.told for each in self._streams if self._offers.has_changes(each)]
+        told = [each.told for each in self._streams if self._index.has_changes(each)]
         if told:
 
             def tell() -> None:
@@ -317,7 +317,7 @@ class KvPool(OwnContext):
             raise PeerProtocolError("the second message of a KV stream must be a proof")
         proof.check(shown.proof, self._key, self.name, proof.READER, nonces)
         seal = proof.Seal(self._key, self.name, nonces)
-        stream = _Stream(principal or address_of_peer(context.peer()), seal)
+        stream = _KvStream(principal or address_of_peer(context.peer()), seal)
         self._admit(stream)
         try:
             await self._serve(hello, requests, context, stream, bool(principal))
@@ -328,7 +328,7 @@ class KvPool(OwnContext):
         finally:
             self._end(stream)
 
-    def _admit(self, stream: _Stream) -> None:
+    def _admit(self, stream: _KvStream) -> None:
         same = sum(each.principal == stream.principal for each in self._streams)
         if len(self._streams) >= MOST_READERS or same >= MOST_OF_ONE:
             raise PeerBusyError("the KV pool has as many readers as it may", retry_after_s=LEASE_S)
@@ -336,14 +336,14 @@ class KvPool(OwnContext):
             if self._closed:
                 raise ClosedError("the KV pool is closed")
             self._streams.add(stream)
-            self._offers.join(stream)
+            self._index.join(stream)
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: _KvStream) -> None:
         for exposure in self._exposures.values():
             exposure.revoke(stream.grant_id)
         with self._freed:
             self._streams.discard(stream)
-            self._offers.leave(stream)
+            self._index.leave(stream)
             self._freed.notify_all()
 
     async def _serve(
@@ -351,7 +351,7 @@ class KvPool(OwnContext):
         hello: pb.KvHello,
         requests: AsyncIterator[pb.KvRequest],
         context: Any,
-        stream: _Stream,
+        stream: _KvStream,
         certified: bool,
     ) -> None:
         wanted, tickets = set(hello.transports), []
@@ -396,22 +396,22 @@ class KvPool(OwnContext):
         finally:
             await end_tasks(writing)
 
-    def _renew(self, stream: _Stream, renewal: pb.KvRenewal) -> None:
+    def _renew(self, stream: _KvStream, renewal: pb.KvRenewal) -> None:
         with self._freed:
-            if not self._offers.confirm(stream, renewal.confirmed):
+            if not self._index.confirm(stream, renewal.confirmed):
                 raise PeerProtocolError("a KV reader confirmed what it was not told")
             self._freed.notify_all()
-            found = {each for each in renewal.wrong if each in self._offers.offered}
+            found = {each for each in renewal.wrong if each in self._index.listed}
             self.wrong += len(found)
-            # Who made it may be another than who broke it: it is not offered again.
+            # Who made it may be another than who broke it: it is not listed again.
             for block in found:
-                self._offers.withdraw(block)
+                self._index.withdraw(block)
             if found:
                 self._tell()
         for block in found:
             event(log, "kv.wrong", level=logging.WARNING, model=self.name, block=block.hex()[:16])
 
-    async def _write(self, context: Any, stream: _Stream, renewed: asyncio.Event) -> None:
+    async def _write(self, context: Any, stream: _KvStream, renewed: asyncio.Event) -> None:
         """Tell a reader of all changes, and that its renewals have come."""
         layers = len(self.memory.rows)
         most = max(1, _MESSAGE_BYTES // (ID_BYTES * (1 + layers)))
@@ -425,14 +425,14 @@ class KvPool(OwnContext):
             more = True
             while more:
                 with self._lock:
-                    changes, number = self._offers.changes(stream, most)
-                    more = self._offers.has_changes(stream)
+                    changes, number = self._index.changes(stream, most)
+                    more = self._index.has_changes(stream)
                 if changes:
                     message = pb.KvChanges(
                         number=number,
                         blocks=b"".join(each.block for each in changes),
-                        slots=[each.offer.slot + 1 if each.offer else 0 for each in changes],
-                        digests=b"".join(each.offer.digests for each in changes if each.offer),
+                        slots=[each.entry.slot + 1 if each.entry else 0 for each in changes],
+                        digests=b"".join(each.entry.digests for each in changes if each.entry),
                     )
                     await context.write(stream.sealed(pb.KvEvent(changes=message)))
 
@@ -442,7 +442,7 @@ class KvPool(OwnContext):
             await asyncio.sleep(LEASE_S / 4)
             now_s = time.monotonic()
             with self._lock:
-                waiting = set(self._offers.waits_for())
+                waiting = set(self._index.waits_for())
             for stream in list(self._streams):
                 if stream not in waiting:
                     stream.waited_for_s = None

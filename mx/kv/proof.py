@@ -41,7 +41,7 @@ def secret_of(key: NameKey, name: str) -> bytes:
     if not secret:
         raise ConfigError(
             f"the lender key is not for the KV blocks of {name}",
-            hint="have the owner of the name make one with `mx keygen --lender --for kv`",
+            hint="have the owner of the name make one with `mx keygen`, as a lender key for kv",
         )
     return secret
 
@@ -76,7 +76,7 @@ def check(
         if "kv" not in certificate.kinds:
             raise NotAllowedError(
                 f"the lender key is not for the KV blocks of {name}",
-                hint="have the owner of the name make one with `mx keygen --lender --for kv`",
+                hint="have the owner of the name make one with `mx keygen`, as a lender key for kv",
             )
         public = certificate.public
     if not is_signed(public, proof.signature, _text(name, end, nonces)):

@@ -193,16 +193,16 @@ class KvReader(OwnContext):
             begun = peer.begin(block) if wanted else None
             if begun is None:
                 continue
-            link, offer = begun
+            link, entry = begun
             if wanted.isdisjoint(link.heads):
-                peer.end(link, block, offer)
+                peer.end(link, block, entry)
                 continue
             wanted.difference_update(link.heads)
             load[peer] = load.get(peer, 0) + len(link.heads)
-            taken.append(Taken(block, slot, peer, link, offer, layers))
+            taken.append(Taken(block, slot, peer, link, entry, layers))
         if wanted:
             for each in taken:
-                each.peer.end(each.link, block, each.offer)
+                each.peer.end(each.link, block, each.entry)
             return []
         return taken
 

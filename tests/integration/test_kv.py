@@ -17,6 +17,7 @@ import pytest
 from mx.errors import ClosedError, ConfigError, LocalError
 from mx.kv import KvPool, KvReader, proof
 from mx.kv import reader as kv_reader
+from mx.kv.peer import MOST_WRONG
 from mx.namekey import LenderKey
 from tests.integration.scripts import ran
 from tests.support.certificates import Authority
@@ -27,7 +28,7 @@ from tests.support.kv_blocks import (
     NAME,
     SLOTS,
     KvChild,
-    Offering,
+    Listing,
     Taking,
     fetched,
     key_file,
@@ -65,16 +66,16 @@ def listed_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_reader, "LIST_S", 0.2)
 
 
-def offers(child: KvChild, key: Path, more: str = "") -> str:
-    """Have the process offer blocks as `own`; return its endpoint."""
-    found = child.ask(f"(own := Offering({str(key)!r}, {more})).endpoint")
+def lists(child: KvChild, key: Path, more: str = "") -> str:
+    """Have the process list blocks as `own`; return its endpoint."""
+    found = child.ask(f"(own := Listing({str(key)!r}, {more})).endpoint")
     assert isinstance(found, str)
     return found
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm", None])
 def test_blocks_are_those_of_the_maker(child: KvChild, key: Path, transport: str | None) -> None:
-    endpoint, slots = offers(child, key), child.ask("own.slots")
+    endpoint, slots = lists(child, key), child.ask("own.slots")
     with Taking(key, endpoint, transport=transport) as own:
         assert own.finds(ALL)
         assert own.why() == (transport or "shm")
@@ -94,7 +95,7 @@ def test_blocks_are_those_of_the_maker(child: KvChild, key: Path, transport: str
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_layers_come_one_after_the_other(child: KvChild, key: Path, transport: str) -> None:
-    with Taking(key, offers(child, key), transport=transport) as own:
+    with Taking(key, lists(child, key), transport=transport) as own:
         assert own.finds(ALL)
         fetch = own.reader.fetch(own.wanted(ALL))
         for layer, theirs in enumerate(tensors(1)):
@@ -109,8 +110,8 @@ def test_ranks_with_half_the_heads_make_one_block(key: Path) -> None:
     half = HEADS // 2
     with kv_child() as one, kv_child() as two, Taking(key) as own:
         ends = [
-            offers(one, key, f"heads={half}"),
-            offers(two, key, f"heads={half}, first={half}, count=15"),
+            lists(one, key, f"heads={half}"),
+            lists(two, key, f"heads={half}, first={half}, count=15"),
         ]
         own.reader.add(ends[0])
         until(lambda: own.reader.peers().get(ends[0]) == "shm")
@@ -134,8 +135,8 @@ def test_ranks_with_half_the_heads_make_one_block(key: Path) -> None:
 
 def test_two_makers_share_the_load(key: Path) -> None:
     """Of one block that both have, either is right; what one withdraws the other still has."""
-    with Offering(key, seed=1) as one, kv_child() as two, Taking(key, one.endpoint) as own:
-        own.reader.add(offers(two, key, "seed=1"))
+    with Listing(key, seed=1) as one, kv_child() as two, Taking(key, one.endpoint) as own:
+        own.reader.add(lists(two, key, "seed=1"))
         until(lambda: list(own.reader.peers().values()) == ["shm", "shm"])
         assert own.finds(ALL)
         one.pool.withdraw(one.names)
@@ -149,7 +150,7 @@ def test_sources_of_the_model_are_asked_for_their_blocks(
 ) -> None:
     coordinator, _ = start_coordinator(run)
     endpoint = child.ask(
-        f"[own := Offering({str(key)!r}), "
+        f"[own := Listing({str(key)!r}), "
         "mx := __import__('mx'), "
         "source := mx.serve({'w': np.ones(64, np.float32)}, model=NAME, embed=False, "
         f"coordinator={coordinator!r}, settings=settings({str(key)!r})), "
@@ -169,7 +170,7 @@ def test_a_pool_that_was_named_stays_when_it_is_listed_no_more(
     run: Run, child: KvChild, key: Path, listed_often: None
 ) -> None:
     coordinator, _ = start_coordinator(run)
-    child.ask(f"[own := Offering({str(key)!r}), mx := __import__('mx'), None][-1]")
+    child.ask(f"[own := Listing({str(key)!r}), mx := __import__('mx'), None][-1]")
     endpoint = child.ask(
         "[source := mx.serve({'w': np.ones(64, np.float32)}, model=NAME, embed=False, "
         f"coordinator={coordinator!r}, settings=settings({str(key)!r})), source.endpoint][-1]"
@@ -189,7 +190,7 @@ def test_a_pool_that_was_named_stays_when_it_is_listed_no_more(
 def test_another_key_is_refused_at_both_ends(
     child: KvChild, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint, other = offers(child, key), key_file(tmp_path, "name.other.key")
+    endpoint, other = lists(child, key), key_file(tmp_path, "name.other.key")
     with Taking(other, endpoint) as own:
         own.refused("holders of its name key alone")  # the reader finds that the pool has another
         assert own.reader.found(own.names) == 0
@@ -212,7 +213,7 @@ def lender(key: Path, name: str, *kinds: str, expires_s: float = 3600, of: str =
 
 def test_lender_keys_for_kv(child: KvChild, key: Path) -> None:
     for_kv, states = lender(key, "kv", "kv", "states"), lender(key, "states", "states")
-    endpoint = offers(child, for_kv)
+    endpoint = lists(child, for_kv)
     with Taking(key, endpoint) as owner, Taking(for_kv, endpoint) as own:
         for each in (owner, own):
             assert each.finds(ALL)
@@ -227,13 +228,13 @@ def test_lender_keys_for_kv(child: KvChild, key: Path) -> None:
 
 def test_lender_keys_that_are_not_for_kv_or_too_old(child: KvChild, key: Path) -> None:
     """Their holders know the secret of the names, from a key that they had before."""
-    endpoint = offers(child, key)
+    endpoint = lists(child, key)
     expired = lender(key, "expired", "kv", expires_s=-1)
     with Taking(expired, endpoint) as own:
         own.refused("has expired")
         assert child.ask("own.pool.counts()['readers']") == 0
     child.ask("own.pool.close()")
-    with Taking(key, offers(child, expired)) as own:
+    with Taking(key, lists(child, expired)) as own:
         own.refused("has expired")
 
 
@@ -243,13 +244,13 @@ def test_lender_keys_that_are_not_for_kv_or_too_old(child: KvChild, key: Path) -
 @pytest.mark.parametrize("change", [{"version": "2"}, {"layout": "b,2,h,t,d"}, {"dtype": "f16"}])
 def test_another_form_is_refused(child: KvChild, key: Path, change: dict[str, str]) -> None:
     (value,) = change.values()
-    with Taking(key, offers(child, key), form=other_form(**change)) as own:
+    with Taking(key, lists(child, key), form=other_form(**change)) as own:
         own.refused("another form", value)
         assert own.fetch(ALL) == sorted(own.names[:ALL])
 
 
 def test_another_salt_or_other_weights_are_a_miss(child: KvChild, key: Path) -> None:
-    with Taking(key, offers(child, key, "shared_with=['salt']")) as own:
+    with Taking(key, lists(child, key, "shared_with=['salt']")) as own:
         given = settings(key)
         assert own.reader.wait_for(names(given, ALL, "salt"), 60) == ALL
         for other in (names(given, ALL), names(given, ALL, "other"), names(given, ALL, first=1)):
@@ -262,7 +263,7 @@ def test_another_salt_or_other_weights_are_a_miss(child: KvChild, key: Path) -> 
 def test_a_flipped_bit_is_a_miss_and_its_block_goes(
     child: KvChild, key: Path, transport: str
 ) -> None:
-    with Taking(key, offers(child, key), transport=transport) as own:
+    with Taking(key, lists(child, key), transport=transport) as own:
         assert own.finds(ALL)
         child.ask("own.cache[2].view('u1')[1, own.slots[7]].reshape(-1).__setitem__(5, 77)")
         assert own.fetch(ALL) == [own.names[7]]
@@ -273,18 +274,18 @@ def test_a_flipped_bit_is_a_miss_and_its_block_goes(
         # It is the block's fault: the others are still read, and the slot may be written again.
         rest = [(each, slot) for slot, each in enumerate(own.names[8:ALL])]
         assert not fetched(own.reader, rest).failed
-        counts = {"offered": ALL - 1, "free": SLOTS - ALL + 1, "leaving": 0, "readers": 1}
+        counts = {"listed": ALL - 1, "free": SLOTS - ALL + 1, "leaving": 0, "readers": 1}
         until(lambda: child.ask("own.pool.counts()") == counts)
 
 
 def test_a_pool_that_gives_wrong_blocks_is_left(child: KvChild, key: Path) -> None:
-    with Taking(key, offers(child, key)) as own:
+    with Taking(key, lists(child, key)) as own:
         assert own.finds(ALL)
         child.ask("[each.fill(0) for each in own.cache]")
         assert own.fetch(ALL) == sorted(own.names[:ALL])
         own.refused("wrong blocks")
         assert own.reader.found(own.names) == 0
-        assert own.wrong == ALL
+        assert own.wrong >= MOST_WRONG
 
 
 # -- deaths ----------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ STALL: dict[str, Any] = {"stall_timeout_s": 2.0}
 def test_a_maker_that_dies_or_stops_fails_what_is_read(
     child: KvChild, key: Path, number: int
 ) -> None:
-    endpoint = offers(child, key, f"**{SLOW}")
+    endpoint = lists(child, key, f"**{SLOW}")
     with Taking(key, endpoint, transport="tcp", **STALL) as own:
         assert own.finds(ALL)
         fetch = own.reader.fetch(own.wanted(ALL))
@@ -318,7 +319,7 @@ def test_a_maker_that_dies_or_stops_fails_what_is_read(
 
 def test_a_maker_that_starts_again_is_found_again(key: Path) -> None:
     with kv_child() as first:
-        endpoint = offers(first, key)
+        endpoint = lists(first, key)
         with Taking(key, endpoint) as own:
             assert own.finds(ALL)
             first.send_signal(signal.SIGKILL)
@@ -338,7 +339,7 @@ def test_a_maker_that_starts_again_is_found_again(key: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_stopped_reader_keeps_no_slot_for_ever(child: KvChild, key: Path, transport: str) -> None:
-    with Offering(key) as own:
+    with Listing(key) as own:
         child.ask(
             f"[took := Taking({str(key)!r}, {own.endpoint!r}, transport={transport!r}), "
             f"took.finds({ALL}), None][-1]"
@@ -363,7 +364,7 @@ def test_a_stopped_reader_keeps_no_slot_for_ever(child: KvChild, key: Path, tran
 
 
 def test_a_reader_that_exits_or_dies_is_forgotten(key: Path) -> None:
-    with Offering(key) as own:
+    with Listing(key) as own:
         for ends in (KvChild.ends, lambda child: (child.send_signal(signal.SIGKILL), child.wait())):
             with kv_child() as child:
                 child.ask(
@@ -378,7 +379,7 @@ def test_a_reader_that_exits_or_dies_is_forgotten(key: Path) -> None:
 
 
 def test_a_process_exits_without_closing(child: KvChild, key: Path) -> None:
-    endpoint = offers(child, key)
+    endpoint = lists(child, key)
     child.ask(f"[took := Taking({str(key)!r}, {endpoint!r}), took.finds(3), None][-1]")
     with Taking(key, endpoint) as own:
         assert own.finds(ALL)
@@ -390,7 +391,7 @@ def test_a_forked_child_uses_nothing_of_it(key: Path) -> None:
     code = f"""
 import threading
 from tests.support.kv_blocks import *
-own = Offering({str(key)!r})
+own = Listing({str(key)!r})
 took = Taking({str(key)!r}, own.endpoint)
 assert took.finds(20)
 fetch = took.reader.fetch(took.wanted(20))
@@ -403,7 +404,7 @@ if not pid:
         lambda: own.pool.publish(took.names[25], 25),
         lambda: took.reader.fetch([(took.names[0], 0)]),
         lambda: took.reader.add('127.0.0.1:1'),
-        lambda: Offering({str(key)!r}),
+        lambda: Listing({str(key)!r}),
         lambda: fetch.wait(),
     ]
     for number, call in enumerate(refused):
@@ -470,7 +471,7 @@ def test_eviction_under_load(key: Path, transport: str, child: KvChild) -> None:
             ]
             assert child.ask("until(lambda: took.right)")
             counts = until(lambda: pool.counts() if not pool.counts()["leaving"] else None)
-            assert counts["offered"] + counts["free"] == count
+            assert counts["listed"] + counts["free"] == count
             assert pool.wrong == 0
         child.ask("took.reader.close()")
         pool.withdraw(prompts)
@@ -480,7 +481,7 @@ def test_eviction_under_load(key: Path, transport: str, child: KvChild) -> None:
 
 def test_takers_at_once_get_what_can_be_withdrawn(key: Path) -> None:
     """A slot that leaves is counted by each who waits, and had by one."""
-    with Offering(key, count=SLOTS) as own, Taking(key, own.endpoint) as took:
+    with Listing(key, count=SLOTS) as own, Taking(key, own.endpoint) as took:
         assert took.finds(SLOTS)
         found: list[list[int]] = []
         takers = [
@@ -496,7 +497,7 @@ def test_takers_at_once_get_what_can_be_withdrawn(key: Path) -> None:
 
 
 def test_take_without_time_and_with_too_many(key: Path) -> None:
-    with Offering(key, count=10) as own:
+    with Listing(key, count=10) as own:
         assert own.pool.take(0) == []
         assert sorted(own.pool.take(SLOTS + 5)) == sorted(set(range(SLOTS)))
         assert own.pool.take(1) == []
@@ -510,7 +511,7 @@ def test_take_without_time_and_with_too_many(key: Path) -> None:
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("closes", ["pool", "reader"])
 def test_closing_while_blocks_are_read(key: Path, transport: str, closes: str) -> None:
-    with Offering(key, **SLOW) as own, Taking(key, own.endpoint, transport=transport) as took:
+    with Listing(key, **SLOW) as own, Taking(key, own.endpoint, transport=transport) as took:
         assert took.finds(ALL)
         fetches = [took.reader.fetch(took.wanted(ALL)) for _ in range(3)]
         (own.pool if closes == "pool" else took.reader).close()
@@ -557,7 +558,7 @@ def test_one_pool_of_a_name_in_a_process(key: Path) -> None:
 
 
 def test_slots_of_the_reader_that_are_not_there(key: Path) -> None:
-    with Offering(key) as own, Taking(key, own.endpoint) as took:
+    with Listing(key) as own, Taking(key, own.endpoint) as took:
         assert took.finds(ALL)
         for slot in (-1, SLOTS):
             with pytest.raises(ValueError, match="slot"):
@@ -586,7 +587,7 @@ def test_a_policy_says_who_may_read(key: Path, tmp_path: Path, authority: Author
     policy = tmp_path / "policy.toml"
     policy.write_text(ALLOWED)
     with (
-        Offering(key, policy=str(policy), **shown("source")) as own,
+        Listing(key, policy=str(policy), **shown("source")) as own,
         Taking(key, own.endpoint, transport="tcp", **shown("reader")) as reader,
         Taking(key, own.endpoint, **shown("second")) as second,
     ):

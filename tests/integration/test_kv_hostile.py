@@ -30,7 +30,7 @@ from tests.support.kv_blocks import (
     LAYERS,
     NAME,
     SLOTS,
-    Offering,
+    Listing,
     Taking,
     key_file,
     settings,
@@ -90,9 +90,9 @@ class LyingPool(KvPool):
         await super().answer(hello, requests, twisted, principal)
 
 
-def lying(key: Path, twist: Twist) -> Offering:
+def lying(key: Path, twist: Twist) -> Listing:
     kind = type("Lying", (LyingPool,), {"twist": staticmethod(twist)})
-    return Offering(key, kind=kind)
+    return Listing(key, kind=kind)
 
 
 def granted(change: Callable[[pb.KvGranted], object]) -> Twist:
@@ -245,7 +245,7 @@ def kv_task(took: Taking) -> asyncio.Task[None]:
 
 
 def test_a_pool_that_floods_the_index(key: Path) -> None:
-    """Of what it offers beyond its slots nothing is kept; another pool is read all the same."""
+    """Of what it lists beyond its slots nothing is kept; another pool is read all the same."""
     digests, count = b"d" * 32 * LAYERS, 1000
 
     def flood(event: pb.KvEvent) -> list[pb.KvEvent]:
@@ -262,7 +262,7 @@ def test_a_pool_that_floods_the_index(key: Path) -> None:
         (peer,) = took.reader._peers.values()
         until(lambda: peer._live is not None and peer._live.mirror.ignored == 50 * count - 12)
         assert peer._live is not None
-        assert len(peer._live.mirror.offers) == SLOTS
+        assert len(peer._live.mirror.entries) == SLOTS
         assert took.fetch(ALL) == []
         assert took.has(own.cache, own.slots)
 
@@ -345,8 +345,8 @@ class Between:
             await self._context.write(each)
 
 
-def relayed(key: Path, relay: Callable[[bytes], Sequence[bytes]]) -> Offering:
-    """Offer blocks through one who sends other bytes for what is sealed."""
+def relayed(key: Path, relay: Callable[[bytes], Sequence[bytes]]) -> Listing:
+    """List blocks through one who sends other bytes for what is sealed."""
     Relayed.seen.clear()
 
     def change(event: pb.KvEvent) -> list[pb.KvEvent]:
@@ -354,7 +354,7 @@ def relayed(key: Path, relay: Callable[[bytes], Sequence[bytes]]) -> Offering:
             return [event]
         return [pb.KvEvent(sealed=each) for each in relay(event.sealed)]
 
-    return Offering(key, kind=type("Between", (Relayed,), {"relay": staticmethod(change)}))
+    return Listing(key, kind=type("Between", (Relayed,), {"relay": staticmethod(change)}))
 
 
 def test_who_relays_a_stream_learns_nothing(key: Path) -> None:
@@ -455,19 +455,19 @@ def on_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @pytest.fixture
-def own(key: Path) -> Iterator[Offering]:
-    with Offering(key) as made:
+def own(key: Path) -> Iterator[Listing]:
+    with Listing(key) as made:
         yield made
 
 
-def as_it_was(own: Offering, key: Path) -> None:
+def as_it_was(own: Listing, key: Path) -> None:
     """The pool has lost no slot and no block, and honest readers get them."""
     until(lambda: own.pool.counts()["readers"] == 0)
     with Taking(key, own.endpoint) as took:
         assert took.finds(ALL)
         assert took.fetch(ALL) == []
         assert took.has(own.cache, own.slots)
-        counts = {"offered": ALL, "free": SLOTS - ALL, "leaving": 0, "readers": 1}
+        counts = {"listed": ALL, "free": SLOTS - ALL, "leaving": 0, "readers": 1}
         assert own.pool.counts() == counts
         assert own.pool.wrong == 0
 
@@ -486,7 +486,7 @@ FIRST: dict[str, tuple[pb.KvRequest, type[MxError]]] = {
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_a_first_message_that_has_no_place(own: Offering, key: Path, first: str) -> None:
+def test_a_first_message_that_has_no_place(own: Listing, key: Path, first: str) -> None:
     async def work() -> None:
         async with streams(own.endpoint, key) as (reader,):
             await reader.call.write(FIRST[first][0])
@@ -496,7 +496,7 @@ def test_a_first_message_that_has_no_place(own: Offering, key: Path, first: str)
     as_it_was(own, key)
 
 
-def test_bytes_that_are_no_message(own: Offering, key: Path) -> None:
+def test_bytes_that_are_no_message(own: Listing, key: Path) -> None:
     async def work() -> None:
         channel = grpc.aio.insecure_channel(own.endpoint)
         call: Any = channel.stream_stream("/mx.wire.v1.Kv/Open", None, None)(metadata=headers())  # type: ignore[call-arg]
@@ -520,7 +520,7 @@ PROOFS = {
 
 @pytest.mark.parametrize("shown", PROOFS)
 @pytest.mark.parametrize("hello", [SHORT, LONG, None], ids=["short", "long", "right"])
-def test_a_proof_that_is_none(own: Offering, key: Path, shown: str, hello: Any) -> None:
+def test_a_proof_that_is_none(own: Listing, key: Path, shown: str, hello: Any) -> None:
     async def work() -> None:
         async with streams(own.endpoint, key) as (reader,):
             await reader.send(hello=hello or pb.KvHello(name=NAME, nonce=reader.nonce))
@@ -532,7 +532,7 @@ def test_a_proof_that_is_none(own: Offering, key: Path, shown: str, hello: Any) 
     as_it_was(own, key)
 
 
-def test_a_proof_of_another_stream(own: Offering, key: Path) -> None:
+def test_a_proof_of_another_stream(own: Listing, key: Path) -> None:
     """Nor is what the pool itself has shown one of a reader."""
 
     async def work() -> None:
@@ -563,7 +563,7 @@ def test_a_proof_of_another_stream(own: Offering, key: Path) -> None:
     ids=["nothing", "hello", "proof", "not told", "far from told"],
 )
 def test_a_reader_that_does_not_keep_to_the_protocol(
-    own: Offering, key: Path, request_: pb.KvRequest
+    own: Listing, key: Path, request_: pb.KvRequest
 ) -> None:
     async def work() -> None:
         async with streams(own.endpoint, key) as (reader,):
@@ -576,7 +576,7 @@ def test_a_reader_that_does_not_keep_to_the_protocol(
     as_it_was(own, key)
 
 
-def test_a_reader_that_says_all_is_wrong(own: Offering, key: Path) -> None:
+def test_a_reader_that_says_all_is_wrong(own: Listing, key: Path) -> None:
     """What it does not know it can't name; a block that it names often is one."""
 
     async def work() -> None:
@@ -600,7 +600,7 @@ def test_a_reader_that_says_all_is_wrong(own: Offering, key: Path) -> None:
 
 
 def test_a_reader_that_never_confirms(
-    own: Offering, key: Path, monkeypatch: pytest.MonkeyPatch
+    own: Listing, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_pool, "PATIENCE_S", 1.0)
 
@@ -625,7 +625,7 @@ def test_a_reader_that_never_confirms(
     assert own.pool.counts()["readers"] == 0
 
 
-def test_a_reader_that_takes_nothing(own: Offering, key: Path) -> None:
+def test_a_reader_that_takes_nothing(own: Listing, key: Path) -> None:
     """Its stream fills up; what it would be told has a bound, and slots come back."""
 
     async def work() -> None:
@@ -643,7 +643,7 @@ def test_a_reader_that_takes_nothing(own: Offering, key: Path) -> None:
                     for slot in own.pool.take(1):
                         own.pool.publish(slot.to_bytes(32, "big"), slot)
                     await asyncio.sleep(0.005)
-                waiting = [len(each.changes) for each in own.pool._offers._readers.values()]
+                waiting = [len(each.changes) for each in own.pool._index._readers.values()]
                 assert max(waiting) <= 2 * SLOTS
             finally:
                 renewing.cancel()
@@ -652,10 +652,10 @@ def test_a_reader_that_takes_nothing(own: Offering, key: Path) -> None:
     on_loop(work)
     until(lambda: own.pool.counts()["leaving"] == 0)
     counts = own.pool.counts()
-    assert counts["offered"] + counts["free"] == SLOTS
+    assert counts["listed"] + counts["free"] == SLOTS
 
 
-def test_many_streams_of_one(own: Offering, key: Path) -> None:
+def test_many_streams_of_one(own: Listing, key: Path) -> None:
     """They have a bound; those that show no proof are none, and none keeps an honest reader out."""
 
     async def work() -> None:
@@ -680,7 +680,7 @@ def test_many_streams_of_one(own: Offering, key: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["hello", "proof"])
 def test_a_stream_that_stays_silent_ends(
-    own: Offering, key: Path, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    own: Listing, key: Path, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(requests, "FIRST_MESSAGE_S", 0.5)
 

@@ -1,4 +1,4 @@
-"""KV blocks of a small model, and processes that offer and read them."""
+"""KV blocks of a small model, and processes that list and read them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def same(own: Tensors, theirs: Tensors, slots: Sequence[tuple[int, int]]) -> boo
     return all((a == b).all() for a, b in pairs)
 
 
-class Offering:
+class Listing:
     """A pool whose slots hold what `tensors` of its seed has, and its blocks."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Offering:
         shared_with: Sequence[str] = (),
         **more: Any,
     ) -> None:
-        """Open it, and offer so many blocks."""
+        """Open it, and list so many blocks."""
         given = settings(key, **more)
         self.cache = tensors(seed, heads, first)
         self.pool = kind.open(NAME, form, memory(self.cache, first), settings=given)
@@ -115,7 +115,7 @@ class Offering:
     def endpoint(self) -> str:
         return self.pool.endpoint
 
-    def __enter__(self) -> Offering:
+    def __enter__(self) -> Listing:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -359,7 +359,7 @@ class Host:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
     def kv(self) -> dict[str, Any]:
-        """Return what the KV connector has counted, once what it has stored is offered; and its
+        """Return what the KV connector has counted, once what it has stored is listed; and its
         pool's counts."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -374,7 +374,7 @@ class Host:
         )
 
     def spoil(self) -> None:
-        """Change a byte of each block that the KV connector offers."""
+        """KvChange a byte of each block that the KV connector lists."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         for kept in get_kv_transfer_group()._half._store:

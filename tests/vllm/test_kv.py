@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import mx
+from mx.kv.peer import MOST_WRONG
 from tests.vllm.checkpoints import bare, write_checkpoint
 from tests.vllm.hosts import Host, host, lending, start
 
@@ -70,7 +71,7 @@ def maker(
         lending(engine)
         made = engine.do("complete", _PROMPT)
         assert (made["tokens"], made["logprobs"]) == (reference["tokens"], reference["logprobs"])
-        assert engine.do("kv")["offered"] == 8  # two of what the start has generated
+        assert engine.do("kv")["listed"] == 8  # two of what the start has generated
         yield engine
 
 
@@ -110,7 +111,7 @@ def test_one_prefills_and_another_decodes(
         made = engine.do("complete", prompt, **first["transfer"])
         assert made["tokens"][0] == first["tokens"][0]
         counts = engine.do("kv")
-        assert counts["loaded"] == before + 4 and "offered" not in counts
+        assert counts["loaded"] == before + 4 and "listed" not in counts
 
 
 def test_other_weights_under_the_name_share_nothing(
@@ -134,7 +135,7 @@ def test_without_an_identity_it_is_off(coordinator: str, place: Path, checkpoint
     with host(coordinator, place / "unknown.log") as engine:
         engine.do("start", str(checkpoint), load_format="auto", **options(model="m"))
         engine.do("complete", _PROMPT)
-        assert engine.do("kv")["offered"] == 0
+        assert engine.do("kv")["listed"] == 0
         assert "the identity of the weights is not known" in engine.said()
 
 
@@ -157,7 +158,7 @@ def test_a_flipped_bit_is_computed_again(
         counts = two.do("kv")
         assert counts["failed"] == 6 and counts["loaded"] == 6, counts
         until_s = time.monotonic() + 30
-        while one.do("kv")["wrong"] < 6:
+        while one.do("kv")["wrong"] < MOST_WRONG:
             assert time.monotonic() < until_s
         # Who gave them is not asked any more.
         assert two.do("forget") and two.do("complete", _PROMPT)["cached"] == 0

@@ -296,7 +296,7 @@ class KvScheduler:
         return None
 
     def reset(self) -> None:
-        """Offer nothing of what was computed until now."""
+        """List nothing of what was computed until now."""
         self._reset, self._stale = True, False
 
     def close(self) -> None:

@@ -205,7 +205,7 @@ class KvWorker:
             self._loading[request] = self._reader.fetch(blocks), dict(blocks)
 
     def save(self, moves: KvMoves) -> None:
-        """Copy what this step has computed into the pool, and offer it."""
+        """Copy what this step has computed into the pool, and list it."""
         if self._pool is None:
             return
         if moves.reset:
@@ -225,13 +225,13 @@ class KvWorker:
         self.counts["stored"] += len(slots)
 
     def _hash(self) -> None:
-        """Offer blocks once they are hashed; on a thread of its own."""
+        """List blocks once they are hashed; on a thread of its own."""
         while (item := self._hashing.get()) is not None:
             try:
                 assert self._pool is not None
                 self._pool.publish(*item)
             except MxError as error:
-                log.debug("a KV block is not offered: %s", error)
+                log.debug("a KV block is not listed: %s", error)
 
     def finished(self) -> set[str]:
         """Return the requests whose blocks are there, or failed."""

@@ -1,4 +1,4 @@
-"""Which blocks a pool offers, and which of its slots may be written again. Pure.
+"""Which blocks a pool lists, and which of its slots may be written again. Pure.
 
 Readers mirror a pool's index, and read slots without asking. So a slot that a reader may still read
 is not written: withdrawing a block gives it a *number*, each reader confirms the numbers up to
@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 R = TypeVar("R")
 
 
-class Offer(NamedTuple):
+class KvEntry(NamedTuple):
     """A block that may be read: the slot that it is in, and the blake3 digests of its layers, one
     after the other."""
 
@@ -24,86 +24,86 @@ class Offer(NamedTuple):
     digests: bytes
 
 
-class Change(NamedTuple):
-    """What a reader is told of a block: what is offered, None for no longer."""
+class KvChange(NamedTuple):
+    """What a reader is told of a block: what is listed, None for no longer."""
 
     block: bytes
-    offer: Offer | None
+    entry: KvEntry | None
 
 
 @dataclass
-class _Reader:
+class _ReaderOfPool:
     """What a reader has yet to be told, by block, and what it has confirmed."""
 
-    changes: dict[bytes, Offer | None]
+    changes: dict[bytes, KvEntry | None]
     confirmed: int
     told: int
 
 
 @dataclass
 class _Leaving:
-    """A slot that is not offered any more, and the number of its withdrawal."""
+    """A slot that is not listed any more, and the number of its withdrawal."""
 
     number: int
     slot: int
 
 
 @dataclass
-class KvOffers(Generic[R]):
+class KvIndex(Generic[R]):
     """The blocks of one pool, oldest use first, and its readers. `free` has the slots that are to
     be taken from it: they may be written."""
 
-    offered: dict[bytes, Offer] = field(default_factory=dict)
+    listed: dict[bytes, KvEntry] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
     _leaving: list[_Leaving] = field(default_factory=list)
-    _readers: dict[R, _Reader] = field(default_factory=dict)
+    _readers: dict[R, _ReaderOfPool] = field(default_factory=dict)
     _number: int = 0
 
-    def publish(self, block: bytes, offer: Offer) -> bool:
-        """Offer a block. Return False if it is offered already, in another slot: then this slot is
+    def publish(self, block: bytes, entry: KvEntry) -> bool:
+        """List a block. Return False if it is listed already, in another slot: then this slot is
         free."""
-        if block in self.offered:
-            if self.offered[block].slot != offer.slot:
-                self.free.append(offer.slot)
+        if block in self.listed:
+            if self.listed[block].slot != entry.slot:
+                self.free.append(entry.slot)
             return False
-        self.offered[block] = offer
+        self.listed[block] = entry
         for reader in self._readers.values():
-            reader.changes[block] = offer
+            reader.changes[block] = entry
         return True
 
     def withdraw(self, block: bytes) -> int | None:
-        """Offer a block no more. Return its slot, which will be in `free`; None if it was not
-        offered."""
-        offer = self.offered.pop(block, None)
-        if offer is None:
+        """List a block no more. Return its slot, which will be in `free`; None if it was not
+        listed."""
+        entry = self.listed.pop(block, None)
+        if entry is None:
             return None
         self._number += 1
         for reader in self._readers.values():
             # Also of one that it was not told of: the number has to reach it.
             reader.changes[block] = None
-        self._leaving.append(_Leaving(self._number, offer.slot))
+        self._leaving.append(_Leaving(self._number, entry.slot))
         self._let_go()
-        return offer.slot
+        return entry.slot
 
     def used(self, block: bytes) -> None:
         """Note that a block is of use: those that are not are withdrawn first."""
-        if (offer := self.offered.pop(block, None)) is not None:
-            self.offered[block] = offer
+        if (entry := self.listed.pop(block, None)) is not None:
+            self.listed[block] = entry
 
     def oldest(self, count: int) -> list[bytes]:
         """Return up to `count` blocks that were not of use for longest."""
-        return list(itertools.islice(self.offered, max(0, count)))
+        return list(itertools.islice(self.listed, max(0, count)))
 
     def join(self, reader: R) -> None:
-        """Tell a reader of all that is offered, and of each change from now on."""
-        self._readers[reader] = _Reader(dict(self.offered), self._number, self._number)
+        """Tell a reader of all that is listed, and of each change from now on."""
+        self._readers[reader] = _ReaderOfPool(dict(self.listed), self._number, self._number)
 
     def leave(self, reader: R) -> None:
         """Wait for a reader no more: it can't read any slot from now on. Idempotent."""
         if self._readers.pop(reader, None) is not None:
             self._let_go()
 
-    def changes(self, reader: R, most: int) -> tuple[list[Change], int]:
+    def changes(self, reader: R, most: int) -> tuple[list[KvChange], int]:
         """Take what a reader is to be told next.
 
         Args:
@@ -114,7 +114,7 @@ class KvOffers(Generic[R]):
             The changes, and the number that it confirms once it has heeded them.
         """
         found = self._readers[reader]
-        told = [Change(*each) for each in itertools.islice(found.changes.items(), most)]
+        told = [KvChange(*each) for each in itertools.islice(found.changes.items(), most)]
         for change in told:
             del found.changes[change.block]
         if not found.changes:
@@ -143,7 +143,7 @@ class KvOffers(Generic[R]):
 
     @property
     def leaving(self) -> int:
-        """How many slots are neither offered nor free."""
+        """How many slots are neither listed nor free."""
         return len(self._leaving)
 
     def _let_go(self) -> None:
