@@ -19,7 +19,7 @@ from mx.transport import Piece, Read, View
 
 #: About how many bytes are read as a unit: enough for a trip, and few enough that the connections
 #: of a session share the layers.
-_READ_BYTES = 2 << 20
+_READ_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
@@ -98,12 +98,11 @@ class KvFetch:
         for each in self._taken:
             by_link.setdefault(each.link, []).append(each)
         for link, taken in by_link.items():
-            reads = list(self._reads(memory, link, taken))
             assert link.session is not None  # this reader has memory
-            try:
-                link.session.read(reads)
-            except MxError as error:  # it is closed: no sink is called
-                for read in reads:
+            for read in self._reads(memory, link, taken):
+                try:
+                    link.session.read([read])
+                except MxError as error:  # it is closed: no sink is called
                     read.sink.failed(error)
 
     def _reads(self, memory: KvMemory, link: KvLink, taken: Sequence[Taken]) -> Iterator[Read]:
@@ -143,11 +142,11 @@ class KvFetch:
             self._left[layer] -= 1
             if not right:
                 self.failed.add(taken.block)
-            last = not taken.left
+            last, whole = not taken.left, not self._left[layer]
         if last:
             taken.peer.end(taken.link, taken.block, taken.entry, wrong=taken.wrong)
-        with self._changed:
-            if not self._left[layer]:
+        if whole:
+            with self._changed:
                 self._changed.notify_all()
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
