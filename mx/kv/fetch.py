@@ -15,7 +15,7 @@ from mx.kv.layout import KvMemory, digest_of
 from mx.kv.names import ID_BYTES
 from mx.kv.peer import KvLink, KvPeer
 from mx.runtime import fork_error
-from mx.transport import Piece, Read, View
+from mx.transport import Piece, Read
 
 #: About how many bytes are read as a unit: enough for a trip, and few enough that the connections
 #: of a session share the layers.
@@ -41,7 +41,7 @@ class _KvPart(NamedTuple):
 
     taken: Taken
     layer: int
-    runs: Sequence[View]
+    runs: Sequence[memoryview]
     end_nbytes: int
 
 

@@ -18,10 +18,9 @@ from blake3 import blake3
 
 from mx.buffers import address_of
 from mx.core.digest import DIGEST_BYTES
-from mx.errors import ConfigError, LocalError, PeerProtocolError
+from mx.errors import ConfigError, PeerProtocolError
 from mx.memory.arrays import Array, array_of
 from mx.transport import ExposedRegion
-from mx.views import Span, View
 
 #: The most layers of a pool, and the most runs of one layer's part.
 MOST_LAYERS, MOST_RUNS = 4096, 4096
@@ -151,7 +150,7 @@ class KvMemory:
         heads: How many of them it holds.
     """
 
-    views: tuple[Span, ...]
+    views: tuple[memoryview, ...]
     rows: tuple[Rows, ...]
     slots: int
     first_head: int
@@ -174,14 +173,12 @@ class KvMemory:
             first_head: The first of the model's KV heads in it.
 
         Raises:
-            ConfigError: A tensor is not understood, or they do not have the same number of blocks.
+            ConfigError: A tensor is not understood, or in a GPU's memory, or they do not have the
+                same number of blocks.
         """
-        if "torch" in sys.modules:
-            import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
-
         found, rows, slots = [], [], set()
         for at, tensor in enumerate(tensors):
-            array = array_of(f"the KV cache of layer {at}", tensor)
+            array = _host_array(f"the KV cache of layer {at}", tensor)
             own, count = rows_of(array, at, blocks, heads)
             found.append(array)
             rows.append(own)
@@ -189,8 +186,7 @@ class KvMemory:
         if not found or len(found) > MOST_LAYERS or len(slots) != 1 or 0 in slots:
             raise ConfigError("the layers of a KV cache do not have the same number of blocks")
         own_heads = 1 if heads is None else found[0].shape[heads]
-        views = tuple(each.view() for each in found)
-        return cls(views, tuple(rows), slots.pop(), first_head, own_heads)
+        return cls(tuple(map(_bytes_of, found)), tuple(rows), slots.pop(), first_head, own_heads)
 
     @classmethod
     def whole(
@@ -205,7 +201,7 @@ class KvMemory:
             first_head: The first of the model's KV heads in it.
             heads: How many of them.
         """
-        view, begin, rows = array_of("the KV pool", memory).view(), 0, []
+        view, begin, rows = _bytes_of(_host_array("the KV pool", memory)), 0, []
         stride = sum(part_nbytes)
         for nbytes in part_nbytes:
             rows.append(Rows(0, begin, stride, (0,), nbytes))
@@ -214,15 +210,12 @@ class KvMemory:
 
     def regions(self) -> list[ExposedRegion]:
         """Return what transports expose."""
-        found = []
-        for at, view in enumerate(self.views):
-            if isinstance(view, memoryview):
-                found.append(ExposedRegion(at, view.toreadonly(), address_of(view)))
-            else:
-                found.append(ExposedRegion(at, view, view.address, view.device))
-        return found
+        return [
+            ExposedRegion(at, view.toreadonly(), address_of(view))
+            for at, view in enumerate(self.views)
+        ]
 
-    def parts(self, slot: int, rows: Sequence[Rows]) -> Iterator[list[View]]:
+    def parts(self, slot: int, rows: Sequence[Rows]) -> Iterator[list[memoryview]]:
         """Yield the memory of each layer's part of a block, by its runs."""
         for each in rows:
             view = self.views[each.region]
@@ -233,11 +226,28 @@ class KvMemory:
         return b"".join(map(digest_of, self.parts(slot, self.rows)))
 
 
-def digest_of(runs: Sequence[View]) -> bytes:
-    """Return the blake3 digest of bytes in the memory of this host, run after run."""
+def _host_array(name: str, tensor: Any) -> Array:
+    if "torch" in sys.modules:
+        import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
+
+    array = array_of(name, tensor)
+    if array.device != "cpu":
+        raise ConfigError(
+            f"{name} is in a GPU's memory, where no KV blocks move",
+            hint="copy blocks to memory of the host, and give that",
+        )
+    return array
+
+
+def _bytes_of(array: Array) -> memoryview:
+    view = array.view()
+    assert isinstance(view, memoryview)  # it is of the host
+    return view
+
+
+def digest_of(runs: Sequence[memoryview]) -> bytes:
+    """Return the blake3 digest of bytes, run after run."""
     hasher = blake3()
     for run in runs:
-        if not isinstance(run, memoryview):
-            raise LocalError("KV blocks in a GPU's memory are not hashed here")
         hasher.update(run)
     return hasher.digest(DIGEST_BYTES)

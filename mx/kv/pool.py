@@ -41,6 +41,8 @@ LEASE_S = 2.0
 PATIENCE_S = 10.0
 #: The most readers of one pool, and of one principal.
 MOST_READERS, MOST_OF_ONE = 256, 64
+#: The most blocks of one renewal that are hashed again.
+_MOST_WRONG = 16
 #: The most bytes of one message about the index.
 _MESSAGE_BYTES = 256 << 10
 
@@ -86,14 +88,13 @@ class KvPool(OwnContext):
     ) -> None:
         """Use `open`."""
         self.name, self.form, self.memory = name, form, memory
-        device = getattr(memory.views[0], "device", "cpu")
-        self.device = str(device)
+        self.device = "cpu"
         self._key, self._loop = key, loop
         self._lock = threading.Lock()  # of all below
         self._index: KvIndex[_KvStream] = KvIndex(free=list(range(memory.slots))[::-1])
         self._freed = threading.Condition(self._lock)
         self._closed = False
-        self.wrong = 0  # blocks that readers found to be other bytes than their digests say
+        self.wrong = 0  # blocks that readers found wrong, and that were
         # On the loop.
         self._server: SourceServer | None = None
         self._exposures: dict[str, Exposure] = {}
@@ -389,6 +390,7 @@ class KvPool(OwnContext):
                 if writing.done():
                     return
                 self._renew(stream, request.renewal)
+                await self._judge(request.renewal.wrong)
                 renewed.set()
                 stream.told.set()
         except TimeoutError:
@@ -401,14 +403,23 @@ class KvPool(OwnContext):
             if not self._index.confirm(stream, renewal.confirmed):
                 raise PeerProtocolError("a KV reader confirmed what it was not told")
             self._freed.notify_all()
-            found = {each for each in renewal.wrong if each in self._index.listed}
-            self.wrong += len(found)
-            # Who made it may be another than who broke it: it is not listed again.
-            for block in found:
+
+    async def _judge(self, blocks: Sequence[bytes]) -> None:
+        """Withdraw those of the blocks that a reader found wrong which are wrong here, too: it may
+        have got them wrong, or lie."""
+        for block in list(dict.fromkeys(blocks))[:_MOST_WRONG]:
+            entry = self._index.listed.get(block)
+            if entry is None:
+                continue
+            if await in_thread(self.memory.digests, entry.slot) == entry.digests:
+                continue
+            with self._freed:
+                if self._index.listed.get(block) != entry:
+                    continue  # the slot was written again meanwhile
+                self.wrong += 1
                 self._index.withdraw(block)
-            if found:
+                self._freed.notify_all()
                 self._tell()
-        for block in found:
             event(log, "kv.wrong", level=logging.WARNING, model=self.name, block=block.hex()[:16])
 
     async def _write(self, context: Any, stream: _KvStream, renewed: asyncio.Event) -> None:

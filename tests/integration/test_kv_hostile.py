@@ -577,7 +577,8 @@ def test_a_reader_that_does_not_keep_to_the_protocol(
 
 
 def test_a_reader_that_says_all_is_wrong(own: Listing, key: Path) -> None:
-    """What it does not know it can't name; a block that it names often is one."""
+    """What it does not know it can't name, what is right stays; a block that it names often is
+    one."""
 
     async def work() -> None:
         async with streams(own.endpoint, key) as (reader,):
@@ -587,6 +588,10 @@ def test_a_reader_that_says_all_is_wrong(own: Listing, key: Path) -> None:
             await reader.send(renewal=pb.KvRenewal(wrong=[*unknown, b"", b"w" * 20_000]))
             await reader.next("renewed")
             assert own.pool.wrong == 0
+            await reader.send(renewal=pb.KvRenewal(wrong=own.names))
+            await reader.next("renewed")
+            assert own.pool.wrong == 0 and own.pool.counts()["listed"] == ALL
+            own.cache[1][:, own.slots[0]] += 1
             await reader.send(renewal=pb.KvRenewal(wrong=[own.names[0]] * 1000))
             told = (await reader.next("changes")).changes
             assert (told.blocks, list(told.slots)) == (own.names[0], [0])
