@@ -9,9 +9,9 @@ import pytest
 from tests.support.driver import decode
 from tests.support.driver.build import kernels_library
 from tests.support.driver.graph_prelude import PRELUDE, layer
-from tests.support.driver.programs import each_major, finish
+from tests.support.driver.programs import each_major_at_leisure, finish
 
-pytestmark = each_major
+pytestmark = each_major_at_leisure
 
 #: Two branches: Y = W x, and a copy of x in Z that is doubled; then Y + 0.5 Z, after Y was cleared.
 _FORK = """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.driver.graph_prelude import layer
-from tests.support.driver.programs import each_major
+from tests.support.driver.programs import each_major_at_leisure
 
-pytestmark = each_major
+pytestmark = each_major_at_leisure
 
 
 def test_what_a_capture_asks_of_its_streams(major: int) -> None:

@@ -19,10 +19,10 @@ from tests.support.driver.layer_programs import (
     written,
 )
 from tests.support.driver.logs import calls
-from tests.support.driver.programs import each_major
+from tests.support.driver.programs import each_major_at_leisure
 from tests.support.libraries import fatbin, library
 
-pytestmark = [pytest.mark.integration, each_major]
+pytestmark = [pytest.mark.integration, each_major_at_leisure]
 
 #: `add` is a library's, which has asked for more shared memory than a kernel has by itself.
 _OF_LIBRARY = """

@@ -12,9 +12,9 @@ from mx.graphs import GraphRefusedError, combine
 from mx.graphs.message import Capture
 from tests.support.driver.layer_programs import export, packaged, runs
 from tests.support.driver.logs import calls, kept
-from tests.support.driver.programs import each_major
+from tests.support.driver.programs import each_major_at_leisure
 
-pytestmark = [pytest.mark.integration, each_major]
+pytestmark = [pytest.mark.integration, each_major_at_leisure]
 
 #: Tries to export graphs that have more nodes than the layer's.
 _EXPORTS = """

@@ -14,9 +14,9 @@ from mx.graphs import Package, combine, join
 from mx.graphs.message import Capture, decode
 from tests.support.driver.layer_programs import runs, written
 from tests.support.driver.logs import calls
-from tests.support.driver.programs import each_major
+from tests.support.driver.programs import each_major_at_leisure
 
-pytestmark = [pytest.mark.integration, each_major]
+pytestmark = [pytest.mark.integration, each_major_at_leisure]
 
 #: Where a package is for, too: beside the usual place.
 SECOND = 0x6200_0000_0000

@@ -11,9 +11,9 @@ import pytest
 from mx.graphs.message import decode
 from mx.graphs.package import KernelNode
 from tests.support.driver.layer_programs import runs
-from tests.support.driver.programs import each_major
+from tests.support.driver.programs import each_major_at_leisure
 
-pytestmark = [pytest.mark.integration, each_major]
+pytestmark = [pytest.mark.integration, each_major_at_leisure]
 
 #: Captures the layer with one more kernel, for each kernel with a tail.
 _CAPTURES = """
