@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 #: A pool that has given so many wrong blocks is asked no more.
 MOST_WRONG = 3
+#: The most wrong blocks that one renewal names.
+_MOST_TOLD = 256
 #: The most memory of one pool's index.
 _INDEX_BYTES = 256 << 20
 
@@ -132,14 +134,19 @@ class KvPeer:
     def has(self, block: bytes) -> bool:
         """Return True if the pool lists a block."""
         with self._lock:
-            return self._live is not None and block in self._live.mirror.entries
+            live = None if self._distrusted else self._live
+            return live is not None and block in live.mirror.entries
+
+    @property
+    def _distrusted(self) -> bool:
+        return self.wrong >= MOST_WRONG
 
     # -- reading ----------------------------------------------------------------------------------
 
     def begin(self, block: bytes) -> tuple[KvLink, KvEntry] | None:
         """Begin to read a block: return where it is until `end`, None if it is not listed."""
         with self._lock:
-            if self._live is None:
+            if self._live is None or self._distrusted:
                 return None
             entry = self._live.mirror.begin(block)
             return (self._live, entry) if entry is not None else None
@@ -184,7 +191,7 @@ class KvPeer:
             except Exception as error:  # noqa: BLE001 - whatever a pool brings about, it is told
                 self._lost(unexpected(error))
                 again_s = min(2 * again_s, MOST_AGAIN_S)
-            if self.wrong >= MOST_WRONG:
+            if self._distrusted:
                 event(log, "kv.distrusted", level=logging.WARNING, peer=self.endpoint)
                 self.why = "it gave wrong blocks"
                 return
@@ -269,7 +276,9 @@ class KvPeer:
                         live.mirror.hear(_changes(found.changes, live.mirror), found.changes.number)
                     self._hurry.set()
                     self._reading.on_change()
-                if self.wrong >= MOST_WRONG:
+                with self._lock:
+                    leaves = self._distrusted and not self._wrong  # once the pool was told
+                if leaves:
                     raise PeerProtocolError(f"{self.endpoint} gave wrong KV blocks")
         finally:
             with self._lock:
@@ -285,7 +294,7 @@ class KvPeer:
     async def _renew(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
         while True:
             with self._lock:
-                wrong, self._wrong = self._wrong, []
+                wrong, self._wrong = self._wrong[:_MOST_TOLD], self._wrong[_MOST_TOLD:]
                 confirmed = mirror.confirmed
             renewal = pb.KvRenewal(confirmed=confirmed, wrong=wrong)
             await call.write(pb.KvRequest(renewal=renewal))

@@ -17,7 +17,6 @@ import pytest
 from mx.errors import ClosedError, ConfigError, LocalError
 from mx.kv import KvPool, KvReader, proof
 from mx.kv import reader as kv_reader
-from mx.kv.peer import MOST_WRONG
 from mx.namekey import LenderKey
 from tests.integration.scripts import ran
 from tests.support.certificates import Authority
@@ -285,7 +284,7 @@ def test_a_pool_that_gives_wrong_blocks_is_left(child: KvChild, key: Path) -> No
         assert own.fetch(ALL) == sorted(own.names[:ALL])
         own.refused("wrong blocks")
         assert own.reader.found(own.names) == 0
-        assert own.wrong >= MOST_WRONG
+        assert own.wrong == ALL
 
 
 # -- deaths ----------------------------------------------------------------------------------------
