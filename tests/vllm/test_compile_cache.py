@@ -89,6 +89,7 @@ def objects(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*.so")}
 
 
+@pytest.mark.slow
 def test_what_one_engine_compiled_another_uses(
     checkpoint: Path, place: Path, published: tuple[str, list[Any]], target: Host
 ) -> None:

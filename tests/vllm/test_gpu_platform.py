@@ -30,6 +30,7 @@ def hosts(coordinator: str, place: Path) -> Iterator[tuple[Host, Host]]:
         yield a, b
 
 
+@pytest.mark.slow
 def test_processed_state_goes_from_gpu_to_gpu(
     hosts: tuple[Host, Host], checkpoint: Path, coordinator: str
 ) -> None:

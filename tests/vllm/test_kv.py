@@ -50,120 +50,108 @@ def found(where: Host, count: int, *prompt: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(coordinator: str, place: Path, checkpoint: Path) -> dict[str, Any]:
-    """What an engine without a connector makes of the prompt."""
-    with host(coordinator, place / "reference.log") as engine:
-        engine.do(
-            "start", str(checkpoint), load_format="auto", block_size=_BLOCK, max_model_len=256
-        )
-        made: dict[str, Any] = engine.do("complete", _PROMPT)
-        return made
-
-
-@pytest.fixture(scope="module")
-def maker(
-    coordinator: str, place: Path, checkpoint: Path, reference: dict[str, Any]
-) -> Iterator[Host]:
-    """An engine that has computed the prompt's blocks."""
+def maker(coordinator: str, place: Path, checkpoint: Path) -> Iterator[Host]:
+    """An engine that has the checkpoint's weights, and gives what it computes."""
     with host(coordinator, place / "maker.log") as engine:
         start(engine, checkpoint, "m", **options())
         lending(engine)
-        made = engine.do("complete", _PROMPT)
-        assert (made["tokens"], made["logprobs"]) == (reference["tokens"], reference["logprobs"])
-        assert engine.do("kv")["listed"] == 8  # two of what the start has generated
         yield engine
 
 
-def test_another_replica_takes_them(
-    coordinator: str, place: Path, checkpoint: Path, maker: Host, reference: dict[str, Any]
-) -> None:
+@pytest.fixture(scope="module")
+def made(maker: Host) -> dict[str, Any]:
+    """What the maker has computed of the prompt."""
+    found: dict[str, Any] = maker.do("complete", _PROMPT)
+    assert found["cached"] == 0
+    assert maker.do("kv")["listed"] == 8  # two of what the start has generated
+    return found
+
+
+@pytest.fixture(scope="module")
+def taker(coordinator: str, place: Path, checkpoint: Path, made: dict[str, Any]) -> Iterator[Host]:
+    """An engine that takes blocks, and gives none."""
     with host(coordinator, place / "taker.log") as engine:
-        start(engine, bare(checkpoint), "m", **options())
-        made = found(engine, 6 * _BLOCK)
-        assert (made["tokens"], made["logprobs"]) == (reference["tokens"], reference["logprobs"])
-        counts = engine.do("kv")
-        assert counts["loaded"] == 6 and not counts.get("failed"), counts
-        # What is of another tenant, or begins otherwise, is another block.
-        assert engine.do("complete", _PROMPT, salt="another")["cached"] == 0
-        assert engine.do("complete", [9, *_PROMPT])["cached"] == 0
-        assert engine.do("kv")["loaded"] == 6
-        assert engine.status()["kv"]["loaded"] == 6
-        # A prompt that begins so takes what there is of it.
-        longer = [*_PROMPT[: 3 * _BLOCK], *reversed(_PROMPT[:50])]
-        assert engine.do("forget")
-        assert engine.do("complete", longer)["cached"] == 3 * _BLOCK
-        assert engine.do("kv")["loaded"] == 9
-
-
-def test_one_prefills_and_another_decodes(
-    coordinator: str, place: Path, checkpoint: Path, maker: Host, reference: dict[str, Any]
-) -> None:
-    prompt = [(5 * at + 1) % 250 for at in range(4 * _BLOCK + 7)]
-    with host(coordinator, place / "decode.log") as engine:
         start(engine, bare(checkpoint), "m", **options("kv_consumer", wait_s=30.0))
-        found(engine, 6 * _BLOCK)
-        before = engine.do("kv")["loaded"]
-        first = maker.do("complete", prompt, 1, do_remote_decode=True)
-        assert first["transfer"]["do_remote_prefill"]
-        # At once: it waits for what is on its way. (Of such a request vLLM says how much the other
-        # one had cached.)
-        made = engine.do("complete", prompt, **first["transfer"])
-        assert made["tokens"][0] == first["tokens"][0]
-        counts = engine.do("kv")
-        assert counts["loaded"] == before + 4 and "listed" not in counts
+        yield engine
+
+
+def loaded(where: Host) -> int:
+    """Return how many blocks an engine has taken until now; none may have failed."""
+    counts = where.do("kv")
+    assert not counts.get("failed"), counts
+    return int(counts.get("loaded", 0))
+
+
+def test_another_replica_takes_them(taker: Host, made: dict[str, Any]) -> None:
+    took = found(taker, 6 * _BLOCK)
+    assert (took["tokens"], took["logprobs"]) == (made["tokens"], made["logprobs"])
+    assert loaded(taker) == taker.status()["kv"]["loaded"] == 6
+    # What is of another tenant, or begins otherwise, is another block.
+    assert taker.do("complete", _PROMPT, salt="another")["cached"] == 0
+    assert taker.do("complete", [9, *_PROMPT])["cached"] == 0
+    assert loaded(taker) == 6
+    # A prompt that begins so takes what there is of it.
+    longer = [*_PROMPT[: 3 * _BLOCK], *reversed(_PROMPT[:50])]
+    assert taker.do("forget")
+    assert taker.do("complete", longer)["cached"] == 3 * _BLOCK
+    assert loaded(taker) == 9
+
+
+def test_one_prefills_and_another_decodes(maker: Host, taker: Host) -> None:
+    prompt = [(5 * at + 1) % 250 for at in range(4 * _BLOCK + 7)]
+    found(taker, 6 * _BLOCK)
+    before = loaded(taker)
+    first = maker.do("complete", prompt, 1, do_remote_decode=True)
+    assert first["transfer"]["do_remote_prefill"]
+    # At once: it waits for what is on its way. (Of such a request vLLM says how much the other one
+    # had cached.)
+    made = taker.do("complete", prompt, **first["transfer"])
+    assert made["tokens"][0] == first["tokens"][0]
+    assert loaded(taker) == before + 4 and "listed" not in taker.do("kv")
+
+
+def test_a_flipped_bit_is_computed_again(maker: Host, taker: Host, made: dict[str, Any]) -> None:
+    assert taker.do("forget")
+    found(taker, 6 * _BLOCK)
+    before = loaded(taker)
+    maker.do("spoil")
+    assert taker.do("forget")
+    took = taker.do("complete", _PROMPT)
+    assert (took["tokens"], took["logprobs"]) == (made["tokens"], made["logprobs"])
+    counts = taker.do("kv")
+    assert counts["failed"] == 6 and counts["loaded"] == before, counts
+    until_s = time.monotonic() + 30
+    while maker.do("kv")["wrong"] < 6:
+        assert time.monotonic() < until_s
+    # Who gave them is not asked any more.
+    assert taker.do("forget") and taker.do("complete", _PROMPT)["cached"] == 0
+    assert "kv.distrusted" in taker.said()
 
 
 def test_other_weights_under_the_name_share_nothing(
-    coordinator: str, place: Path, maker: Host
+    coordinator: str, place: Path, maker: Host, made: dict[str, Any]
 ) -> None:
+    assert maker.do("forget")
+    assert maker.do("complete", _PROMPT)["tokens"] == made["tokens"]  # its blocks are right again
     other = write_checkpoint(place / "other", seed=2)
     with mx.serve(other, model="other", coordinator=coordinator) as source:
         identity = source.identity_hex
     with host(coordinator, place / "other.log") as engine:
-        more = options(model="m", pin=identity)
-        engine.do("start", str(other), load_format="auto", **more)
+        engine.do("start", str(other), load_format="auto", **options(model="m", pin=identity))
         for _ in range(5):
             assert engine.do("complete", _PROMPT)["cached"] == 0
             assert engine.do("forget")
             time.sleep(0.3)
         counts = engine.do("kv")
         assert "shm" in counts["peers"].values() and not counts.get("loaded"), counts
-
-
-def test_without_an_identity_it_is_off(coordinator: str, place: Path, checkpoint: Path) -> None:
-    with host(coordinator, place / "unknown.log") as engine:
-        engine.do("start", str(checkpoint), load_format="auto", **options(model="m"))
+        # Whose weights are not known has no names.
+        engine.do("start", str(other), load_format="auto", **options(model="m"))
         engine.do("complete", _PROMPT)
         assert engine.do("kv")["listed"] == 0
         assert "the identity of the weights is not known" in engine.said()
 
 
-def test_a_flipped_bit_is_computed_again(
-    coordinator: str, place: Path, checkpoint: Path, reference: dict[str, Any]
-) -> None:
-    with (
-        host(coordinator, place / "spoilt.log") as one,
-        host(coordinator, place / "judge.log") as two,
-    ):
-        start(one, checkpoint, "spoilt", **options())
-        lending(one)
-        one.do("complete", _PROMPT)
-        start(two, bare(checkpoint), "spoilt", **options("kv_consumer"))
-        found(two, 6 * _BLOCK)
-        one.do("spoil")
-        assert two.do("forget")
-        made = two.do("complete", _PROMPT)
-        assert (made["tokens"], made["logprobs"]) == (reference["tokens"], reference["logprobs"])
-        counts = two.do("kv")
-        assert counts["failed"] == 6 and counts["loaded"] == 6, counts
-        until_s = time.monotonic() + 30
-        while one.do("kv")["wrong"] < 6:
-            assert time.monotonic() < until_s
-        # Who gave them is not asked any more.
-        assert two.do("forget") and two.do("complete", _PROMPT)["cached"] == 0
-        assert "kv.distrusted" in two.said()
-
-
+@pytest.mark.slow
 def test_ranks_take_what_ranks_have(coordinator: str, place: Path, checkpoint: Path) -> None:
     two_ranks: dict[str, Any] = {"tensor_parallel_size": 2}
     with mx.serve(checkpoint, model="plain", coordinator=coordinator) as source:

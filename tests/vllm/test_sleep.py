@@ -76,6 +76,7 @@ def used_bytes(engine: Host) -> list[int]:
     return [*found, engine.do("used_bytes")]
 
 
+@pytest.mark.slow
 def test_sleep_frees_what_it_frees_without_mx(hosts: tuple[Host, Host], wide: Path) -> None:
     a, b = hosts
     before = b.do("used_bytes")

@@ -21,7 +21,7 @@ def frozen(coordinator: str, variant: str, out: Path) -> mx.FreezeReport:
     return mx.freeze("m", out, variant=bundle, coordinator=coordinator)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_starts_from_what_another_one_held(
     coordinator: str, place: Path, checkpoint: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -13,6 +13,7 @@ from tests.vllm.hosts import host, lending, start
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
 
+@pytest.mark.slow
 def test_each_stage_starts_from_the_same_stage_of_another_replica(
     coordinator: str, place: Path, checkpoint: Path
 ) -> None:
