@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 #: A pool that has given so many wrong blocks is asked no more.
 MOST_WRONG = 3
+#: How often it is looked whether a read has ended.
+_LOOK_S = 0.02
 #: The most wrong blocks that one renewal names.
 _MOST_TOLD = 256
 #: The most memory of one pool's index.
@@ -276,9 +278,9 @@ class KvPeer:
                         live.mirror.hear(_changes(found.changes, live.mirror), found.changes.number)
                     self._hurry.set()
                     self._reading.on_change()
-                with self._lock:
-                    leaves = self._distrusted and not self._wrong  # once the pool was told
-                if leaves:
+                if self._distrusted:
+                    await end_tasks(renewing)
+                    await self._take_leave(call, live.mirror, lease_s)
                     raise PeerProtocolError(f"{self.endpoint} gave wrong KV blocks")
         finally:
             with self._lock:
@@ -293,13 +295,28 @@ class KvPeer:
 
     async def _renew(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
         while True:
-            with self._lock:
-                wrong, self._wrong = self._wrong[:_MOST_TOLD], self._wrong[_MOST_TOLD:]
-                confirmed = mirror.confirmed
-            renewal = pb.KvRenewal(confirmed=confirmed, wrong=wrong)
-            await call.write(pb.KvRequest(renewal=renewal))
+            await self._write_renewal(call, mirror)
             await set_by(self._hurry, time.monotonic() + lease_s / 4)
             self._hurry.clear()
+
+    async def _write_renewal(self, call: Any, mirror: KvMirror) -> None:
+        with self._lock:
+            wrong, confirmed = self._wrong[:_MOST_TOLD], mirror.confirmed
+        renewal = pb.KvRenewal(confirmed=confirmed, wrong=wrong)
+        await call.write(pb.KvRequest(renewal=renewal))
+        with self._lock:
+            del self._wrong[: len(wrong)]
+
+    async def _take_leave(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
+        """Tell the pool of the last wrong blocks, and wait until it has ended the stream."""
+        with contextlib.suppress(TimeoutError, MxError):
+            async with asyncio.timeout(lease_s):
+                while mirror.reading:  # what is under way may be wrong, too
+                    await asyncio.sleep(_LOOK_S)
+                await self._write_renewal(call, mirror)
+                await call.done_writing()
+                while await anext(call, None) is not None:
+                    pass
 
     async def _opened(self, granted: pb.KvGranted) -> KvLink:
         """Return what reads the pool. Raises MxError: it is another one, or can't be reached."""

@@ -42,7 +42,7 @@ PATIENCE_S = 10.0
 #: The most readers of one pool, and of one principal.
 MOST_READERS, MOST_OF_ONE = 256, 64
 #: The most blocks of one renewal that are hashed again.
-_MOST_WRONG = 16
+_MOST_WRONG = 64
 #: The most bytes of one message about the index.
 _MESSAGE_BYTES = 256 << 10
 

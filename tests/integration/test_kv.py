@@ -285,6 +285,7 @@ def test_a_pool_that_gives_wrong_blocks_is_left(child: KvChild, key: Path) -> No
         own.refused("wrong blocks")
         assert own.reader.found(own.names) == 0
         assert own.wrong == ALL
+        assert child.ask(f"until(lambda: own.pool.wrong == {ALL})")  # it was told of all
 
 
 # -- deaths ----------------------------------------------------------------------------------------
