@@ -18,8 +18,8 @@ from mx.hardware import read_gpus, read_nics, read_numa_nodes
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface, read_interfaces
 from mx.hardware.nics import NicHardware
-from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.transport import Transport, Unavailable, Viable
+from mx.users import BOOT_ID, namespace, process_start_ticks
 
 log = logging.getLogger(__name__)
 

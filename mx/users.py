@@ -1,5 +1,5 @@
 """Whether another process, or the owner of a file, is this process's user: no other module compares
-uids.
+uids. And what tells one process of this machine from all others: its kernel, pid and start time.
 
 Users that a user namespace does not map all have one number in it, the overflow uid, and a process
 in there may have that number itself. So where some user is not mapped the overflow uid stands for
@@ -18,6 +18,13 @@ from pathlib import Path
 #: How many users there are: each 32-bit number but -1.
 _USERS = (1 << 32) - 1
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
+
+
+try:
+    #: What identifies the running kernel; "" if it can't be known.
+    BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+except OSError:
+    BOOT_ID = ""
 
 
 def own() -> int:
@@ -86,3 +93,26 @@ def _opens_as_owner(of: int | Path) -> bool:
         os.close(os.open(path, os.O_RDONLY | os.O_NOATIME | os.O_NONBLOCK | os.O_CLOEXEC))
         return True
     return False
+
+
+def namespace(kind: str) -> int:
+    """Return the number of this process's namespace of a kind, such as "pid"; 0 if it can't be
+    known."""
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0
+
+
+def process_start_ticks(pid: int) -> int:
+    """Return field 22 of /proc/PID/stat, or 0 if the process is gone, or waits to be reaped.
+
+    The pid and this number identify a process even if its pid is reused.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The command name is in brackets, and may itself contain spaces and brackets.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])

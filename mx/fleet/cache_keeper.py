@@ -36,8 +36,8 @@ from mx.fetching.resolver import describe
 from mx.fleet.cache_table import CacheTable
 from mx.log import event
 from mx.memory.huge import Collapser
-from mx.processes import process_start_ticks
 from mx.runtime import in_thread, uncut
+from mx.users import process_start_ticks
 from mx.wire.address import each_address, is_local, split_address
 from mx.wire.cache import CachedModel, CachedModelAddress, CacheStatus, WantedModel
 from mx.wire.locate import Locator

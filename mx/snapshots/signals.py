@@ -15,6 +15,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from mx import config
+from mx.core.variant import ProcessingKey
 from mx.errors import ClosedError, ConfigError, MxError
 from mx.log import event
 from mx.snapshots.freezing import FreezeReport, freeze
@@ -137,7 +139,15 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def freeze_on_signal(
-    what: Any, folder: str | Path, *, number: int = signal.SIGUSR1, **how: Any
+    what: Any,
+    folder: str | Path,
+    *,
+    number: int = signal.SIGUSR1,
+    model: str = "",
+    revision: str = "",
+    variant: str | ProcessingKey = "",
+    transport: str | None = None,
+    settings: config.Settings | None = None,
 ) -> SignalFreezer:
     """Have a signal freeze what this process holds. Call it on the main thread.
 
@@ -149,7 +159,11 @@ def freeze_on_signal(
         what: What to freeze, as for `freeze`: a `Source`, a module or a state dict.
         folder: The folder to make; one that is a snapshot already is left as it is.
         number: The signal.
-        how: Further arguments of `freeze`, such as `model`.
+        model: As for `freeze`.
+        revision: As there.
+        variant: As there.
+        transport: As there.
+        settings: As there.
 
     Returns:
         What the caller closes: that restores the handler from before.
@@ -157,4 +171,14 @@ def freeze_on_signal(
     Raises:
         ConfigError: This is not the main thread, or the signal can have no handler.
     """
-    return SignalFreezer(partial(freeze, what, folder, **how), folder, number)
+    call = partial(
+        freeze,
+        what,
+        folder,
+        model=model,
+        revision=revision,
+        variant=variant,
+        transport=transport,
+        settings=settings,
+    )
+    return SignalFreezer(call, folder, number)

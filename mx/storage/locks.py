@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from mx.contexts import Undo
-from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.storage.mounts import is_shared
+from mx.users import BOOT_ID, namespace, process_start_ticks
 
 #: How often the owner of a claim writes to it.
 BEAT_S = 5.0

@@ -313,7 +313,7 @@ async def collect(updates: AsyncIterator[WatchUpdate], until: WatchKind) -> list
 
 
 async def test_a_watch_begins_with_what_there_is_and_coalesces() -> None:
-    async with coordinator() as client:
+    async with coordinator(lease_s=60.0) as client:
         record = await register(client, held=())
         await register(client, name="not watched")
         async with aclosing(client.watch("llama")) as updates:

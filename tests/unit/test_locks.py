@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from mx.processes import BOOT_ID, namespace, process_start_ticks
 from mx.storage import locks
 from mx.storage.folder_index import locked
 from mx.storage.locks import Lock
+from mx.users import BOOT_ID, namespace, process_start_ticks
 from tests.support.daemon import ROOT
 from tests.support.disks import other_disk
 
