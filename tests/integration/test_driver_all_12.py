@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.driver.suite import PARTS, run_part
 
-#: Sockets do not differ with the bindings: the other major's run has them.
-_OF_SOCKETS = ("test_staged.py", "test_tcp.py", "test_ucx.py")
+#: What depends on the bindings most; of the rest CI runs the other major's alone.
+_OF_BINDINGS = ("test_cuda_ipc.py", "test_pcie_p2p.py", PARTS[-1][0])
 
 
 @pytest.mark.timeout(390)
@@ -17,7 +17,7 @@ _OF_SOCKETS = ("test_staged.py", "test_tcp.py", "test_ucx.py")
         pytest.param(
             part,
             id=part[0],
-            marks=pytest.mark.slow if part[0] in _OF_SOCKETS else pytest.mark.long,
+            marks=pytest.mark.long if part[0] in _OF_BINDINGS else pytest.mark.slow,
         )
         for part in PARTS
     ],

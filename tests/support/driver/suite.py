@@ -16,6 +16,9 @@ _SETTINGS = {12: ["--set", "LATE_US=300"], 13: []}
 #: Run by themselves, since they take long; all others are the last part.
 _LONG = [
     ["test_cuda_ipc.py"],
+    ["test_digests.py"],
+    ["test_disk.py"],
+    ["test_end_to_end.py"],
     ["test_pcie_p2p.py"],
     ["test_staged.py"],
     ["test_tcp.py"],
