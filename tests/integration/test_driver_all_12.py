@@ -7,7 +7,7 @@ import pytest
 from tests.support.driver.suite import PARTS, run_part
 
 #: What depends on the bindings most; of the rest CI runs the other major's alone.
-_OF_BINDINGS = ("test_cuda_ipc.py", "test_pcie_p2p.py", PARTS[-1][0])
+_OF_BINDINGS = PARTS[-1][0]
 
 
 @pytest.mark.timeout(390)
@@ -17,7 +17,7 @@ _OF_BINDINGS = ("test_cuda_ipc.py", "test_pcie_p2p.py", PARTS[-1][0])
         pytest.param(
             part,
             id=part[0],
-            marks=pytest.mark.long if part[0] in _OF_BINDINGS else pytest.mark.slow,
+            marks=pytest.mark.long if part[0] == _OF_BINDINGS else pytest.mark.slow,
         )
         for part in PARTS
     ],

@@ -15,10 +15,10 @@ from mx.graphs.message import decode
 from mx.graphs.package import KernelNode
 from tests.support.driver.layer_programs import package_of, runs, written
 from tests.support.driver.logs import calls, kept
-from tests.support.driver.programs import each_major
+from tests.support.driver.programs import each_major_at_leisure
 from tests.support.libraries import library
 
-pytestmark = [pytest.mark.integration, each_major]
+pytestmark = [pytest.mark.integration, each_major_at_leisure]
 
 
 _RESTORE = """
