@@ -240,6 +240,8 @@ class KvScheduler:
         names = self._named(request) if self._reader is not None else []
         if not names or self._form is None or self._reader is None:
             return 0
+        if self._requests[request.request_id].took:
+            return 0  # once is enough: what came wrong is computed
         size = self._form.block_tokens
         first = computed // size
         wanted = names[first : whole_prefix(request.num_tokens, size)]
@@ -257,6 +259,7 @@ class KvScheduler:
         """Have workers read blocks into those of the engine's cache that it has allocated."""
         assert self._form is not None
         named = self._requests[request.request_id]
+        named.took = True
         first, names = named.found
         names = names[: tokens // self._form.block_tokens]
         named.saved = max(named.saved, first + len(names))

@@ -60,6 +60,7 @@ class NamedRequest:
         saved: How many of its blocks were given to the pool, or came from one.
         found: Of the last search, the first block that the engine did not have, and the names of
             those from there on.
+        took: Whether blocks of it were taken from elsewhere, or were to be.
     """
 
     def __init__(self, request: Any, identity: bytes) -> None:
@@ -71,6 +72,7 @@ class NamedRequest:
         self.request, self.identity = request, identity
         self.saved = 0
         self.found: tuple[int, list[bytes]] = 0, []
+        self.took = False
         self._names: list[bytes] = []
         self._namer: BlockNames | None = None
 
