@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 #: A pool that has given so many wrong blocks is asked no more.
 MOST_WRONG = 3
-#: How often it is looked whether a read has ended.
-_LOOK_S = 0.02
 #: The most wrong blocks that one renewal names.
 _MOST_TOLD = 256
 #: The most memory of one pool's index.
@@ -267,6 +265,7 @@ class KvPeer:
             self._live, self._wrong = live, []
         event(log, "kv.connected", peer=self.endpoint, transport=live.transport)
         renewing = asyncio.create_task(self._renew(call, live.mirror, lease_s), name="mx-kv-renew")
+        leaves_at_s = 0.0
         try:
             while True:
                 async with asyncio.timeout(2 * lease_s):  # each renewal is answered
@@ -278,9 +277,9 @@ class KvPeer:
                         live.mirror.hear(_changes(found.changes, live.mirror), found.changes.number)
                     self._hurry.set()
                     self._reading.on_change()
-                if self._distrusted:
-                    await end_tasks(renewing)
-                    await self._take_leave(call, live.mirror, lease_s)
+                if self._distrusted and not leaves_at_s:
+                    leaves_at_s = time.monotonic() + lease_s
+                if leaves_at_s and time.monotonic() > leaves_at_s:  # it should have ended by now
                     raise PeerProtocolError(f"{self.endpoint} gave wrong KV blocks")
         finally:
             with self._lock:
@@ -294,10 +293,13 @@ class KvPeer:
             self._reading.on_change()
 
     async def _renew(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
-        while True:
+        """Renew the lease; end it once the pool was told that what it gave was wrong. (To cancel
+        this in a write would end the call before what was written has gone.)"""
+        while not (self._distrusted and not self._wrong and not mirror.reading):
             await self._write_renewal(call, mirror)
             await set_by(self._hurry, time.monotonic() + lease_s / 4)
             self._hurry.clear()
+        await call.done_writing()
 
     async def _write_renewal(self, call: Any, mirror: KvMirror) -> None:
         with self._lock:
@@ -306,17 +308,6 @@ class KvPeer:
         await call.write(pb.KvRequest(renewal=renewal))
         with self._lock:
             del self._wrong[: len(wrong)]
-
-    async def _take_leave(self, call: Any, mirror: KvMirror, lease_s: float) -> None:
-        """Tell the pool of the last wrong blocks, and wait until it has ended the stream."""
-        with contextlib.suppress(TimeoutError, MxError):
-            async with asyncio.timeout(lease_s):
-                while mirror.reading:  # what is under way may be wrong, too
-                    await asyncio.sleep(_LOOK_S)
-                await self._write_renewal(call, mirror)
-                await call.done_writing()
-                while await anext(call, None) is not None:
-                    pass
 
     async def _opened(self, granted: pb.KvGranted) -> KvLink:
         """Return what reads the pool. Raises MxError: it is another one, or can't be reached."""
