@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from mx import config, namekey, runtime
+from mx.api.closing import Closable, Step
 from mx.api.common import transports as all_transports
 from mx.api.serving import source_options
-from mx.contexts import OwnContext
 from mx.errors import ClosedError, LocalError, PeerBusyError, PeerProtocolError
 from mx.kv import proof, service
 from mx.kv.index import KvEntry, KvIndex
@@ -72,8 +72,9 @@ class _KvStream:
             self._task.cancel()
 
 
-class KvPool(OwnContext):
-    """The KV blocks of one process under one model's name. Made by `open`; close it.
+class KvPool(Closable):
+    """The KV blocks of one process under one model's name. Made by `open`; close it: then no reader
+    reads its memory any more.
 
     Methods are thread-safe. The memory is the engine's: it writes a slot only while no block is
     listed in it and it has been `taken`.
@@ -93,7 +94,7 @@ class KvPool(OwnContext):
         self._lock = threading.Lock()  # of all below
         self._index: KvIndex[_KvStream] = KvIndex(free=list(range(memory.slots))[::-1])
         self._freed = threading.Condition(self._lock)
-        self._closed = False
+        self._shut_down = False
         self.wrong = 0  # blocks that readers found wrong, and that were
         # On the loop.
         self._server: SourceServer | None = None
@@ -139,11 +140,10 @@ class KvPool(OwnContext):
             except BaseException:
                 await runtime.uncut(pool._stop())
                 raise
+            super(KvPool, pool).__init__(loop)  # what has failed to start is never closed
             return pool
 
-        made = runtime.made(make)
-        runtime.opened(made)
-        return made
+        return runtime.made(make)
 
     @property
     def endpoint(self) -> str:
@@ -166,7 +166,7 @@ class KvPool(OwnContext):
         """
         until_s = time.monotonic() + wait_s
         with self._freed:
-            while not self._closed:
+            while not self._shut_down:
                 # Others may have taken what left.
                 lacking = count - len(self._index.free) - self._index.leaving
                 for block in self._index.oldest(lacking):
@@ -204,7 +204,7 @@ class KvPool(OwnContext):
             raise ValueError(f"the name of a KV block has {ID_BYTES} bytes")
         entry = KvEntry(slot, digests or self.memory.digests(slot))
         with self._freed:
-            if self._closed:
+            if self._shut_down:
                 raise ClosedError("the KV pool is closed")
             if not self._index.publish(block, entry):
                 self._freed.notify_all()  # it is listed already: the slot is free
@@ -239,22 +239,19 @@ class KvPool(OwnContext):
             found = {"listed": len(index.listed), "free": len(index.free)}
             return found | {"leaving": index.leaving, "readers": len(self._streams)}
 
-    def close(self) -> None:
-        """Stop listing. The memory is read no more once this returns. Idempotent."""
+    def _closing_steps(self) -> list[Step]:
+        return [self._shut, self._awaiting(self._stop)]
+
+    def _shut(self) -> None:
         with self._freed:
-            closed, self._closed = self._closed, True
+            self._shut_down = True
             self._freed.notify_all()
-        if not closed:
-            runtime.closed(self)
-            try:
-                self._loop.run(self._stop())
-            finally:
-                runtime.release(self._loop)
 
     def forked(self) -> None:
         """Count as closed in a forked child."""
+        super().forked()
         self._lock = threading.Lock()  # a thread of the parent may have held it
-        self._closed, self._freed = True, threading.Condition(self._lock)
+        self._shut_down, self._freed = True, threading.Condition(self._lock)
 
     # -- readers; on the loop ---------------------------------------------------------------------
 
@@ -334,7 +331,7 @@ class KvPool(OwnContext):
         if len(self._streams) >= MOST_READERS or same >= MOST_OF_ONE:
             raise PeerBusyError("the KV pool has as many readers as it may", retry_after_s=LEASE_S)
         with self._lock:
-            if self._closed:
+            if self._shut_down:
                 raise ClosedError("the KV pool is closed")
             self._streams.add(stream)
             self._index.join(stream)

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 
 from mx import config, namekey, runtime
 from mx.api.arguments import PullArguments
+from mx.api.closing import Closable, Step
 from mx.api.common import client_of, transports
 from mx.api.options import pull_options
-from mx.contexts import OwnContext
 from mx.errors import ClosedError, ConfigError, MxError
 from mx.kv import proof
 from mx.kv.fetch import KvFetch, Taken
@@ -28,8 +28,9 @@ LIST_S = 5.0
 MOST_PEERS = 64
 
 
-class KvReader(OwnContext):
-    """Reads KV blocks of one model from the pools of other processes. Made by `open`; close it.
+class KvReader(Closable):
+    """Reads KV blocks of one model from the pools of other processes. Made by `open`; close it:
+    what is on its way fails, and nothing is written to its memory any more.
 
     Methods are thread-safe.
     """
@@ -39,7 +40,7 @@ class KvReader(OwnContext):
         self._loop = loop
         self._changed = threading.Condition()  # of an index, for `wait_for`
         self._peers: dict[str, KvPeer] = {}
-        self._closed = False
+        self._shut_down = False
         self._reading: KvReading
         self._listing: asyncio.Task[None] | None = None
 
@@ -89,11 +90,10 @@ class KvReader(OwnContext):
             if coordinator is not None:
                 listing = reader._list(settings, coordinator)
                 reader._listing = asyncio.create_task(listing, name="mx-kv-sources")
+            super(KvReader, reader).__init__(loop)
             return reader
 
-        made = runtime.made(make)
-        runtime.opened(made)
-        return made
+        return runtime.made(make)
 
     # -- the engine's side ------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class KvReader(OwnContext):
         """Return `found` once that is all of them, or the time has passed."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self.found(blocks) == len(blocks), timeout_s
+                lambda: self._shut_down or self.found(blocks) == len(blocks), timeout_s
             )
         return self.found(blocks)
 
@@ -151,28 +151,25 @@ class KvReader(OwnContext):
         found = list(self._peers.values())
         return {each.endpoint: each.transport or each.why for each in found}
 
-    def close(self) -> None:
-        """Close it: what is on its way fails. Idempotent."""
+    def _closing_steps(self) -> list[Step]:
+        return [self._shut, self._awaiting(self._stop)]
+
+    def _shut(self) -> None:
         with self._changed:
-            closed, self._closed = self._closed, True
+            self._shut_down = True
             self._changed.notify_all()
-        if not closed:
-            runtime.closed(self)
-            try:
-                self._loop.run(self._stop())
-            finally:
-                runtime.release(self._loop)
 
     def forked(self) -> None:
         """Count as closed in a forked child."""
-        self._closed, self._changed = True, threading.Condition()  # the parent's may be held
+        super().forked()
+        self._shut_down, self._changed = True, threading.Condition()  # the parent's may be held
         for peer in self._peers.values():
             peer.forked()
 
     # ---------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._shut_down:
             raise ClosedError("the KV reader is closed")
 
     def _has(self, block: bytes) -> bool:
@@ -214,7 +211,11 @@ class KvReader(OwnContext):
 
     def _add(self, endpoints: Collection[str]) -> None:
         for endpoint in endpoints:
-            if endpoint not in self._peers and len(self._peers) < MOST_PEERS and not self._closed:
+            if (
+                endpoint not in self._peers
+                and len(self._peers) < MOST_PEERS
+                and not self._shut_down
+            ):
                 self._peers = self._peers | {endpoint: KvPeer(endpoint, self._reading, self._loop)}
 
     async def _list(self, settings: config.Settings, coordinator: str) -> None:
