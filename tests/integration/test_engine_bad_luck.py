@@ -189,6 +189,8 @@ def test_two_interrupts(site: Site) -> None:
     # A pool of threads that is interrupted while it starts one is never joined, whatever mx does:
     # so the interrupts come once the program waits for tensors.
     code = """
+going_on = threading.Event()
+
 def waiting():
     frame, names = sys._current_frames()[threading.main_thread().ident], set()
     while frame is not None:
@@ -197,8 +199,9 @@ def waiting():
     return "result" in names or threading.current_thread() is threading.main_thread()
 
 def going(self, name):
-    while not waiting():
+    while not going_on.is_set() and not waiting():
         time.sleep(0.05)
+    going_on.set()  # the main thread may wait for the others elsewhere, once it is interrupted
     os.write(1, b"going\\n")  # several threads come here
     return tensor(self, name)
 

@@ -393,8 +393,12 @@ class Lookup:
     def close(self) -> None:
         """Remove the files. Idempotent. In a forked child they are its parent's."""
         if self._root is not None and os.getpid() == self._pid:
-            root, self._root = self._root, None
-            shutil.rmtree(root, ignore_errors=True)
+            try:
+                shutil.rmtree(self._root, ignore_errors=True)
+            except KeyboardInterrupt:  # a second Ctrl-C, as the program ends for the first
+                shutil.rmtree(self._root, ignore_errors=True)
+                raise
+            self._root = None
             atexit.unregister(self.close)
 
 

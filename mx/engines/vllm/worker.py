@@ -121,9 +121,9 @@ def status(worker: Any) -> dict[str, object]:
         if watched.loading.lender is not None:
             watched.loading.lender.look(devices=True)  # on the worker's thread: it may use devices
         found = watched.loading.status()
-    from vllm.distributed import kv_transfer
-
-    if kv_transfer.has_kv_transfer_group():
+    # vLLM imports it for an engine with a connector.
+    kv_transfer = sys.modules.get("vllm.distributed.kv_transfer")
+    if kv_transfer is not None and kv_transfer.has_kv_transfer_group():
         counts = getattr(kv_transfer.get_kv_transfer_group(), "counts", None)
         found |= {} if counts is None else {"kv": dict(counts)}
     return found
