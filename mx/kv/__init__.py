@@ -13,19 +13,30 @@ from mx.packs import Pack
 
 if TYPE_CHECKING:
     from mx.kv.fetch import KvFetch
+    from mx.kv.files import KvFiles
     from mx.kv.layout import KvMemory
     from mx.kv.names import BlockNames, KvKey
     from mx.kv.pool import KvPool
     from mx.kv.proof import secret_of
     from mx.kv.reader import KvReader
 
-__all__ = ["BlockNames", "KvFetch", "KvKey", "KvMemory", "KvPool", "KvReader", "secret_of"]
+__all__ = [
+    "BlockNames",
+    "KvFetch",
+    "KvFiles",
+    "KvKey",
+    "KvMemory",
+    "KvPool",
+    "KvReader",
+    "secret_of",
+]
 
 PACK = Pack(services=("mx.kv.service:service",))
 
 _PLACES = {
     "BlockNames": "mx.kv.names",
     "KvFetch": "mx.kv.fetch",
+    "KvFiles": "mx.kv.files",
     "KvKey": "mx.kv.names",
     "KvMemory": "mx.kv.layout",
     "KvPool": "mx.kv.pool",

@@ -13,7 +13,7 @@ from mx.errors import MxError
 from mx.kv.index import KvEntry
 from mx.kv.layout import KvMemory, digest_of
 from mx.kv.names import ID_BYTES
-from mx.kv.peer import KvLink, KvPeer
+from mx.kv.peer import KvGiver, KvLink
 from mx.runtime import fork_error
 from mx.transport import Piece, Read
 
@@ -28,7 +28,7 @@ class Taken:
 
     block: bytes
     slot: int
-    peer: KvPeer
+    peer: KvGiver
     link: KvLink
     entry: KvEntry
     left: int

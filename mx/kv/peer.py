@@ -7,9 +7,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mx.core.paths import Path
 from mx.errors import (
@@ -31,7 +31,7 @@ from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import LoopThread
 from mx.tasks import end_tasks, in_thread, set_by, unexpected
-from mx.transport import Grant, Session, Transport, Unavailable
+from mx.transport import Grant, Read, Session, Transport, Unavailable
 from mx.wire.address import resolve
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.place import place_from_wire, place_to_wire
@@ -40,6 +40,8 @@ from mx.wire.v1 import kv_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+#: As `mx.kv.layout.copies` returns them.
+Copies = tuple[tuple[int, int, int], ...]
 #: The first and the longest time between two attempts to reach a pool.
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 #: A pool that has given so many wrong blocks is asked no more.
@@ -75,19 +77,73 @@ class KvReading:
     on_change: Callable[[], None]
 
 
+class KvReads(Protocol):
+    """Reads blocks; as the method of `Session`."""
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Begin reads."""
+
+
 @dataclass(frozen=True, eq=False)
 class KvLink:
-    """A connection that works: the session, if blocks are to be read, and which heads the pool has.
-    `rows` are the pool's, `own_rows` where these heads are in the reader's memory, `copies` for
-    each layer what is copied between them."""
+    """What can be read: how, and which heads there are. `rows` are where they are there, `own_rows`
+    where they are in the reader's memory, `copies` for each layer what is copied between them."""
+
+    session: KvReads | None
+    rows: tuple[Rows, ...]
+    own_rows: tuple[Rows, ...]
+    copies: tuple[Copies, ...]
+    heads: range
+    transport: str
+
+
+@dataclass(frozen=True, eq=False)
+class PoolLink(KvLink):
+    """A connection to a pool that works."""
 
     session: Session | None
     mirror: KvMirror
-    rows: tuple[Rows, ...]
-    own_rows: tuple[Rows, ...]
-    copies: tuple[tuple[tuple[int, int, int], ...], ...]
-    heads: range
-    transport: str
+
+
+class KvGiver(Protocol):
+    """What blocks are read from. Thread-safe, but for `close`."""
+
+    @property
+    def endpoint(self) -> str:
+        """Return where it is."""
+
+    @property
+    def transport(self) -> str:
+        """Return how it is read."""
+
+    @property
+    def why(self) -> str:
+        """Return why it is not."""
+
+    def forked(self) -> None:
+        """Have nothing in a forked child."""
+
+    def heads(self) -> range:
+        """Return which heads it has; none while it can't be read."""
+
+    def has(self, block: bytes) -> bool:
+        """Return True if a block can be read."""
+
+    def begin(self, block: bytes) -> tuple[KvLink, KvEntry] | None:
+        """Begin to read a block: return where it is until `end`, None if it is not listed."""
+
+    def end(self, live: Any, block: bytes, entry: KvEntry, *, wrong: bool = False) -> None:
+        """Note that a block was read.
+
+        Args:
+            live: What `begin` returned.
+            block: The block.
+            entry: What `begin` returned.
+            wrong: Its bytes were not those of its digests.
+        """
+
+    async def close(self) -> None:
+        """End the reads."""
 
 
 class KvPeer:
@@ -104,7 +160,7 @@ class KvPeer:
         self.endpoint = endpoint
         self._reading, self._loop = reading, loop
         self._lock = threading.Lock()  # of all below
-        self._live: KvLink | None = None
+        self._live: PoolLink | None = None
         self._wrong: list[bytes] = []
         self.wrong = 0
         self.why = "it was not reached yet"
@@ -143,7 +199,7 @@ class KvPeer:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def begin(self, block: bytes) -> tuple[KvLink, KvEntry] | None:
+    def begin(self, block: bytes) -> tuple[PoolLink, KvEntry] | None:
         """Begin to read a block: return where it is until `end`, None if it is not listed."""
         with self._lock:
             if self._live is None or self._distrusted:
@@ -151,7 +207,7 @@ class KvPeer:
             entry = self._live.mirror.begin(block)
             return (self._live, entry) if entry is not None else None
 
-    def end(self, live: KvLink, block: bytes, entry: KvEntry, *, wrong: bool = False) -> None:
+    def end(self, live: PoolLink, block: bytes, entry: KvEntry, *, wrong: bool = False) -> None:
         """Note that a block was read; on any thread.
 
         Args:
@@ -309,7 +365,7 @@ class KvPeer:
         with self._lock:
             del self._wrong[: len(wrong)]
 
-    async def _opened(self, granted: pb.KvGranted) -> KvLink:
+    async def _opened(self, granted: pb.KvGranted) -> PoolLink:
         """Return what reads the pool. Raises MxError: it is another one, or can't be reached."""
         reading = self._reading
         if granted.key != reading.form:
@@ -328,19 +384,14 @@ class KvPeer:
         digest_nbytes, own = ID_BYTES * len(rows), reading.memory
         most = min(MOST_BLOCKS, granted.slots, _INDEX_BYTES // (digest_nbytes + 256))
         mirror = KvMirror(granted.slots, digest_nbytes, most)
+        for each in rows:
+            each.check(granted.region_nbytes, granted.slots)
         if own is None:
-            return KvLink(None, mirror, rows, (), (), heads, "index only")
-        if not len(rows) == len(own.rows) <= MOST_LAYERS:
-            raise PeerProtocolError(f"the KV pool at {self.endpoint} has other layers")
-        first = heads.start - own.first_head
-        mine = tuple(each.heads(first, len(heads), own.heads) for each in own.rows)
-        for one, other in zip(mine, rows, strict=True):
-            other.check(granted.region_nbytes, granted.slots)
-            if one.nbytes != other.nbytes:
-                raise PeerProtocolError(f"the KV pool at {self.endpoint} has parts of another size")
-        copied = await in_thread(lambda: tuple(map(copies, rows, mine)))  # may be many
+            return PoolLink(None, rows, (), (), heads, "index only", mirror)
+        # It may be many copies.
+        mine, copied = await in_thread(fitted, own, rows, heads, self.endpoint)
         name, session = await in_thread(self._session, granted)
-        return KvLink(session, mirror, rows, mine, copied, heads, name)
+        return PoolLink(session, rows, mine, copied, heads, name, mirror)
 
     def _session(self, granted: pb.KvGranted) -> tuple[str, Session]:
         """Open a session by the best transport that works. Blocks."""
@@ -384,6 +435,29 @@ class KvPeer:
             f"no path leads to the KV pool at {self.endpoint}: " + "; ".join(reasons),
             peer=self.endpoint,
         )
+
+
+def fitted(
+    own: KvMemory, rows: Sequence[Rows], heads: range, giver: str
+) -> tuple[tuple[Rows, ...], tuple[Copies, ...]]:
+    """Return where heads of this memory are, and what is copied there.
+
+    Args:
+        own: The memory.
+        rows: Where they are elsewhere.
+        heads: Which of the model's heads these are; the memory has them.
+        giver: Where that is, for errors.
+
+    Raises:
+        PeerProtocolError: They do not have the sizes of this memory.
+    """
+    if not len(rows) == len(own.rows) <= MOST_LAYERS:
+        raise PeerProtocolError(f"the KV blocks at {giver} have other layers")
+    first = heads.start - own.first_head
+    mine = tuple(each.heads(first, len(heads), own.heads) for each in own.rows)
+    if any(one.nbytes != other.nbytes for one, other in zip(mine, rows, strict=True)):
+        raise PeerProtocolError(f"the KV blocks at {giver} have parts of another size")
+    return mine, tuple(map(copies, rows, mine))
 
 
 def _changes(message: pb.KvChanges, mirror: KvMirror) -> list[KvChange]:

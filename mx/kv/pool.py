@@ -232,6 +232,16 @@ class KvPool(Closable):
             entry = self._index.listed.get(block)
             return entry.slot if entry is not None else None
 
+    def entry_of(self, block: bytes) -> KvEntry | None:
+        """Return where a block is and its digests; None if it is not listed."""
+        with self._lock:
+            return self._index.listed.get(block)
+
+    def newest(self) -> list[bytes]:
+        """Return all blocks, those of use last first."""
+        with self._lock:
+            return list(self._index.listed)[::-1]
+
     def counts(self) -> dict[str, int]:
         """Return how many slots are listed, free and leaving, and how many readers there are."""
         with self._lock:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from mx import config, namekey, runtime
 from mx.api.arguments import PullArguments
@@ -17,11 +18,14 @@ from mx.kv import proof
 from mx.kv.fetch import KvFetch, Taken
 from mx.kv.layout import KvMemory
 from mx.kv.names import KvKey
-from mx.kv.peer import KvPeer, KvReading
-from mx.tasks import end_tasks
+from mx.kv.peer import KvGiver, KvPeer, KvReading
+from mx.kv.segments import KvShelf, shelves
+from mx.tasks import end_tasks, in_thread
 
 log = logging.getLogger(__name__)
 
+#: How often folders of files are looked at.
+LOOK_S = 1.0
 #: How often the coordinator is asked which sources of the model there are.
 LIST_S = 5.0
 #: The most pools that one reader reads.
@@ -39,10 +43,11 @@ class KvReader(Closable):
         """Use `open`."""
         self._loop = loop
         self._changed = threading.Condition()  # of an index, for `wait_for`
-        self._peers: dict[str, KvPeer] = {}
+        self._peers: dict[str, KvGiver] = {}  # replaced, never changed
         self._shut_down = False
         self._reading: KvReading
         self._listing: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     @classmethod
     def open(
@@ -52,6 +57,7 @@ class KvReader(Closable):
         memory: KvMemory | None,
         *,
         peers: Collection[str] = (),
+        files: Sequence[str | Path] = (),
         coordinator: str | None = None,
         transport: str | None = None,
         settings: config.Settings | None = None,
@@ -64,6 +70,8 @@ class KvReader(Closable):
             memory: Where blocks are read into: it must stay until the reader is closed. None for
                 one that only finds blocks, all heads of which are somewhere.
             peers: HOST:PORT of pools, or of sources of their processes.
+            files: Folders that `KvFiles` writes to, or has written to; they are looked at before
+                this returns, and every second.
             coordinator: HOST:PORT; the sources of the model that it lists are asked for their KV
                 blocks. None: no coordinator is asked.
             transport: The only transport to use.
@@ -87,6 +95,11 @@ class KvReader(Closable):
                 name, key, form.encode(), heads, memory, options, transports(), reader._tell
             )
             reader._add(peers)
+            if files:
+                roots = [Path(each) for each in files]
+                await reader._look(roots)
+                looking = reader._look_again(roots)
+                reader._looking = asyncio.create_task(looking, name="mx-kv-files")
             if coordinator is not None:
                 listing = reader._list(settings, coordinator)
                 reader._listing = asyncio.create_task(listing, name="mx-kv-sources")
@@ -135,7 +148,7 @@ class KvReader(Closable):
         if not all(0 <= slot < memory.slots for _, slot in wanted):
             raise ValueError(f"the reader's memory has slots 0 to {memory.slots - 1}")
         layers, taken, missing = len(memory.rows), list[Taken](), list[bytes]()
-        load: dict[KvPeer, int] = {}
+        load: dict[KvGiver, int] = {}
         for block, slot in wanted:
             parts = self._begin(block, slot, layers, load)
             if parts:
@@ -174,19 +187,21 @@ class KvReader(Closable):
 
     def _has(self, block: bytes) -> bool:
         wanted = set(self._reading.heads)
-        for peer in list(self._peers.values()):
+        for peer in self._peers.values():
             if peer.has(block):
                 wanted.difference_update(peer.heads())
                 if not wanted:
                     return True
         return False
 
-    def _begin(self, block: bytes, slot: int, layers: int, load: dict[KvPeer, int]) -> list[Taken]:
+    def _begin(self, block: bytes, slot: int, layers: int, load: dict[KvGiver, int]) -> list[Taken]:
         """Begin to read one block from pools that together have all heads, those first that read
-        least; return [] if there are none."""
+        least, and files last; return [] if there are none."""
         wanted = set(self._reading.heads)
         taken: list[Taken] = []
-        for peer in sorted(list(self._peers.values()), key=lambda each: load.get(each, 0)):
+        for peer in sorted(
+            self._peers.values(), key=lambda each: (each.transport == "files", load.get(each, 0))
+        ):
             begun = peer.begin(block) if wanted else None
             if begun is None:
                 continue
@@ -218,6 +233,27 @@ class KvReader(Closable):
             ):
                 self._peers = self._peers | {endpoint: KvPeer(endpoint, self._reading, self._loop)}
 
+    async def _look(self, roots: Sequence[Path]) -> None:
+        """See which blocks there are in files."""
+        reading, form = self._reading, self._reading.form
+        try:
+            found = await in_thread(lambda: list(shelves(roots, form)))
+        except OSError as error:
+            log.debug("which KV blocks are in files is not known: %s", error)
+            return
+        for folder, heads in found:
+            fits = reading.heads.start <= heads.start < heads.stop <= reading.heads.stop
+            if fits and str(folder) not in self._peers:
+                self._peers = self._peers | {str(folder): KvShelf(folder, heads, reading)}
+        for each in self._peers.values():
+            if isinstance(each, KvShelf) and await in_thread(each.look):
+                self._tell()
+
+    async def _look_again(self, roots: Sequence[Path]) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look(roots)
+
     async def _list(self, settings: config.Settings, coordinator: str) -> None:
         """Read from all sources of the model that the coordinator lists, as they come and go."""
         listed: set[str] = set()
@@ -242,5 +278,5 @@ class KvReader(Closable):
             await asyncio.sleep(LIST_S)
 
     async def _stop(self) -> None:
-        await end_tasks(self._listing)
+        await end_tasks(self._listing, self._looking)
         await asyncio.gather(*(each.close() for each in self._peers.values()))

@@ -16,7 +16,7 @@ import numpy as np
 
 from mx import config, keyfile, namekey
 from mx.errors import MxError
-from mx.kv import BlockNames, KvKey, KvMemory, KvPool, KvReader, proof
+from mx.kv import BlockNames, KvFiles, KvKey, KvMemory, KvPool, KvReader, proof
 from mx.kv.fetch import KvFetch
 from tests.support import forkserver
 from tests.support.commands import environment
@@ -103,7 +103,7 @@ class Listing:
         **more: Any,
     ) -> None:
         """Open it, and list so many blocks."""
-        given = settings(key, **more)
+        self.settings = given = settings(key, **more)
         self.cache = tensors(seed, heads, first)
         self.pool = kind.open(NAME, form, memory(self.cache, first), settings=given)
         self.names = names(given, count, *shared_with, form=form)
@@ -114,6 +114,13 @@ class Listing:
     @property
     def endpoint(self) -> str:
         return self.pool.endpoint
+
+    def keep(self, folder: Path | str, most_bytes: int = 1 << 30) -> KvFiles:
+        """Keep all blocks in files, and return what does so."""
+        files = KvFiles(self.pool, folder, most_bytes, settings=self.settings)
+        for block in self.names:
+            files.keep(block)
+        return files
 
     def __enter__(self) -> Listing:
         return self
@@ -134,6 +141,7 @@ class Taking:
         first: int = 0,
         transport: str | None = None,
         coordinator: str | None = None,
+        files: Sequence[Path | str] = (),
         **more: Any,
     ) -> None:
         given = settings(key, **more)
@@ -143,6 +151,7 @@ class Taking:
             form,
             memory(self.cache, first),
             peers=peers,
+            files=files,
             transport=transport,
             coordinator=coordinator,
             settings=given,
@@ -178,6 +187,10 @@ class Taking:
     def fetch(self, count: int) -> list[bytes]:
         """Read the first blocks into the first slots, in order; return what failed."""
         return sorted(fetched(self.reader, self.wanted(count)).failed)
+
+    def fetch_one(self, block: bytes) -> set[bytes]:
+        """Read a block into the first slot; return what failed."""
+        return set(fetched(self.reader, [(block, 0)]).failed)
 
     def wanted(self, count: int) -> list[tuple[bytes, int]]:
         return [(block, slot) for slot, block in enumerate(self.names[:count])]
