@@ -120,6 +120,10 @@ class KvGiver(Protocol):
     def why(self) -> str:
         """Return why it is not."""
 
+    @property
+    def wrong(self) -> int:
+        """Return how many blocks were wrong."""
+
     def forked(self) -> None:
         """Have nothing in a forked child."""
 

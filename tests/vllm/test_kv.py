@@ -11,7 +11,7 @@ import pytest
 
 import mx
 from tests.vllm.checkpoints import bare, write_checkpoint
-from tests.vllm.hosts import Host, host, lending, start
+from tests.vllm.hosts import Host, host, lending, start, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
@@ -171,3 +171,38 @@ def test_ranks_take_what_ranks_have(coordinator: str, place: Path, checkpoint: P
         start(two, checkpoint, "ranks", extra={"lend": False}, **options("kv_consumer", pin=pin))
         assert found(two, 6 * _BLOCK)["tokens"] == made["tokens"]
         assert two.do("kv")["loaded"] == 6
+
+
+def test_blocks_outlive_their_engine(coordinator: str, place: Path, checkpoint: Path) -> None:
+    prompt = [(11 * at + 5) % 250 for at in range(6 * _BLOCK + 4)]
+    files, snapshot = place / "blocks", place / "frozen"
+    with host(coordinator, place / "first.log") as engine:
+        start(engine, checkpoint, "filed", **options(files=str(files)))
+        made = engine.do("complete", prompt)
+        assert made["cached"] == 0
+        (frozen,) = engine.do("call", "mx_peer_freeze", str(snapshot), "1GiB")
+        assert frozen["kv_blocks"] == engine.do("kv")["listed"]
+        wait_for(lambda: list(files.glob("*/*.safetensors")))
+        engine.kill()
+    with host(coordinator, place / "second.log") as engine:
+        # Its first request: what files have is known before that.
+        start(engine, checkpoint, "filed", **options("kv_consumer", files=str(files)))
+        took = engine.do("complete", prompt)
+        assert took["cached"] == 6 * _BLOCK
+        assert (took["tokens"], took["logprobs"]) == (made["tokens"], made["logprobs"])
+        assert loaded(engine) == 6
+        # Weights and blocks of a snapshot.
+        extra = {"snapshot": str(snapshot)}
+        start(engine, bare(checkpoint), "filed", extra=extra, **options("kv_consumer"))
+        took = engine.do("complete", prompt)
+        assert (took["cached"], took["tokens"]) == (6 * _BLOCK, made["tokens"])
+        assert loaded(engine) == 6
+        # A bit of one of them is flipped: it is computed, and what follows it.
+        for path in (snapshot / "kv").glob("*/*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[20_000] ^= 1
+            path.write_bytes(data)
+        start(engine, bare(checkpoint), "filed", extra=extra, **options("kv_consumer"))
+        took = engine.do("complete", prompt)
+        assert took["tokens"] == made["tokens"]
+        assert engine.do("kv")["failed"] == 1

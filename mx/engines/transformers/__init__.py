@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from mx.engines.compiling import compile_counts
     from mx.engines.transformers.arrival import Loading
     from mx.engines.transformers.graphs import Decode, Decoding, decoding
+    from mx.engines.transformers.kv import KvCaches
     from mx.engines.transformers.loader import load, loading
     from mx.engines.transformers.patched import counts, patch, unpatch
 
 _HOMES = {
     "Decode": "mx.engines.transformers.graphs",
     "Decoding": "mx.engines.transformers.graphs",
+    "KvCaches": "mx.engines.transformers.kv",
     "Loading": "mx.engines.transformers.arrival",
     "compile_counts": "mx.engines.compiling",
     "counts": "mx.engines.transformers.patched",
@@ -34,6 +36,7 @@ _HOMES = {
 __all__ = [
     "Decode",
     "Decoding",
+    "KvCaches",
     "Loading",
     "compile_counts",
     "counts",

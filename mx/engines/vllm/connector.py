@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +130,10 @@ class MxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._half.failed()  # type: ignore[no-any-return]
 
+    def freeze(self, folder: Path, most_bytes: int) -> int:
+        """Write a worker's blocks of use last to a snapshot, as `KvWorker.freeze`."""
+        return self._half.freeze(folder, most_bytes)  # type: ignore[no-any-return]
+
     def get_kv_connector_stats(self) -> KvCounts | None:
         counts = getattr(self._half, "counts", None)
         if not counts or not any(counts.values()):
@@ -155,6 +160,7 @@ class KvScheduler:
 
     def __init__(self, vllm_config: Any, options: ConnectorOptions) -> None:
         self._options, self._ranks = options, vllm_config.parallel_config.world_size
+        self._folders = options.folders(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._gives, self._takes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._weights: dict[int, tuple[str, str]] = {}
@@ -214,6 +220,7 @@ class KvScheduler:
                     self._form,
                     None,
                     peers=self._options.peers,
+                    files=self._folders,
                     coordinator=settings.coordinator,
                     settings=settings,
                 )

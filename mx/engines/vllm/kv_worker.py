@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,14 +24,18 @@ from mx.engines.vllm.keys import engine_version
 from mx.engines.vllm.kv_names import form_of, memory_order, total_heads
 from mx.engines.vllm.worker import weights_of
 from mx.errors import ConfigError, MxError
-from mx.kv import KvFetch, KvKey, KvMemory, KvPool, KvReader
+from mx.kv import KvFetch, KvFiles, KvKey, KvMemory, KvPool, KvReader
+from mx.kv.files import freeze
 from mx.log import event
 from mx.units import parse_bytes
 
 log = logger_of("vLLM")
 
-#: What a rank's pool may have, unless the options say otherwise.
-POOL_BYTES = "1GiB"
+#: Where a snapshot has KV blocks.
+KV_FOLDER = "kv"
+
+#: What a rank's pool, and a folder of files, may have, unless the options say otherwise.
+POOL_BYTES, FILES_BYTES = "1GiB", "8GiB"
 #: How long a request that another replica has prefilled waits for its blocks.
 WAIT_S = 2.0
 
@@ -44,6 +50,10 @@ class ConnectorOptions:
             with different numbers of ranks are to share blocks; "" for what the loader knows.
         peers: HOST:PORT of pools, besides those of the model's sources.
         pool: What each rank's pool may have, such as "4GiB".
+        files: A folder in which blocks are kept beyond the pool, and from which they are read; ""
+            for none.
+        files_bytes: What all files in it may have.
+        read_files: Further folders from which blocks are read.
         wait_s: How long a request that another replica has prefilled waits for its blocks.
         settings: Those of mx.
     """
@@ -52,6 +62,9 @@ class ConnectorOptions:
     pin: str = ""
     peers: tuple[str, ...] = ()
     pool: str = POOL_BYTES
+    files: str = ""
+    files_bytes: str = FILES_BYTES
+    read_files: tuple[str, ...] = ()
     wait_s: float = WAIT_S
     settings: config.Settings = field(default_factory=config.Settings)
 
@@ -64,6 +77,14 @@ class ConnectorOptions:
         own = {name: value for name, value in given.items() if name in known}
         rest = {name: value for name, value in given.items() if name not in known}
         return cls(**own, settings=config.given(config.load(), **rest))
+
+    def folders(self, vllm_config: Any) -> list[str]:
+        """Return the folders from which blocks are read: also that of the snapshot from which the
+        loader has the weights."""
+        extra = vllm_config.load_config.model_loader_extra_config
+        snapshot = extra.get("snapshot") if isinstance(extra, Mapping) else None
+        own = [self.files] if self.files else []
+        return [*own, *self.read_files, *([f"{snapshot}/{KV_FOLDER}"] if snapshot else [])]
 
 
 @dataclass
@@ -104,6 +125,7 @@ class KvWorker:
         self._store: list[torch.Tensor] = []
         self._reader: KvReader | None = None
         self._pool: KvPool | None = None
+        self._files: KvFiles | None = None
         self._first: str | None = None  # what the weights were when `pin` was right
         self._loading: dict[str, tuple[KvFetch, dict[bytes, int]]] = {}
         self._done: set[str] = set()
@@ -150,6 +172,11 @@ class KvWorker:
             ]
             memory = KvMemory.whole(kept, [part] * layers, first, heads)
             self._pool = KvPool.open(name, self._form, memory, settings=settings)
+            if self._options.files:
+                most_bytes = parse_bytes(self._options.files_bytes)
+                self._files = KvFiles(
+                    self._pool, self._options.files, most_bytes, settings=settings
+                )
             self._hasher = threading.Thread(target=self._hash, name="mx-kv-digests", daemon=True)
             self._hasher.start()
         if self._takes:
@@ -158,6 +185,7 @@ class KvWorker:
                 self._form,
                 self._memory,
                 peers=self._options.peers,
+                files=self._options.folders(self._config),
                 coordinator=settings.coordinator,
                 settings=settings,
             )
@@ -230,6 +258,8 @@ class KvWorker:
             try:
                 assert self._pool is not None
                 self._pool.publish(*item)
+                if self._files is not None:
+                    self._files.keep(item[0])
             except MxError as error:
                 log.debug("a KV block is not listed: %s", error)
 
@@ -250,6 +280,13 @@ class KvWorker:
         bad, self._bad = self._bad, set()
         return bad
 
+    def freeze(self, folder: Path, most_bytes: int) -> int:
+        """Write the blocks of use last to a snapshot, up to so many bytes; return how many. Raises
+        MxError."""
+        if self._pool is None:
+            raise ConfigError("this engine gives no KV blocks", hint="give it the role kv_both")
+        return freeze(self._pool, folder / KV_FOLDER, most_bytes, self._options.settings)
+
     def close(self) -> None:
         """Close what this has opened. Idempotent."""
         if self._reader is not None:
@@ -258,5 +295,7 @@ class KvWorker:
             self._hashing.put(None)
             self._hasher.join()
             self._hasher = None
+        if self._files is not None:
+            self._files.close()
         if self._pool is not None:
             self._pool.close()

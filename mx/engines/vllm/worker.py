@@ -7,11 +7,13 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from mx.engines.replica.lender import ASLEEP, DISCARDED
 from mx.engines.replica.loading import RankLoading
 from mx.errors import ConfigError, LocalError
+from mx.units import parse_bytes
 
 #: What `status` is called as a method of vLLM's workers.
 STATUS_METHOD = "mx_peer_status"
@@ -121,24 +123,31 @@ def status(worker: Any) -> dict[str, object]:
         if watched.loading.lender is not None:
             watched.loading.lender.look(devices=True)  # on the worker's thread: it may use devices
         found = watched.loading.status()
+    counts = getattr(_connector(), "counts", None)
+    return found if counts is None else found | {"kv": dict(counts)}
+
+
+def _connector() -> Any:
+    """Return this process's connector for KV blocks; None if it has none."""
     # vLLM imports it for an engine with a connector.
     kv_transfer = sys.modules.get("vllm.distributed.kv_transfer")
-    if kv_transfer is not None and kv_transfer.has_kv_transfer_group():
-        counts = getattr(kv_transfer.get_kv_transfer_group(), "counts", None)
-        found |= {} if counts is None else {"kv": dict(counts)}
-    return found
+    if kv_transfer is None or not kv_transfer.has_kv_transfer_group():
+        return None
+    return kv_transfer.get_kv_transfer_group()
 
 
-def freeze(worker: Any, folder: str) -> dict[str, object]:
+def freeze(worker: Any, folder: str, kv_bytes: str = "") -> dict[str, object]:
     """Write what a worker lends to a snapshot, of which it is one rank:
     `llm.collective_rpc("mx_peer_freeze", args=(folder,))`.
 
     Args:
         worker: vLLM's worker.
         folder: The snapshot's, the same for all ranks.
+        kv_bytes: How much of KV blocks is written, too, such as "2GiB": those of use last that
+            `MxConnector` has in this worker's pool.
 
     Returns:
-        The fields of `mx.FreezeReport`.
+        The fields of `mx.FreezeReport`; with `kv_bytes`, `kv_blocks`: how many of them there are.
 
     Raises:
         ConfigError: Nothing is lent.
@@ -147,7 +156,13 @@ def freeze(worker: Any, folder: str) -> dict[str, object]:
     watched = _watched_of(worker)
     if watched is None or watched.loading.lender is None:
         raise ConfigError("this worker lends nothing", hint="load by `mx-peer`, with `lend`")
-    return dict(vars(watched.loading.lender.freeze(folder)))
+    found = dict(vars(watched.loading.lender.freeze(folder)))
+    if kv_bytes:
+        freeze_blocks = getattr(_connector(), "freeze", None)
+        if freeze_blocks is None:
+            raise ConfigError("this engine has no KV blocks of mx", hint="give it `MxConnector`")
+        found["kv_blocks"] = freeze_blocks(Path(folder), parse_bytes(kv_bytes))
+    return found
 
 
 @contextlib.contextmanager
