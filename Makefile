@@ -9,8 +9,8 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-transformers test-vllm test-floors lock chaos starts kills names disks differential differential-gpu endurance \
-  lint proto proto-check folders bench clean
+  test-transformers test-vllm test-floors lock chaos starts kv-requests kills names disks \
+  differential differential-gpu endurance lint proto proto-check folders bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -51,6 +51,7 @@ help:
 	@echo "make test-transformers           its tests with transformers TRANSFORMERS=5.24.0"
 	@echo "make chaos                       the slow ones: kills, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S]      N pulls among random faults, repeatable"
+	@echo "make kv-requests [REQUESTS=N]    vLLM replicas that take KV blocks from each other"
 	@echo "make starts [STARTS=N] [SEED=S]  engines that start and sleep in bad luck"
 	@echo "make kills KILLS=N [STATE=redis] kill coordinators, check every name; STATE=freezes: snapshots"
 	@echo "make names [ROUNDS=N] [SEED=S]   random updates and losses: no name goes back"
@@ -175,6 +176,10 @@ kills: $(READY)
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\
 	  $(PY) -m pytest -m "chaos or slow" $(ARGS))
+
+# Requests at vLLM replicas that take KV blocks from each other, while they are hit.
+kv-requests: $(VLLM_READY)
+	$(VLLM_PY) -m tests.kv_requests --requests $(or $(REQUESTS),500) --seed $(or $(SEED),1)
 
 # Engines that load while their peers, the coordinator or they themselves are hit.
 starts: $(READY)

@@ -368,13 +368,46 @@ class Host:
         until_s = time.monotonic() + 30
         while pool is not None and connector._half._hashing.qsize() and time.monotonic() < until_s:
             time.sleep(0.01)
-        more = {} if pool is None else {**pool.counts(), "wrong": pool.wrong}
+        more: dict[str, Any] = {}
+        if pool is not None:
+            more = {**pool.counts(), "wrong": pool.wrong, "slots": pool.memory.slots}
         return (
             counts | more | {"peers": connector._half._reader and connector._half._reader.peers()}
         )
 
+    def blocks(self) -> dict[str, str]:
+        """Return the blocks that the KV connector lists, with a digest of what each slot holds."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        pool = get_kv_transfer_group()._half._pool
+        found = {block: pool.entry_of(block) for block in pool.newest()}
+        return {
+            block.hex(): hashlib.sha256(pool.memory.digests(entry.slot)).hexdigest()
+            for block, entry in found.items()
+            if entry is not None
+        }
+
+    def complete_changing(self, prompt: list[int], method: str, arguments: list[Any]) -> int:
+        """Complete a prompt; after two steps, call a method of each worker. Return how many tokens
+        there are."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        engine.add_request(
+            f"changing-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, parameters
+        )
+        made: list[Any] = []
+        steps = 0
+        while engine.has_unfinished_requests():
+            made = engine.step() or made
+            steps += 1
+            if steps == 2:
+                self.call(method, *arguments)
+        return len(made[0].outputs[0].token_ids)
+
     def spoil(self) -> None:
-        """KvChange a byte of each block that the KV connector lists."""
+        """Change a byte of each block that the KV connector lists."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         for kept in get_kv_transfer_group()._half._store:
